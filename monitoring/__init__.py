@@ -1,4 +1,4 @@
-"""What a user sees of a run: step records, Prometheus metrics, time lines, live view, report."""
+"""Everything a user sees of a run: records, Prometheus metrics, timelines, live view, report."""
 
 if __name__ == "monitoring":
     raise ImportError(

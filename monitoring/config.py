@@ -1,4 +1,4 @@
-"""The settings of metrics, live view, time lines, report and web page."""
+"""The settings of metrics, live view, timelines, report and web page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 def set_log_level(level: LogLevel) -> None:
-    """Have asyncrl log from this level on. Packages of others stay as they are."""
+    """Set the level of asyncrl's loggers; other packages' loggers are unaffected."""
     logging.getLogger("asyncrl").setLevel(level.upper())
 
 
@@ -26,16 +26,15 @@ LiveMode = Literal["auto", "rich", "plain", "off"]
 
 
 def unquoted_off(value: object) -> object:
-    """The text "off" for false: YAML reads it so where it is not in quotes."""
+    """Turn false into "off": YAML reads an unquoted `off` as false."""
     return "off" if value is False else value
 
 
 class TracingConfig(BaseModel):
     """Traces of groups of samples, for an OpenTelemetry collector.
 
-    Example:
-        >>> TracingConfig(endpoint="http://collector:4318").traces_url
-        'http://collector:4318/v1/traces'
+    >>> TracingConfig(endpoint="http://collector:4318").traces_url
+    'http://collector:4318/v1/traces'
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -44,13 +43,14 @@ class TracingConfig(BaseModel):
     """Send traces. Needs `pip install 'asyncrl[otel]'` wherever the run has processes."""
     endpoint: str = "http://127.0.0.1:4318"
     """Address of the collector (OTLP over HTTP, protobuf), as every process of the run reaches it.
-    Without a path, `/v1/traces` is added. Credentials do not belong here: processes read the
+    Without a path, `/v1/traces` is added. Do not put credentials here: processes read the
     environment variable OTEL_EXPORTER_OTLP_HEADERS."""
     sample_rate: float = Field(default=0.01, gt=0, le=1)
-    """Share of the groups that are traced, with all their samples. Which ones follows from the
-    run and the group, so all processes trace the same."""
+    """Share of the groups that are traced, with all their samples. The choice follows from the run
+    and the group, so all processes trace the same groups."""
     queue_spans: int = Field(default=4096, ge=1, le=1_000_000)
-    """Spans that wait for the collector in each process. Further ones are dropped and counted."""
+    """Spans that may wait for the collector in each process. Further ones are dropped and
+    counted."""
 
     @field_validator("endpoint")
     @classmethod
@@ -69,17 +69,16 @@ class TracingConfig(BaseModel):
 
     @property
     def traces_url(self) -> str:
-        """Where spans are posted to."""
+        """URL that spans are posted to."""
         has_path = urlsplit(self.endpoint).path not in ("", "/")
         return self.endpoint if has_path else self.endpoint.rstrip("/") + "/v1/traces"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or the name `localhost`, means this machine only.
+    """Return True if an address, or the name `localhost`, means this machine only.
 
-    Example:
-        >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0")
-        (True, True, False)
+    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0")
+    (True, True, False)
     """
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -93,16 +92,16 @@ class WebConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     enabled: bool = True
-    """Serve a page that shows the run while it trains (docs/web.md). It needs no CPU until somebody
-    opens it; `asyncrl web` prints the link."""
+    """Serve a page that shows the run while it trains (docs/web.md). It needs no CPU until it is
+    opened; `asyncrl web` prints the link."""
     host: str = Field(default="127.0.0.1", min_length=1)
-    """Address that the page is served on. Any other than a loopback address needs `token_file`.
-    There is no encryption: for another machine, use an SSH tunnel or a proxy with TLS."""
+    """Address that the page is served on. Any other than a loopback address needs `token_file`. The
+    connection is not encrypted: for another machine, use an SSH tunnel or a proxy with TLS."""
     port: int = Field(default=0, ge=0, le=MAX_PORT)
     """Port of the page; 0 takes any free one."""
     token_file: AbsolutePath | None = None
     """File with the token that orders need, and that all requests need unless `host` is a loopback
-    address: at least 16 letters, digits or signs, mode 0600. null: RUN/web.token, made anew at each
+    address: at least 16 letters, digits or signs, mode 0600. null: RUN/web.token, generated at each
     start."""
 
     @model_validator(mode="after")
@@ -119,7 +118,7 @@ class WebConfig(BaseModel):
 
 
 def refuse_odd_address(host: str) -> None:
-    """Raises ValueError: it has a scheme or a path."""
+    """Raise ValueError if the host has a scheme or a path."""
     if "://" in host or "/" in host:
         raise ValueError(
             f"host {host!r} is not an address; give a name or number such as "
@@ -130,11 +129,10 @@ def refuse_odd_address(host: str) -> None:
 class MonitoringConfig(BaseModel):
     """Metrics, live view and report of a run.
 
-    Example:
-        >>> MonitoringConfig(port=9100).port_of(2)
-        9102
-        >>> MonitoringConfig(port=0).port_of(2)
-        0
+    >>> MonitoringConfig(port=9100).port_of(2)
+    9102
+    >>> MonitoringConfig(port=0).port_of(2)
+    0
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -142,24 +140,24 @@ class MonitoringConfig(BaseModel):
     metrics: bool = True
     """Serve Prometheus metrics over HTTP from every process."""
     host: str = Field(default="127.0.0.1", min_length=1)
-    """Address that metrics are served on. They are not encrypted and need no password, so bind
-    an address other than loopback only on a network that you trust."""
+    """Address that metrics are served on. They are neither encrypted nor protected by a password,
+    so bind an address other than loopback only on a network that you trust."""
     port: int = Field(default=0, ge=0, le=MAX_PORT)
-    """Base port: the controller serves on it, the other processes on the following ones in the
-    order of their start. 0 takes any free port for each; `asyncrl status` lists them."""
+    """Base port: the controller uses it, the other processes the following ones in the order of
+    their start. 0 takes any free port for each; `asyncrl status` lists them."""
     live: Annotated[LiveMode, BeforeValidator(unquoted_off)] = "auto"
     """The view of a running run: a panel (rich), one line per step (plain), nothing (off), or the
     panel in a terminal and lines elsewhere (auto)."""
     log_level: LogLevel = "info"
-    """How much the processes of a run write to RUN/logs: debug, info, warning or error."""
+    """Level of the processes' messages in RUN/logs: debug, info, warning or error."""
     report_samples: int = Field(default=8, ge=0, le=200)
-    """How many sample trajectories report.html shows at most."""
+    """Most sample trajectories that report.html shows."""
     timeline: bool = True
-    """Record what each process did when, in RUN/timeline/."""
+    """Record each process's activity over time, in RUN/timeline/."""
     tracing: TracingConfig = TracingConfig()
     """Traces for an OpenTelemetry collector."""
     sinks: tuple[SinkConfig, ...] = ()
-    """Where metrics, evaluations and samples go besides the run's files: `wandb`, `tensorboard`,
+    """Places for metrics, evaluations and samples besides the run's files: `wandb`, `tensorboard`,
     `mlflow` (docs/monitoring.md)."""
     sink_seconds: float = Field(default=30.0, ge=0, le=3600)
     """Longest time for which the end of a run waits for sinks that have not sent everything."""
@@ -180,11 +178,7 @@ class MonitoringConfig(BaseModel):
         return self
 
     def port_of(self, index: int) -> int:
-        """Port of the index-th process of a run (the controller is 0); 0 means any free one.
-
-        Raises:
-            ValueError: the port would lie above 65535.
-        """
+        """Port of the index-th process (0: controller); 0 is any free one. Raises ValueError."""
         if index < 0:
             raise ValueError(f"process index {index} is negative")
         if self.port == 0:

@@ -1,4 +1,4 @@
-"""What can go wrong in monitoring.
+"""The errors of monitoring.
 
 MonitoringError
 ├── ExporterError    metrics cannot be served: change `monitoring.host` or `monitoring.port`
@@ -14,14 +14,14 @@ from pathlib import Path
 
 
 class MonitoringError(Exception):
-    """Root of what this package raises."""
+    """Root of this package's errors."""
 
 
 class ExporterError(MonitoringError):
-    """Metrics cannot be served at the configured address; the message says what to change."""
+    """Metrics cannot be served at the configured address; the message names a remedy."""
 
 
-class PortInUse(ExporterError):  # noqa: N818 - the name says what is the case
+class PortInUse(ExporterError):  # noqa: N818 - names the state
     """Another process listens on the requested port."""
 
     def __init__(self, host: str, port: int) -> None:

@@ -79,21 +79,21 @@ from asyncrl.scheduler.config import SchedulerConfig
 
 
 class Bounds(NamedTuple):
-    """How far ahead the groups of some steps may start, and how old their tokens may be."""
+    """Limits of some steps: how far ahead groups may start, and how old their tokens may be."""
 
     first_step: int
-    """The first of these steps; the last one is before the next `Bounds`."""
+    """First of these steps; they end before those of the next `Bounds`."""
     max_off_policy_steps: int
     """k: the largest staleness that a token may have when it is trained on."""
     verifies: bool
-    """Whether tokens that are too old are verified. If not, they must never be generated."""
+    """True if tokens that are too old are verified. If not, they must never be generated."""
     max_runahead_groups: int
     """Groups that may be started beyond those that need no verification; 0 unless `verifies`, or
-    fewer than 0 (`_slack`)."""
+    below 0 (`_slack`)."""
 
     @classmethod
     def of(cls, config: SchedulerConfig, first_step: int = 0) -> Bounds:
-        """The rule that a configuration asks for."""
+        """Derive the bounds from a configuration."""
         return cls(
             first_step=first_step,
             max_off_policy_steps=config.max_off_policy_steps,
@@ -103,7 +103,7 @@ class Bounds(NamedTuple):
 
 
 def _slack(config: SchedulerConfig) -> int:
-    """Groups by which less is started than staleness allows, where nothing can be verified.
+    """Groups by which less is started than staleness allows, if nothing can be verified.
 
     With dynamic sampling a group may turn out to be in a later step than expected. One step of
     slack lets it be trained on then; without it, it would have to be drawn again.
@@ -115,41 +115,40 @@ def _slack(config: SchedulerConfig) -> int:
 class Admission:
     """Decides how far ahead groups may be started, and how old a token may be.
 
-    Example:
-        >>> admission = Admission.of(SchedulerConfig(on_update="keep", groups_per_step=4))
-        >>> admission.last_group_to_start(policy_version=0)
-        3
-        >>> admission.min_version(step=2)
-        2
-        >>> one = SchedulerConfig(on_update="keep", max_off_policy_steps=1)
-        >>> admission.change(Bounds.of(one, first_step=2))
-        >>> admission.min_version(step=1), admission.min_version(step=2)
-        (1, 1)
-        >>> admission.last_group_to_start(policy_version=1)
-        11
+    >>> admission = Admission.of(SchedulerConfig(on_update="keep", groups_per_step=4))
+    >>> admission.last_group_to_start(policy_version=0)
+    3
+    >>> admission.min_version(step=2)
+    2
+    >>> one = SchedulerConfig(on_update="keep", max_off_policy_steps=1)
+    >>> admission.change(Bounds.of(one, first_step=2))
+    >>> admission.min_version(step=1), admission.min_version(step=2)
+    (1, 1)
+    >>> admission.last_group_to_start(policy_version=1)
+    11
     """
 
     def __init__(self, groups_per_step: int, bounds: Bounds) -> None:
         self.groups_per_step = groups_per_step
         self.bounds = [bounds]
-        """By their first step, ascending. The first ones are those of step 0 on."""
+        """Bounds by their first step, ascending, from step 0 on."""
         self.verifies = bounds.verifies
-        """Whether tokens can be verified: there are, or were, bounds that need it."""
+        """True if tokens can be verified: there are, or were, bounds that need it."""
 
     @classmethod
     def of(
         cls, config: SchedulerConfig, changes: Mapping[int, SchedulerConfig] = MappingProxyType({})
     ) -> Admission:
-        """The rule that a configuration asks for, with others from some steps on."""
+        """Derive the rule from a configuration, with other ones from some steps on."""
         admission = cls(config.groups_per_step, Bounds.of(config))
         for step, changed in changes.items():
             admission.change(Bounds.of(changed, step))
         return admission
 
     def change(self, bounds: Bounds) -> None:
-        """Have other bounds from a step on, of which no group was ever issued.
+        """Set other bounds from a step on, of which no group was ever issued.
 
-        They replace those that were to begin at this step.
+        They replace bounds that were to begin at this step.
         """
         kept = [one for one in self.bounds if one.first_step != bounds.first_step]
         self.bounds = sorted([*kept, bounds])
@@ -164,21 +163,21 @@ class Admission:
         )
 
     def of_step(self, step: int) -> Bounds:
-        """The bounds of a step."""
+        """Return the bounds of a step."""
         return next(one for one in reversed(self.bounds) if one.first_step <= step)
 
     def last_group_to_start(self, policy_version: int) -> int:
-        """The last group whose samples may be started under this version."""
+        """Return the last group whose samples may be started under this version."""
         return self._last_group(policy_version, ahead=True)
 
     def last_due_group(self, policy_version: int) -> int:
-        """The last group up to which no tokens need verification if drawn under this version."""
+        """Return the last group up to which tokens of this version need no verification."""
         return self._last_group(policy_version, ahead=False)
 
     def last_deliverable_group(self, policy_version: int) -> int:
-        """No later group can have been delivered while this was the newest version.
+        """Return a group such that no later one can have been delivered up to this version.
 
-        Where the bounds have become wider, a step can be delivered before earlier ones.
+        If the bounds have become wider, a step can be delivered before earlier ones.
         """
         ends = [
             min(self._limit(one, policy_version, ahead=False), last)
@@ -189,7 +188,7 @@ class Admission:
         return max(ends, default=-1)
 
     def first_version_to_start(self, group: int) -> int:
-        """The lowest version under which the group's samples may be started."""
+        """Return the lowest version under which the group's samples may be started."""
         return max(
             -((self._limit(one, 0, ahead=True) - min(group, last)) // self.groups_per_step)
             for one, last in self._with_last_groups()
@@ -197,23 +196,23 @@ class Admission:
         )
 
     def min_version(self, step: int) -> int:
-        """The lowest policy version that may have drawn a token that this step trains on.
+        """Return the lowest policy version that may have drawn a token that this step trains on.
 
         Never negative: a token of an unknown policy (`UNKNOWN_VERSION`) is always too old.
         """
         return max(0, step - self.of_step(step).max_off_policy_steps)
 
     def versions_ahead(self, step: int, policy_version: int) -> int:
-        """By how many versions a sample of this step would run ahead; 0: it is due."""
+        """Return by how many versions a sample of this step would run ahead; 0 if it is due."""
         return max(0, step - self.of_step(step).max_off_policy_steps - policy_version)
 
     def _limit(self, bounds: Bounds, version: int, *, ahead: bool) -> int:
-        """The last group that these bounds, if there were no others, admit under this version."""
+        """Return the last group that these bounds alone admit under this version."""
         groups = (version + bounds.max_off_policy_steps + 1) * self.groups_per_step - 1
         return groups + bounds.max_runahead_groups if ahead else groups
 
     def _last_group(self, version: int, *, ahead: bool) -> int:
-        """The last group before the first one that its bounds do not admit."""
+        """Return the last group before the first one that its bounds do not admit."""
         if len(self.bounds) == 1:
             return self._limit(self.bounds[0], version, ahead=ahead)
         reached = -1
@@ -226,6 +225,5 @@ class Admission:
         return reached
 
     def _with_last_groups(self) -> list[tuple[Bounds, int]]:
-        """Each bounds with the last group that they are for; of the last ones, any group."""
         following = [one.first_step * self.groups_per_step - 1 for one in self.bounds[1:]]
         return list(zip(self.bounds, [*following, 1 << 62], strict=True))

@@ -17,20 +17,20 @@ class DynamicSamplingConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     enabled: bool = False
-    """Whether a step trains on the next groups_per_step groups *in data order* whose rewards are
-    not all equal (DAPO's dynamic sampling). A group without signal is left out and counted. Further
-    groups are generated in its place, ahead of time by the share with signal so far. Those that a
-    step does not need belong to the next one. It changes the objective: prompts that are always or
-    never answered right are not trained on (docs/algorithms.md)."""
+    """Train each step on the next groups_per_step groups *in data order* whose rewards are not all
+    equal (DAPO's dynamic sampling). A group without signal is left out and counted. Further groups
+    are generated in its place, ahead of time by the share with signal so far. Those that a step
+    does not need belong to the next one. It changes the objective: prompts that are always or never
+    answered right are not trained on (docs/algorithms.md)."""
 
     max_batches: int = Field(default=10, ge=1, le=1000)
-    """Groups that a step may look at, in multiples of groups_per_step. If they do not hold
-    groups_per_step groups with signal, the step trains on those that there are, which is said; if
-    there are none, the run ends. It also bounds the groups in flight."""
+    """Groups that a step may look at, in multiples of groups_per_step. If they contain fewer than
+    groups_per_step groups with signal, the step trains on those, with a warning; if none has
+    signal, the run ends. It also bounds the groups in flight."""
 
 
 class SchedulerConfig(BaseModel):
-    """How far generation may run ahead of training, and how much work may be in flight."""
+    """Limits of how far generation may run ahead of training, and of the work in flight."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -41,7 +41,7 @@ class SchedulerConfig(BaseModel):
     lets generators run ahead by that many steps."""
 
     on_update: OnUpdate = "verify"
-    """What happens to running and waiting samples when new weights arrive. `verify`: tokens that
+    """Fate of running and waiting samples when new weights arrive. `verify`: tokens that
     would be older than max_off_policy_steps are verified under the new weights; the accepted prefix
     is kept and the rest is regenerated, so that the answer is distributed exactly as one of the new
     policy (docs/exactness.md). With max_off_policy_steps 0, all training is then strictly
@@ -50,9 +50,9 @@ class SchedulerConfig(BaseModel):
     `recompute`: like `keep`, but the KV is rebuilt under the new weights."""
 
     partial_rollout: bool = True
-    """Whether new weights may be installed in the middle of a sample. If false, a generator first
-    finishes its running samples and starts none in the meantime, so that each sample has a single
-    policy version; generators then wait for their longest answer at every update."""
+    """Allow new weights in the middle of a sample. If false, a generator first finishes its running
+    samples and starts no others, so that each sample has a single policy version;
+    generators then wait for their longest answer at every update."""
 
     max_runahead_groups: int | None = Field(default=None, ge=1, le=10**7)
     """Run-ahead, in groups (`on_update: verify` only): how many groups may be started before the
@@ -62,12 +62,12 @@ class SchedulerConfig(BaseModel):
 
     runahead_kv_limit: float = Field(default=0.9, gt=0, le=1)
     """Limit of run-ahead, as a share of a generator's KV space (`on_update: verify` only): a
-    generator that uses this share or more starts no run-ahead samples, so that due work finds
-    room."""
+    generator that uses this share or more starts no run-ahead samples, which leaves room for due
+    work."""
 
     sample_deadline_seconds: float | None = Field(default=None, gt=0, le=WEEK_SECONDS)
     """Time limit of a sample, in seconds from its first token, environments included: a sample that
-    takes longer ends with the tokens that it has and finish reason `deadline`, which is counted and
+    takes longer ends with its current tokens and finish reason `deadline`, which is counted and
     shown. Which samples are cut depends on the load of the machine, so their ends do not follow the
     policy. It is a safety net and not a length limit (use sampling.max_tokens for that). null: no
     deadline."""
@@ -114,7 +114,7 @@ class SchedulerConfig(BaseModel):
 
     @property
     def max_groups_of_step(self) -> int | None:
-        """Groups that a step looks at, at most, with dynamic sampling; None without it."""
+        """Most groups that a step looks at with dynamic sampling; None without it."""
         sampling = self.dynamic_sampling
         return sampling.max_batches * self.groups_per_step if sampling.enabled else None
 
@@ -128,7 +128,7 @@ class SchedulerConfig(BaseModel):
         return self.max_runahead_groups
 
     def in_flight_limit(self, slots: int) -> int:
-        """Maximum number of unfinished samples that a generator with this many slots is given."""
+        """Maximum number of unfinished samples of a generator with this many slots."""
         if self.max_in_flight_per_generator is not None:
             return self.max_in_flight_per_generator
         return slots + min(self.group_size, max(1, slots // 4))

@@ -1,41 +1,37 @@
 """The run's account of its groups with dynamic sampling: steps take groups that carry signal.
 
-As `asyncrl.scheduler.ledger`, but where a step begins depends on the groups before it. Step b
-begins after the last group that step b - 1 took. It takes the next `groups_per_step` groups in data
-order that carry signal. Groups in between that carry none, and failed ones, are settled with it. If
-its first `max_groups` groups do not hold as many with signal, it takes what they hold and ends
-there.
+Like `asyncrl.scheduler.ledger`, but step b begins after the last group that step b - 1 took, and
+takes the next `groups_per_step` groups in data order that carry signal. Groups in between that
+carry none, and failed ones, are settled with it. If its first `max_groups` groups contain fewer
+with signal, it takes those and ends there.
 
-Example:
-    >>> ledger = DynamicLedger(groups_per_step=2, max_groups=4, first_step=0)
-    >>> [ledger.issue() for _ in range(4)]
-    [0, 1, 2, 3]
-    >>> ledger.arrive(2)
-    >>> ledger.leave_out(1)
-    >>> ledger.membership(0) is None  # group 0 comes before
-    True
-    >>> ledger.arrive(0)
-    >>> ledger.membership(0)
-    (0, 2)
-    >>> ledger.consume(0, (0, 2))
-    >>> ledger.first_group, ledger.counts().without_signal
-    (3, 1)
+>>> ledger = DynamicLedger(groups_per_step=2, max_groups=4, first_step=0)
+>>> [ledger.issue() for _ in range(4)]
+[0, 1, 2, 3]
+>>> ledger.arrive(2)
+>>> ledger.leave_out(1)
+>>> ledger.membership(0) is None  # group 0 comes before
+True
+>>> ledger.arrive(0)
+>>> ledger.membership(0)
+(0, 2)
+>>> ledger.consume(0, (0, 2))
+>>> ledger.first_group, ledger.counts().without_signal
+(3, 1)
 
-The places of groups with dynamic sampling: in which step each is expected.
-
-A group's *place* is the index that it would have if all groups carried signal: place // n is its
-step, with n groups a step, and `asyncrl.scheduler.admission` decides by it as it does by the index
-without dynamic sampling. With c the first group of the step b that is not decided yet,
+`Places` predicts the step of each group. A group's *place* is the index that it would have if all
+groups carried signal: place // n is its step, with n groups a step, and
+`asyncrl.scheduler.admission` uses it as it uses the index without dynamic sampling. With c the
+first group of the undecided step b,
 
     place of group g = b n + (groups of [c, g) that carry signal)
 
 where a group that is not known yet counts as the share of groups with signal so far, and one that
-was left out as 0. While b is not decided, places only become smaller: a group that is found to
-carry no signal makes room, and a later one is needed earlier. When b is decided, all places are
-counted anew.
+was left out as 0. While b is undecided, places only become smaller: a group without signal makes
+room. When b is decided, all places are counted anew.
 
-A step looks at no more than `max_groups` groups, so group g is in step b + (g - c) // max_groups
-at the earliest. This bounds the groups that are issued.
+A step looks at no more than `max_groups` groups, so group g is in step b + (g - c) // max_groups at
+the earliest. This bounds the groups that are issued.
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ from asyncrl.scheduler.reward_signal import UNIT, SignalShare, Verdict, has_sign
 
 
 class Outcome(Enum):
-    """What became of a group."""
+    """The fate of a group."""
 
     ARRIVED = "arrived"
     """The trainer has it: its step takes it."""
@@ -71,12 +67,8 @@ class _LeftOut(NamedTuple):
 class DynamicLedger:
     """Records which groups were issued and settled, and which step took them.
 
-    Args:
-        groups_per_step: with signal, that a step takes.
-        max_groups: that a step looks at, at most.
-        first_step: the step to begin with.
-        first_groups: where this step and earlier ones begin; those that are missing begin where
-            they would without dynamic sampling.
+    A step takes `groups_per_step` groups with signal, of at most `max_groups`. `first_groups` has
+    the beginning of `first_step` and earlier ones; missing ones begin as without dynamic sampling.
     """
 
     def __init__(
@@ -90,15 +82,12 @@ class DynamicLedger:
         self._per_step = groups_per_step
         self.max_groups = max_groups
         self._starts = {first_step: first_step * groups_per_step, **first_groups}
-        """First group of each step that has one, one number a step."""
+        """First group of each step whose beginning is decided; one number a step."""
         self._first = self._next_group = self._issued_below = self._starts[first_step]
         self._next_step = first_step
         self._settled: dict[int, Outcome] = {}
-        """Settled groups that are not consumed."""
         self._trained_in: dict[int, int] = {}
-        """Groups that each consumed step trained on."""
         self._left_out: dict[int, _LeftOut] = {}
-        """Of each consumed step with any."""
 
     @property
     def next_step(self) -> int:
@@ -121,21 +110,21 @@ class DynamicLedger:
         return self._starts[self._next_step]
 
     def first_group_of(self, step: int) -> int:
-        """Where a step begins. Raises LedgerError if the step before it is not decided."""
+        """First group of a step. Raises LedgerError if the previous step is undecided."""
         if step not in self._starts:
             raise LedgerError(f"step {step} has no first group: the steps before are not decided")
         return self._starts[step]
 
     def end_of(self, step: int) -> int:
-        """The first group after a step that is decided."""
+        """First group after a decided step."""
         return self.first_group_of(step + 1)
 
     def outcome(self, group: int) -> Outcome | None:
-        """What became of a group that is not consumed; None if it is not settled."""
+        """The fate of a group that is not consumed, once settled."""
         return self._settled.get(group)
 
     def issue(self) -> int:
-        """Issue the next group in data order; returns its index."""
+        """Issue the next group in data order; return its index."""
         group = self._next_group
         self._next_group += 1
         self._issued_below = max(self._issued_below, self._next_group)
@@ -154,7 +143,7 @@ class DynamicLedger:
         self._settle(group, Outcome.NO_SIGNAL, "carries no signal,")
 
     def membership(self, step: int) -> tuple[int, ...] | None:
-        """The groups that the step trains on, ascending; None until it is decided. O(its groups).
+        """Groups that the step trains on, ascending; None until it is decided. O(its groups).
 
         It is decided when every group up to its last one is settled.
         """
@@ -184,7 +173,7 @@ class DynamicLedger:
         return outcomes.count(Outcome.ARRIVED), outcomes.count(Outcome.NO_SIGNAL)
 
     def progress(self, step: int) -> tuple[int, int]:
-        """The numbers of groups (arrived, left out) of a step that is not trained yet, so far."""
+        """Groups (arrived, left out) so far of a step that is not trained yet."""
         start = self._starts.get(step)
         if start is None:
             return 0, 0
@@ -194,11 +183,7 @@ class DynamicLedger:
         return arrived, len(outcomes) - arrived
 
     def consume(self, step: int, groups: tuple[int, ...]) -> None:
-        """Record that a step was trained on exactly these groups.
-
-        Raises:
-            LedgerError: it is not the next step, or these are not exactly its members.
-        """
+        """Record that the next step was trained on exactly its groups; else raise LedgerError."""
         members = checked_members(step, self._next_step, self.membership(step), groups)
         settled = [self._settled.pop(one) for one in range(self._starts[step], self.end_of(step))]
         failed = settled.count(Outcome.FAILED)
@@ -210,8 +195,7 @@ class DynamicLedger:
     def rewind(self, step: int) -> None:
         """Return to the state before this step: later groups are issued again.
 
-        Raises:
-            LedgerError: earlier steps are not all consumed, or nobody knows where it begins.
+        Raises LedgerError if earlier steps are not all consumed, or its beginning is unknown.
         """
         if step > self._next_step:
             raise LedgerError(
@@ -234,7 +218,7 @@ class DynamicLedger:
             del self._settled[later]
 
     def unsettled(self) -> Iterator[int]:
-        """The groups that were issued and not settled, ascending."""
+        """Yield the groups that were issued and not settled, ascending."""
         for group in range(self.first_group, self._next_group):
             if group not in self._settled:
                 yield group
@@ -263,12 +247,7 @@ class DynamicLedger:
 
 
 class Places:
-    """Judges groups and counts places. It reads the ledger, and commands nothing.
-
-    Args:
-        config: of the scheduler.
-        ledger: of the run.
-    """
+    """Judges groups and counts places. It reads the ledger, and issues no commands."""
 
     def __init__(self, config: SchedulerConfig, ledger: DynamicLedger) -> None:
         self._per_step = config.groups_per_step
@@ -278,15 +257,14 @@ class Places:
             max_batches=config.dynamic_sampling.max_batches,
         )
         self.changed = True
-        """Whether something was learned that may settle a group, move one or issue more."""
+        """True if a fact may settle a group, move one or issue more."""
         self.step = -1
-        """The undecided step that places are counted from; -1: they are to be counted anew."""
+        """The undecided step that places are counted from; -1 to count anew."""
         self.left_over = 0
-        """Groups that were begun for a step and belong to a later one."""
         self.reached = ledger.first_group
-        """No group from here on was delivered or left out, except those that failed."""
+        """The first group from which on none was delivered or left out, except failed ones."""
         self._units = 0
-        """Weight of the groups that are issued, from the first one of the step."""
+        """Weight of the issued groups, from the first one of the step."""
 
     def restart(self) -> None:
         """Count anew: the run has returned to an earlier step."""
@@ -313,18 +291,14 @@ class Places:
         self.changed = True
 
     def begin_step(self, step: int) -> None:
-        """Count from this step on, which is the first one that is not decided."""
+        """Count from this step on, the first undecided one."""
         for decided in range(self.step, step) if self.step >= 0 else ():
             with_signal, without = self._ledger.looked_at(decided)
             self._share.step(with_signal=with_signal, without=without)
         self.step = step
 
     def count(self, groups: dict[int, Group]) -> Iterator[tuple[Group, int]]:
-        """Each group in flight, in data order, with the place that it has now. O(in flight).
-
-        Args:
-            groups: in flight, by index.
-        """
+        """Yield each group in flight, in data order, with its current place. O(in flight)."""
         ledger = self._ledger
         first, end = ledger.first_group_of(self.step), ledger.next_group
         weight, units = self._share.weight, 0
@@ -348,7 +322,7 @@ class Places:
         return self._place(self._ledger.next_group, self._units)
 
     def issued(self, kept: Group | None) -> None:
-        """A group was issued at `next_place`; `kept` from before a rewind, or new."""
+        """Count a group issued at `next_place`; `kept` from before a rewind, or new."""
         weight = self._share.weight
         self._units += weight if kept is None else _weight(kept, weight)
 
@@ -359,7 +333,7 @@ class Places:
 
 
 def _weight(group: Group, unknown: int) -> int:
-    """What a group in flight adds to the places after it."""
+    """Return what a group in flight adds to the places after it."""
     verdict = Verdict.OPEN if group.signal is None else group.signal.verdict
     if 1 in group.sent or verdict is Verdict.SIGNAL:
         return UNIT

@@ -4,31 +4,28 @@
                                               │                 none: left out, reported, forgotten
                                               └── not yet, or never: it waits for the groups before
 
-**Which groups a step takes.** Step b begins after the last group of step b - 1 and takes the next
-n groups that carry signal (`asyncrl.scheduler.dynamic_ledger`). A group is *reached* as soon as
-fewer than n of the step's groups before it carry signal or may carry signal: then the step looks at
-it for certain, and its verdict counts. So what is trained on depends on the data order and on
-rewards, never on what finishes first, and groups are delivered as soon as it is certain that the
-step takes
-them: the first n at once.
+**Which groups a step takes.** Step b begins after the last group of step b - 1 and takes the next n
+groups that carry signal (`asyncrl.scheduler.dynamic_ledger`). A group is *reached* as soon as fewer
+than n of the step's groups before it carry signal or may carry signal: then the step certainly
+looks at it, and its verdict counts. So training data depends on the data order and on rewards,
+never on what finishes first, and groups are delivered as soon as the step is certain to take them.
 
 **When a group is judged.** When all of its samples are finished and rewarded, with tokens that its
-step may train on: none is older than max_off_policy_steps, which with `verify` and 0 means that all
-were verified by, or drawn from, the policy that trains on them. A verdict on older data counts
-neither way. A group that its step does not reach belongs to the next step. If its tokens are too
-old for that, they are verified again (`verify`), or drawn again (other modes), its rewards are
-computed again where tokens changed, and it is judged anew. Its first verdict had no consequence:
-the step that it was for had all its groups before it. So each step's groups are those that a
-synchronous trainer would have taken, which draws group after group from the present policy and
-leaves out those without signal (docs/exactness.md).
+step may train on. (With `verify` and max_off_policy_steps 0, all were verified by, or drawn from,
+the policy that trains on them.) A group that its step does not reach belongs to the next step. If
+its tokens are too old for that, they are verified again (`verify`), or drawn again (other modes),
+its rewards are recomputed where tokens changed, and it is judged anew. Its first verdict had no
+consequence: the step that it was for had all its groups before it. So each step's groups are those
+of a synchronous trainer that draws group after group from the current policy and leaves out those
+without signal (docs/exactness.md).
 
-**How many are issued.** `scheduler.dynamic_ledger`: as many as are expected to be needed, at most
+**How many are issued.** As many as are expected to be needed (`scheduler.dynamic_ledger`), at most
 `max_batches` times as many as without dynamic sampling. The expectation decides when a group is
 drawn, and nothing else.
 
-**Losses.** A group whose delivery was ordered stays a member of its step. If its generator is lost
-before the trainer has all samples, the others are drawn again and delivered without another
-verdict. Before that, a lost group is judged anew.
+**Losses.** A group whose delivery was ordered stays a member of its step: if its generator is lost,
+the samples that the trainer lacks are drawn again and delivered without another verdict. Before
+that, a lost group is judged anew.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ from asyncrl.scheduler.weights import Weights
 
 
 class DynamicSampling:
-    """Settles the groups that the present step reaches, after each event."""
+    """Settles the groups that the current step reaches, after each event."""
 
     def __init__(
         self,
@@ -66,13 +63,13 @@ class DynamicSampling:
         self._verification = verification
 
     def settle(self) -> None:
-        """Draw the conclusions of what an event has changed."""
+        """Act on the changes of an event."""
         state, places = self._state, self._places
         while places.changed and state.finished is None and state.trainer_joined:
             places.changed = False
             self._move_groups()
             if state.next_undeclared > state.last_step:
-                break  # nobody needs the groups that are left
+                break  # the remaining groups are not needed
             self._leave_out()
             if places.changed:
                 continue
@@ -85,7 +82,6 @@ class DynamicSampling:
                 places.changed = True
 
     def _move_groups(self) -> None:
-        """Give each group its present place."""
         state, places = self._state, self._places
         has_moved = False
         is_new = places.step != state.next_undeclared
@@ -108,7 +104,7 @@ class DynamicSampling:
                 self._work.start(generator)  # more may be started than before
 
     def _move(self, group: Group, place: int) -> None:
-        """Have a group in another place, and verify what is due in its step."""
+        """Move a group to another place, and verify what is due in its step."""
         state, signal = self._state, group.signal
         group.place, before = place, group.step
         group.step = place // state.config.groups_per_step
@@ -127,9 +123,9 @@ class DynamicSampling:
         self._work.deliver_if_complete(group)
 
     def _verify(self, group: Group, *, all_running: bool = False) -> None:
-        """Have samples verified that may be too old for the step that the group is in now.
+        """Verify samples that may be too old for the group's current step.
 
-        What becomes due with a generator's next version is verified then (`Verification`).
+        Those that become due with a generator's next version are verified then (`Verification`).
         """
         owner, signal = group.owner, group.signal
         if owner is None or signal is None or not self._can_verify(owner):
@@ -150,13 +146,12 @@ class DynamicSampling:
             self._verification.verify(owner, group, samples, least)
 
     def _can_verify(self, owner: Generator) -> bool:
-        """Whether a generator can verify now, or will have to wait for something."""
         if not self._state.admission.verifies or owner.rewinding or owner.leaving:
             return False
         return self._state.config.partial_rollout or owner.installing is None
 
     def _draw_again(self, group: Group) -> None:
-        """Draw samples again that no step can train on any more; only `verify` can use them."""
+        """Redraw samples that no later step can train on; only `verify` can use them."""
         owner, signal = group.owner, group.signal
         if owner is None or signal is None or 1 in group.sent:
             return
@@ -171,7 +166,6 @@ class DynamicSampling:
             self._weights.refill(owner)
 
     def _leave_out(self) -> None:
-        """Settle the groups without signal that the step has reached."""
         for group in self._reached():
             if self._verdict(group) is Verdict.NO_SIGNAL and group.signal is not None:
                 reward = group.signal.rewards[0]
@@ -184,14 +178,13 @@ class DynamicSampling:
                 self._places.reached = max(self._places.reached, group.index + 1)
 
     def _deliver(self) -> None:
-        """Deliver the groups with signal that the step has reached."""
         for group in self._reached():
             if self._verdict(group) is Verdict.SIGNAL and 1 not in group.sent:
                 self._work.deliver(group)
                 self._places.reached = max(self._places.reached, group.index + 1)
 
     def _reached(self) -> list[Group]:
-        """The groups in flight that the step looks at for certain. O(groups of a step)."""
+        """Groups in flight that the step certainly looks at. O(groups of a step)."""
         ledger, per_step = self._ledger, self._state.config.groups_per_step
         first = ledger.first_group_of(self._places.step)
         reached: list[Group] = []
@@ -209,7 +202,6 @@ class DynamicSampling:
         return reached
 
     def _verdict(self, group: Group) -> Verdict:
-        """What counts of a group's signal now."""
         owner, signal = group.owner, group.signal
         if signal is None or owner is None or 1 in group.sent:
             return Verdict.OPEN

@@ -1,4 +1,4 @@
-"""What can go wrong in the scheduler.
+"""The scheduler's errors.
 
 SchedulerError              a broken invariant: a defect
 ├── LedgerError             a group would be consumed twice, out of order, or unissued
@@ -21,12 +21,12 @@ class LedgerError(SchedulerError):
     """The event contradicts the ledger: a group would not be trained on exactly once."""
 
 
-class ImpossibleEvent(SchedulerError):  # noqa: N818 - says what it is
+class ImpossibleEvent(SchedulerError):  # noqa: N818 - names the event
     """No state allows this event: its sender is faulty. It can be ignored."""
 
 
 class SenderOutOfStep(ImpossibleEvent):
-    """An impossible event that contradicts what its sender was told to do.
+    """An impossible event that contradicts its sender's orders.
 
-    If it were only ignored, the scheduler would wait for that sender forever. Replace it.
+    The scheduler would wait for that sender forever. Replace it.
     """

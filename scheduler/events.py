@@ -1,9 +1,8 @@
-"""Events: what the scheduler is told. Facts only.
+"""Events: the facts that the scheduler receives.
 
-They contain no sockets, no clock and no payloads.
-
-The controller makes them from the messages on the wire, in the order in which it receives those.
-Repeated and late events change nothing; impossible ones raise ImpossibleEvent.
+They contain no sockets, no clock and no payloads. The controller makes them from the messages on
+the wire, in the order of receipt. Repeated and late events change nothing; impossible ones raise
+ImpossibleEvent.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class GeneratorJoined(msgspec.Struct, frozen=True, gc=False):
     slots: int
     """Samples that it decodes at once, at least 1."""
     policy_version: int
-    """The version that it samples from now; -1 if it has not installed any published weights."""
+    """Version that it samples from; -1 if it has not installed any published weights."""
 
 
 class GeneratorLost(msgspec.Struct, frozen=True, gc=False):
@@ -35,7 +34,7 @@ class GeneratorLost(msgspec.Struct, frozen=True, gc=False):
 
 
 class GeneratorLeaves(msgspec.Struct, frozen=True, gc=False):
-    """The user has ordered that a generator that joined leaves: see `scheduler.scheduler`."""
+    """The user ordered a joined generator to leave: see `scheduler.scheduler`."""
 
     generator: str
 
@@ -52,16 +51,15 @@ class SampleFinished(msgspec.Struct, frozen=True, gc=False):
     generator: str
     sample: SampleId
     length: int
-    """Number of response tokens."""
     oldest_version: int
     """Lowest policy version among the sample's segments."""
 
 
 class SampleRewarded(msgspec.Struct, frozen=True, gc=False):
-    """The reward of a held sample is computed. Told with dynamic sampling only.
+    """The reward of a held sample is computed. With dynamic sampling only.
 
-    It is about what the generator reported last: it comes after each `SampleFinished`, again if the
-    sample was verified and has not changed.
+    It is for the contents that the generator reported last: it comes after each `SampleFinished`,
+    again if the sample was verified and has not changed.
     """
 
     generator: str
@@ -81,12 +79,12 @@ class SampleDelivered(msgspec.Struct, frozen=True, gc=False):
     """The trainer acknowledged a sample: the sample is safe even if its generator is lost."""
 
     generator: str
-    """The generator that delivered it. It may be lost: the acknowledgement can arrive late."""
+    """The delivering generator. It may be lost: the acknowledgement can arrive late."""
     sample: SampleId
 
 
 class WeightsInstalled(msgspec.Struct, frozen=True, gc=False):
-    """The answer to `InstallWeights`: the version that the generator samples from now.
+    """The answer to `InstallWeights`: the version that the generator now samples from.
 
     Every `InstallWeights` must be answered. If the weights were overwritten by newer ones before
     they could be read, the answer names the generator's old version, and the scheduler commands the
@@ -98,15 +96,15 @@ class WeightsInstalled(msgspec.Struct, frozen=True, gc=False):
 
 
 class KvUsed(msgspec.Struct, frozen=True, gc=False):
-    """How full a generator's KV space is; reported periodically."""
+    """The use of a generator's KV space; reported periodically."""
 
     generator: str
     share: float
-    """The share in use, 0 to 1."""
+    """Share of the KV space in use, 0 to 1."""
 
 
 class EnvironmentWaits(msgspec.Struct, frozen=True, gc=False):
-    """How many samples of a generator wait for their environment; reported periodically.
+    """Number of a generator's samples that wait for their environment; reported periodically.
 
     They are RUNNING and take no slot.
     """
@@ -116,11 +114,10 @@ class EnvironmentWaits(msgspec.Struct, frozen=True, gc=False):
 
 
 class SpeedMeasured(msgspec.Struct, frozen=True, gc=False):
-    """How fast a generator is, averaged over some time in which it was busy; told now and then."""
+    """A generator's speed, averaged over some busy time; reported occasionally."""
 
     generator: str
     tokens_per_row_second: float
-    """Tokens that it generates for each running sample per second."""
 
 
 class WeightsPublished(msgspec.Struct, frozen=True, gc=False):
@@ -133,20 +130,20 @@ class StepFinished(msgspec.Struct, frozen=True, gc=False):
     """The trainer finished optimizer step `step` and consumed exactly these groups."""
 
     step: int
-    """From 0; the policy version is now step + 1."""
+    """The step, from 0; the policy version is now step + 1."""
     groups: tuple[int, ...]
 
 
 class TrainerJoined(msgspec.Struct, frozen=True, gc=False):
     """A trainer can take trajectories and has published its weights of this version.
 
-    The first one has the version that the run begins with. Each later one replaces a trainer that
-    was lost and continues from a checkpoint, which may be older: see `asyncrl.scheduler.scheduler`.
+    The first one has the version that the run begins with. Each later one replaces a lost trainer
+    and continues from a checkpoint, which may be older: see `asyncrl.scheduler.scheduler`.
     """
 
     policy_version: int
     lineage: int = 0
-    """How many trainers the run had before this one. Repeated events of a lineage are ignored."""
+    """Number of trainers before this one. Repeated events of a lineage are ignored."""
 
 
 class TrainerLost(msgspec.Struct, frozen=True, gc=False):
@@ -154,24 +151,24 @@ class TrainerLost(msgspec.Struct, frozen=True, gc=False):
 
 
 class GeneratorRewound(msgspec.Struct, frozen=True, gc=False):
-    """The answer to `RewindGenerator`. What the generator reports from now on is of this lineage.
+    """The answer to `RewindGenerator`. The generator's later reports are of this lineage.
 
-    It holds no token of a later version than the one that it was told, except as tokens of an
-    unknown policy, and no delivery to an earlier trainer.
+    It holds no token of a later version than the ordered one, except as tokens of an unknown
+    policy, and no delivery to an earlier trainer.
     """
 
     generator: str
     lineage: int
     policy_version: int
-    """The version that it samples from; -1 if its weights are of a policy that is gone. It then
-    samples nothing until it has installed others."""
+    """Version that it samples from; -1 if the policy of its weights is gone. It then samples
+    nothing until it has installed others."""
 
 
 class BoundsChanged(msgspec.Struct, frozen=True, gc=False):
-    """The user changed how far generation may run ahead: for the steps that nothing is begun of."""
+    """The user changed how far generation may run ahead, for steps of which nothing is begun."""
 
     configs: dict[int, SchedulerConfig]
-    """By the first step that has each. Only `max_off_policy_steps`, `on_update` and
+    """Configurations by the first step that has each. Only `max_off_policy_steps`, `on_update` and
     `max_runahead_groups` differ."""
 
 
@@ -184,7 +181,7 @@ class StopRequested(msgspec.Struct, frozen=True, gc=False):
 
 
 class PauseRequested(msgspec.Struct, frozen=True, gc=False):
-    """Start no samples and have every generator stop generating; discard nothing."""
+    """Start no samples and make every generator stop generating; discard nothing."""
 
 
 class ResumeRequested(msgspec.Struct, frozen=True, gc=False):

@@ -1,7 +1,4 @@
-"""Recount the state sample by sample and compare.
-
-Cost: O(in flight). For tests and idle moments.
-"""
+"""Recounts the state sample by sample and compares. O(in flight); for tests and idle moments."""
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ def _check_group(state: SchedulerState, group: Group) -> None:
 
 
 def _check_staleness(state: SchedulerState, group: Group, name: str) -> None:
-    """A sample that is too old is HELD, and only while its generator cannot verify it."""
+    """Check that a sample that is too old is HELD, while its generator cannot verify it."""
     held = [group.states[i] == HELD for i, stale in enumerate(group.stale) if stale]
     _require(all(held), f"{name} has a sample that is too old in another state than HELD")
     can_verify = state.places is None or state.admission.verifies
@@ -82,7 +79,7 @@ def _check_staleness(state: SchedulerState, group: Group, name: str) -> None:
 
 
 def _check_owner(state: SchedulerState, group: Group, name: str) -> None:
-    """An owner is alive, knows the group, and can reach its queued samples."""
+    """Check that an owner is alive, knows the group, and can reach its queued samples."""
     owner = group.owner
     if owner is None:
         untouched = group.queued + group.delivered == state.config.group_size
@@ -121,7 +118,7 @@ def _check_generator(state: SchedulerState, generator: Generator) -> None:
 
 
 def _check_ledger(state: SchedulerState) -> None:
-    """The groups in flight are those that the ledger says are unsettled, within the bound."""
+    """Check that the groups in flight are the ledger's unsettled ones, within the bound."""
     if state.finished is not None:
         _require(not state.groups, "the run is finished, but groups are in flight")
         return
@@ -136,7 +133,7 @@ def _check_ledger(state: SchedulerState) -> None:
 
 
 def _check_selection(state: SchedulerState, ledger: DynamicLedger) -> None:
-    """What the undecided step reaches is settled or delivered, and nothing else is.
+    """Check that what the undecided step reaches is settled or delivered, and nothing else.
 
     After the last step nothing more is.
     """
@@ -164,7 +161,7 @@ def _check_selection(state: SchedulerState, ledger: DynamicLedger) -> None:
 
 
 def _verdict(state: SchedulerState, group: Group) -> Verdict:
-    """The verdict that counts; it must be what the rewards say."""
+    """Return the verdict that counts, which must match the rewards."""
     signal, owner, name = group.signal, group.owner, f"group {group.index}"
     if signal is None or owner is None or 1 in group.sent:
         return Verdict.OPEN

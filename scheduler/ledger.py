@@ -1,21 +1,19 @@
 """The run's account of its groups: each is consumed once or failed.
 
-Groups are numbered 0, 1, 2, … in data order. Step b consumes those groups of
-`[b * groups_per_step, (b + 1) * groups_per_step)` that did not fail. Steps are consumed in order,
-so the consumed groups are a prefix, kept as a watermark and two counts. Only the groups of steps
-that are not trained yet are stored one by one.
+Groups are numbered 0, 1, 2, … in data order. Step b consumes those groups of `[b * groups_per_step,
+(b + 1) * groups_per_step)` that did not fail, in order: the consumed groups are a prefix, kept as a
+watermark and two counts. Only groups of steps that are not trained yet are stored one by one.
 
-Example:
-    >>> ledger = Ledger(groups_per_step=2, first_step=0)
-    >>> [ledger.issue(), ledger.issue()]
-    [0, 1]
-    >>> ledger.arrive(1)
-    >>> ledger.fail(0)
-    >>> ledger.membership(0)
-    (1,)
-    >>> ledger.consume(0, (1,))
-    >>> ledger.counts()
-    LedgerCounts(issued=2, arrived=0, consumed=1, failed=1, without_signal=0)
+>>> ledger = Ledger(groups_per_step=2, first_step=0)
+>>> [ledger.issue(), ledger.issue()]
+[0, 1]
+>>> ledger.arrive(1)
+>>> ledger.fail(0)
+>>> ledger.membership(0)
+(1,)
+>>> ledger.consume(0, (1,))
+>>> ledger.counts()
+LedgerCounts(issued=2, arrived=0, consumed=1, failed=1, without_signal=0)
 """
 
 from __future__ import annotations
@@ -33,12 +31,11 @@ class LedgerCounts(NamedTuple):
     issued: int
     """Issued and not withdrawn."""
     arrived: int
-    """In the trainer and not consumed yet."""
+    """Complete in the trainer and not consumed yet."""
     consumed: int
-    """Trained on."""
     failed: int
-    """Reported and left out. Withdrawn ones count, although a resumed run tries them again;
-    those of steps that `rewind` undid do not."""
+    """Reported and left out. Withdrawn ones count, although a resumed run tries them again; those
+    of steps that `rewind` undid do not."""
     without_signal: int = 0
     """Left out because they carry no signal (`asyncrl.scheduler.dynamic_ledger`)."""
 
@@ -64,7 +61,6 @@ class Ledger:
         self._consumed = 0
         self._failed = 0
         self._failed_in: dict[int, int] = {}
-        """Failed groups of each consumed step; steps without any are left out."""
 
     @property
     def next_step(self) -> int:
@@ -90,7 +86,7 @@ class Ledger:
         return self._next_step * self._per_step
 
     def end_of(self, step: int) -> int:
-        """The first group after a step."""
+        """First group after a step."""
         return (step + 1) * self._per_step
 
     def step_of(self, group: int) -> int:
@@ -98,7 +94,7 @@ class Ledger:
         return group // self._per_step
 
     def issue(self) -> int:
-        """Issue the next group in data order; returns its index."""
+        """Issue the next group in data order; return its index."""
         group = self._next_group
         self._next_group += 1
         self._issued_below = max(self._issued_below, self._next_group)
@@ -114,23 +110,19 @@ class Ledger:
         self._open(group, "fails").failed.add(group)
 
     def membership(self, step: int) -> tuple[int, ...] | None:
-        """The groups that the step trains on, ascending; None until all its groups are settled."""
+        """Groups that the step trains on, ascending; None until all its groups are settled."""
         entry = self._steps.get(step)
         if entry is None or len(entry.arrived) + len(entry.failed) < self._per_step:
             return None
         return tuple(sorted(entry.arrived))
 
     def progress(self, step: int) -> tuple[int, int]:
-        """The numbers of groups (arrived, failed) of a step that is not trained yet."""
+        """Groups (arrived, failed) of a step that is not trained yet."""
         entry = self._steps.get(step)
         return (len(entry.arrived), len(entry.failed)) if entry else (0, 0)
 
     def consume(self, step: int, groups: tuple[int, ...]) -> None:
-        """Record that a step was trained on exactly these groups.
-
-        Raises:
-            LedgerError: it is not the next step, or these are not exactly its members.
-        """
+        """Record that the next step was trained on exactly its groups; else raise LedgerError."""
         members = checked_members(step, self._next_step, self.membership(step), groups)
         entry = self._steps.pop(step)
         self._consumed += len(members)
@@ -140,12 +132,10 @@ class Ledger:
         self._next_step = step + 1
 
     def rewind(self, step: int) -> None:
-        """Return to the state before this step: what later steps consumed is to be issued again.
+        """Return to the state before this step: groups of later steps are issued again.
 
-        Failed groups of this step and later ones are tried again as well.
-
-        Raises:
-            LedgerError: earlier steps are not all consumed.
+        Failed groups of this step and later ones are tried again as well. Raises LedgerError if
+        earlier steps are not all consumed.
         """
         if step > self._next_step:
             raise LedgerError(
@@ -168,7 +158,7 @@ class Ledger:
             self._failed += len(self._steps.pop(later).failed)
 
     def unsettled(self) -> Iterator[int]:
-        """The groups that were issued and neither arrived nor failed, ascending."""
+        """Yield the groups that were issued and neither arrived nor failed, ascending."""
         for group in range(self._next_step * self._per_step, self._next_group):
             entry = self._steps[self.step_of(group)]
             if group not in entry.arrived and group not in entry.failed:
@@ -199,10 +189,9 @@ class Ledger:
 def checked_members(
     step: int, next_step: int, members: tuple[int, ...] | None, groups: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The members of a step that is consumed with these groups.
+    """Return the members of a step that is consumed with these groups.
 
-    Raises:
-        LedgerError: it is not the next step, or these are not exactly its members.
+    Raises LedgerError if it is not the next step, or these are not exactly its members.
     """
     if step != next_step:
         raise LedgerError(

@@ -5,32 +5,26 @@ is placed when the admission rule opens its step:
 
 1. on the generator that its prompt went to last time, unless that generator has clearly more to do
    than the least loaded one, or would queue the group while another has idle slots (`_choose`);
-2. otherwise on the generator that would be done with it first: the one with the lowest load
-   relative to its slots, if none is known to be slower than others (`_until_done`).
+2. otherwise on the generator that would finish it first: the one with the lowest load relative to
+   its slots, unless one is known to be slower than others (`_until_done`).
 
-Only generators that have the latest published version, or were told to install it, are candidates.
-A generator that lags catches up first. Generators that are still installing are candidates too, so
-that the first one to be ready does not take everything.
+Only generators that have the latest published version, or were ordered to install it, are
+candidates; a generator that lags catches up first. Those that are still installing count, so that
+the first one to be ready does not take everything.
 
 A generator starts its groups in data order, and a new sample whenever one finishes. When it runs
 out of work and has idle slots, it takes over the next untouched group of the generator with the
-longest queue, provided that all slots of that generator are busy. So a group is taken over at most
-once per placement, and a straggler or a slow generator delays no other work. A slower generator
-takes the last group instead, and only if it would be done with it before the owner
-(`asyncrl.scheduler.placement`).
+longest queue, provided that all slots of that one are busy. So a group is taken over at most once
+per placement, and a straggler delays no other work. A slower generator takes the last group
+instead, and only if it would finish it before the owner.
 
-Which generator draws a sample is decided before it is drawn, by loads, speeds and prompts. So it
-favours no text.
+Speeds are relative to their geometric mean. Similar speeds count as equal, so that noise changes no
+decision; an unmeasured generator counts as average.
+
+The generator of a sample is chosen before the sample is drawn, by loads, speeds and prompts, so the
+choice favours no text.
 
 Memory: O(groups in flight), and four bytes per prompt for the affinity.
-
-How fast each generator is, relative to the others.
-
-Measured speeds are compared with their geometric mean. Generators whose speeds are alike count as
-equally fast, so that a fleet of equal ones is treated as if nothing had been measured, and noise
-changes no decision. One that was not measured yet counts as one of them.
-
-Speeds decide where groups are placed, and nothing else. They do not depend on what is drawn.
 """
 
 from __future__ import annotations
@@ -45,25 +39,20 @@ from asyncrl.scheduler.records import Generator, Group
 ALIKE = 1.35
 """Up to this factor from the mean, speeds count as equal."""
 _WEIGHT = 0.3
-"""Of a new measurement against the earlier ones: few running samples are faster than many."""
+"""Weight of a new measurement against earlier ones: few running samples are faster than many."""
 _STEP = 1.15
 """A relative speed changes only if it is off by more than this factor."""
 
 
 class Speeds:
-    """The measured speeds. O(1) for each measurement."""
+    """Measured speeds. O(1) for each measurement."""
 
     def __init__(self) -> None:
         self._logs: dict[str, float] = {}
         self._sum = 0.0
 
     def measured(self, generator: Generator, tokens_per_row_second: float) -> bool:
-        """Take note of a speed; whether the generator's relative speed has changed.
-
-        Args:
-            generator: the one that was measured.
-            tokens_per_row_second: tokens that it generates for each running sample per second.
-        """
+        """Note a speed in tokens per row-second; return True if the relative speed has changed."""
         if not 0.0 < tokens_per_row_second < math.inf:
             return False
         log = math.log(tokens_per_row_second)
@@ -82,7 +71,7 @@ class Speeds:
         return changed
 
     def forget(self, generator: Generator) -> None:
-        """A generator is gone."""
+        """Forget a generator that is gone."""
         self._sum -= self._logs.pop(generator.name, 0.0)
 
 
@@ -123,7 +112,7 @@ class MinIndex:
         self._live.pop(name, None)
 
     def first(self) -> str | None:
-        """The name with the lowest key; None if there are no names."""
+        """The name with the lowest key, if there is one."""
         heap = self._heap
         while heap:
             key, count, name = heap[0]
@@ -134,7 +123,7 @@ class MinIndex:
 
 
 _OWN = 4
-"""Time of a group itself, in times that a generator needs for as many samples as it has slots: its
+"""Time of a group itself, in units of a generator's time for as many samples as it has slots: its
 longest sample is several times as long as their mean."""
 _LOAD_UNITS = 32
 """Units per slot count in which relative loads are compared."""
@@ -143,7 +132,7 @@ _MAX_PROMPTS = 1 << 31
 
 
 class Placement:
-    """The generators that are alive, the groups of each, and the choice of the next group."""
+    """The live generators, the groups of each, and the choice of the next group."""
 
     def __init__(self, group_size: int) -> None:
         self.generators: dict[str, Generator] = {}
@@ -154,19 +143,18 @@ class Placement:
         self._joined = 0
         self._speeds = Speeds()
         self._candidates = MinIndex()
-        """Generators that groups may be placed on, by relative load."""
         self._backlogs = MinIndex()
-        """Generators with busy slots and groups waiting, longest queue first."""
+        """Generators with busy slots and waiting groups, longest queue first."""
         self._last_place: array[int] = array("i")
-        """By prompt index: number of the generator that it went to last, -1 for none."""
+        """Number of the last generator of each prompt index; -1 if none."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether groups may be placed on, or taken over from, the generator of this name."""
+        """Return True if groups may be placed on, or taken over from, this generator."""
         return name in self._candidates or name in self._backlogs
 
     @property
     def has_candidates(self) -> bool:
-        """Whether there is a generator that groups may be placed on."""
+        """True if there is a generator that groups may be placed on."""
         return len(self._candidates) > 0
 
     def add(
@@ -181,7 +169,7 @@ class Placement:
         return generator
 
     def remove(self, generator: Generator) -> list[Group]:
-        """Remove a generator; returns its groups in data order, which have no owner any more."""
+        """Remove a generator; return its groups in data order, now without an owner."""
         del self.generators[generator.name]
         self._speeds.forget(generator)
         self.withdraw(generator)
@@ -204,7 +192,7 @@ class Placement:
             self._candidates.discard(generator.name)
 
     def place(self, group: Group) -> Generator | None:
-        """Choose an owner for a group and queue it there; None if there is no candidate."""
+        """Choose an owner for a group and queue it there, if there is a candidate."""
         name = self._candidates.first()
         if name is None:
             heapq.heappush(self.unplaced, (group.index, group))
@@ -216,12 +204,12 @@ class Placement:
         return generator
 
     def measured(self, generator: Generator, tokens_per_row_second: float) -> None:
-        """A generator's speed was measured (`Speeds.measured`)."""
+        """Note a generator's measured speed (`Speeds.measured`)."""
         if self._speeds.measured(generator, tokens_per_row_second):
             self.update(generator)
 
     def put_back(self, group: Group) -> None:
-        """Samples of a group that its generator had begun are queued there again."""
+        """Update the queue after begun samples of a group were queued again."""
         owner = group.owner
         if owner is not None:
             heapq.heappush(owner.begun, (group.index, group))
@@ -236,11 +224,11 @@ class Placement:
         return None
 
     def unplaced_samples(self) -> int:
-        """Samples that wait for a generator. O(groups that wait)."""
+        """Count samples that wait for a generator. O(waiting groups)."""
         return sum(group.queued for _, group in self.unplaced if group.owner is None)
 
     def next_group(self, generator: Generator, last_group: int) -> Group | None:
-        """The group that this generator should start a sample of; None if there is none.
+        """Return the group of which this generator should start a sample, if there is one.
 
         The earliest in data order of those that it has begun and those in its queue; otherwise one
         taken over from a busy generator. Only groups whose `place` is at most `last_group` may be
@@ -302,7 +290,6 @@ class Placement:
         places[key] = number
 
     def _head(self, generator: Generator) -> Group | None:
-        """The first group of its queue that still has samples to start."""
         queue = generator.queue
         while queue:
             group = queue[0][1]
@@ -343,9 +330,9 @@ class Placement:
 
 
 def _until_done(generator: Generator) -> int:
-    """Time until it would be done with a group that is placed on it now, in units.
+    """Time until it would finish a group that is placed on it now.
 
-    The unit is 1/`_LOAD_UNITS` of the time that a generator of speed 1 needs for as many samples as
+    In units of 1/`_LOAD_UNITS` of the time that a generator of speed 1 needs for as many samples as
     it has slots. Without measured speeds the order is that of the load relative to the slots.
     """
     if generator.speed == 1.0:
@@ -355,13 +342,13 @@ def _until_done(generator: Generator) -> int:
 
 
 def _is_sooner_done(taker: Generator, owner: Generator) -> bool:
-    """Whether a slower generator with idle slots would be done with a group before its owner."""
+    """Return True if a slower generator with idle slots would finish a group before its owner."""
     waits = owner.load / owner.slots - 1
     return (_OWN + taker.load / taker.slots) / taker.speed < (_OWN + waits) / owner.speed
 
 
 def _last(owner: Generator, last_group: int) -> Group:
-    """The last group in its queue that may be started: a slow generator has most time for it."""
+    """The last startable group in its queue: a slow generator has most time for it."""
     return max(
         group
         for _, group in owner.queue
@@ -370,7 +357,6 @@ def _last(owner: Generator, last_group: int) -> Group:
 
 
 def _begun(generator: Generator) -> Group | None:
-    """The earliest group that the generator has begun and has samples left to start of."""
     begun = generator.begun
     while begun:
         group = begun[0][1]
@@ -381,7 +367,7 @@ def _begun(generator: Generator) -> Group | None:
 
 
 def prompt_key(key: int) -> int:
-    """Check what a caller's `group_key` returned. Raises SchedulerError unless 0 <= key < 2^31."""
+    """Check a prompt index from `group_key`. Raises SchedulerError unless 0 <= key < 2^31."""
     if not 0 <= key < _MAX_PROMPTS:
         raise SchedulerError(
             f"group_key returned {key}; it must return a prompt index, 0 to {_MAX_PROMPTS - 1}"

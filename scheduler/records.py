@@ -10,8 +10,8 @@ any state except the last one to QUEUED. If the trainer is lost, see `asyncrl.sc
       └──── GeneratorLost ─────┴──────────────────────────┴────────────────────────┤
                                                             SampleDelivered ──► DELIVERED
 
-A RUNNING sample that is to be verified stays RUNNING: its generator verifies the tokens that it
-has and resumes the sample from the accepted prefix.
+A RUNNING sample that must be verified stays RUNNING: its generator verifies its tokens and resumes
+the sample from the accepted prefix.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asyncrl.scheduler.reward_signal import GroupSignal
 
 
 class SampleState(IntEnum):
-    """Where a sample is. A sample has exactly one of these states until its group is settled."""
+    """State of a sample. A sample has exactly one of these until its group is settled."""
 
     QUEUED = 0
     """Waits to be started on its group's generator."""
@@ -33,9 +33,8 @@ class SampleState(IntEnum):
     HELD = 2
     """Finished and held by that generator; its reward may still be being computed."""
     DELIVERING = 3
-    """That generator was told to send it to the trainer."""
+    """That generator was ordered to send it to the trainer."""
     DELIVERED = 4
-    """Safe in the trainer."""
     VERIFYING = 5
     """Was held with tokens that are too old for its step; that generator verifies it."""
 
@@ -50,7 +49,7 @@ class Group:
 
     index: int
     step: int
-    """That trains on it; with dynamic sampling, in which it is expected until it is delivered."""
+    """The step that trains on it; with dynamic sampling, the expected one until it is delivered."""
     key: int | None
     """Prompt index, for placement; None if the scheduler was not given a `group_key`."""
     states: bytearray
@@ -58,27 +57,23 @@ class Group:
     attempts: bytearray
     """`[group_size]` how many times each sample was started."""
     sent: bytearray
-    """`[group_size]` 1 from when any generator was told to deliver the sample."""
+    """`[group_size]` 1 once any generator was ordered to deliver the sample."""
     stale: bytearray
     """`[group_size]` 1 while the sample is HELD with tokens that its step may not train on."""
     queued: int
-    """Samples in state QUEUED."""
     verifying: int = 0
-    """Samples in state VERIFYING."""
     running: int = 0
-    """Samples in state RUNNING."""
     delivered: int = 0
-    """Samples in state DELIVERED."""
     owner: Generator | None = None
-    """The generator of all its samples that are not delivered; None while there is none."""
+    """The generator of all its samples that are not delivered, if there is one."""
     place: int = 0
-    """Its index; with dynamic sampling, that which it would have if all groups carried signal."""
+    """Its index; with dynamic sampling, the index that it would have if all groups carried
+    signal."""
     signal: GroupSignal | None = None
-    """None without dynamic sampling."""
 
     @classmethod
     def new(cls, index: int, step: int, key: int | None, size: int) -> Group:
-        """A group with no sample started."""
+        """Create a group with no sample started."""
         states, attempts, sent, stale = (bytearray(size) for _ in range(4))
         return cls(index, step, key, states, attempts, sent, stale, queued=size, place=index)
 
@@ -88,29 +83,28 @@ class Group:
 
     @property
     def untouched(self) -> bool:
-        """Whether none of its samples was ever started."""
+        """True if none of its samples was ever started."""
         return not any(self.attempts)
 
 
 @dataclass(slots=True, eq=False)
 class Generator:
-    """A generator that is alive."""
+    """A live generator."""
 
     name: str
     number: int
-    """How many generators joined before it."""
+    """Number of generators that joined before it."""
     slots: int
     limit: int
-    """Maximum of samples RUNNING here, those aside that wait for their environment."""
+    """Maximum of samples RUNNING here, except those that wait for their environment."""
     version: int
     """Policy version that it is known to sample from; it may already have a later one."""
     installing: int | None = None
-    """Version whose install was commanded and not answered; None if there is none."""
+    """Version whose install was commanded and not answered, if any."""
     requested: dict[SampleId, int] = field(default_factory=dict)
-    """Samples whose verification was commanded together with that install, with the lowest version
-    that their tokens may have."""
+    """Samples whose verification was commanded together with that install, with the lowest allowed
+    version of their tokens."""
     groups: dict[int, Group] = field(default_factory=dict)
-    """Groups that it owns, by index."""
     queue: list[tuple[int, Group]] = field(default_factory=list)
     """Heap of groups to be started, earliest in data order first. An entry is outdated if the group
     moved or has nothing left to start; it is skipped when it reaches the top."""
@@ -119,15 +113,13 @@ class Generator:
     may be outdated. There are several live ones only if a full KV space made the generator turn to
     an earlier group."""
     running: int = 0
-    """Samples RUNNING here."""
     load: int = 0
     """Samples QUEUED or RUNNING here."""
     held: int = 0
     """Samples HELD, VERIFYING or DELIVERING here."""
     verifying: int = 0
-    """Samples VERIFYING here."""
     most: int = 0
-    """Maximum of samples RUNNING here, those included; `limit` without environments."""
+    """Maximum of samples RUNNING here, including those that wait for their environment."""
     waiting: int = 0
     """Samples that waited for their environment at its last report; see `in_environments`."""
     kv_used: float = 0.0
@@ -135,12 +127,12 @@ class Generator:
     speed: float = 1.0
     """Relative to the other generators (`asyncrl.scheduler.placement`)."""
     rewinding: bool = False
-    """It was told to rewind and has not answered: what it reports may be about policies that are
-    gone, and it is given nothing to do."""
+    """True while an ordered rewind is unanswered: its reports may be about policies that are gone,
+    and it gets no work."""
     leaving: bool = False
-    """It was ordered to leave and is given no other work (`asyncrl.scheduler.scheduler`)."""
+    """True if it was ordered to leave and gets no other work (`asyncrl.scheduler.scheduler`)."""
     draining: bool = False
-    """It finishes its samples and starts none, so that new weights can be installed."""
+    """True while it finishes its samples and starts none, so that new weights can be installed."""
 
     @property
     def width(self) -> int:
@@ -149,9 +141,9 @@ class Generator:
 
     @property
     def in_environments(self) -> int:
-        """Samples RUNNING here that are taken to wait for their environment, and take no slot.
+        """Samples RUNNING here that presumably wait for their environment, and take no slot.
 
-        The report may be older than what has finished since.
+        Samples may have finished since the report.
         """
         return min(self.waiting, self.running)
 
@@ -162,14 +154,14 @@ class Generator:
 
     @property
     def room(self) -> int:
-        """Samples that may be started here now; 0 or less: none."""
+        """Samples that may be started here now, if above 0."""
         free = self.limit - self.running
         if not self.waiting:
             return free
         return min(free + self.in_environments, self.most - self.running)
 
     def will_verify(self, sample: SampleId) -> int:
-        """Older tokens than this are verified as soon as the outstanding install is done."""
+        """Tokens older than this are verified as soon as the outstanding install is done."""
         return -1 if self.installing is None else self.requested.get(sample, -1)
 
     @property

@@ -1,4 +1,4 @@
-"""What the user asks for: pause, resume, stop."""
+"""The user's requests: pause, resume, stop."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RunControl:
             self._end_after(last)
 
     def on_drain(self, _: events.DrainRequested) -> None:
-        """Withdraw what is not begun, and what does not fill a step, and finish the rest."""
+        """Withdraw groups that are not begun or do not fill a step, and finish the rest."""
         state = self._state
         if not state.stopping and state.finished is None:
             self._end_after(state.last_begun_step)
@@ -64,10 +64,7 @@ class RunControl:
         self.end_if_stuck()
 
     def _withdraw_after(self, last: int) -> None:
-        """Withdraw the groups of later steps.
-
-        With dynamic sampling, those that were begun stay: the last step may need them.
-        """
+        """Withdraw the groups of later steps; with dynamic sampling, only those not begun."""
         state, ledger = self._state, self._state.ledger
         if isinstance(ledger, Ledger):
             self._work.discard([group for group in state.groups.values() if group.step > last])

@@ -1,7 +1,7 @@
 """Moves samples between the states of `asyncrl.scheduler.records`.
 
 Each move updates the counts of the sample's group and generator and issues the command that the
-move requires. When a move is due is decided by the event handlers.
+move requires. The event handlers decide when a move is due.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Work:
             self.start(generator)
 
     def place_waiting(self) -> None:
-        """Place the groups that wait for a generator, if one can take them now."""
+        """Place waiting groups, if a generator can take them now."""
         placement = self._placement
         while placement.has_candidates and (group := placement.next_unplaced()) is not None:
             self.place(group)
@@ -87,10 +87,9 @@ class Work:
             )
 
     def requeue(self, group: Group) -> int | None:
-        """Queue the samples of a lost generator again, except the delivered ones.
+        """Requeue the samples of a lost generator, except the delivered ones.
 
-        Returns:
-            A sample that has no attempt left, if there is one.
+        Returns a sample that has no attempt left, if there is one.
         """
         exhausted = None
         for sample, state in enumerate(group.states):
@@ -107,10 +106,7 @@ class Work:
         return exhausted
 
     def take_away(self, group: Group) -> None:
-        """Queue the samples of a group that its leaving generator does not have any more.
-
-        They were not lost, so the attempts do not count.
-        """
+        """Queue samples that the leaving generator no longer has; the attempts do not count."""
         owner = group.owner
         if owner is None:
             return
@@ -123,10 +119,7 @@ class Work:
         group.owner = None
 
     def draw_again(self, owner: Generator, group: Group, samples: list[int]) -> None:
-        """Have RUNNING or HELD samples drawn from their first token, on the same generator.
-
-        Their tokens are too old for every step to come. The attempts do not count.
-        """
+        """Redraw samples whose tokens are too old for every later step; attempts do not count."""
         for sample in samples:
             self._leave(owner, group, group.states[sample])
             self._queue_again(owner, group, sample)
@@ -136,7 +129,6 @@ class Work:
 
     @staticmethod
     def _queue_again(owner: Generator, group: Group, sample: int) -> None:
-        """A sample that has left its state is QUEUED at its owner, as if it was never started."""
         group.states[sample] = QUEUED
         group.stale[sample] = 0
         group.attempts[sample] -= 1
@@ -148,14 +140,9 @@ class Work:
     def hold(self, generator: Generator, group: Group, sample: int, *, too_old: bool) -> None:
         """RUNNING, VERIFYING or HELD to HELD; a complete group is delivered.
 
-        It may have been HELD with tokens that are too old, and be verified now.
-
-        Args:
-            generator: the one that finished the sample.
-            group: of the sample.
-            sample: index in the group.
-            too_old: whether the sample has tokens that its step may not train on. It is then
-                verified at once if the generator's version allows it, otherwise later.
+        It may have been HELD with tokens that are too old, and be verified now. With `too_old`, it
+        has tokens that its step may not train on: it is verified at once if the generator's version
+        allows it, otherwise later.
         """
         state = group.states[sample]
         group.states[sample] = HELD
@@ -173,11 +160,8 @@ class Work:
     def mark_delivered(self, group: Group, sample: int, by: Generator | None) -> None:
         """Any state to DELIVERED: the trainer has the sample.
 
-        Args:
-            group: of the sample.
-            sample: index in the group.
-            by: the generator that delivered it; None if that one is lost. If the group has another
-                owner by now, the owner is told to discard the sample.
+        `by` is the delivering generator, unless it is lost. If the group has another owner by now,
+        the owner discards the sample.
         """
         owner, state = group.owner, group.states[sample]
         group.states[sample] = DELIVERED
@@ -228,14 +212,14 @@ class Work:
             self._commands.append(commands.DeliverGroup(group.step, group.index, tuple(samples)))
 
     def gives_away(self, owner: Generator) -> bool:
-        """Whether what this generator has moves to others."""
+        """Return True if this generator's samples move to others."""
         return owner.leaving and self._admission.verifies
 
     def suspect(self, group: Group) -> None:
         """HELD and VERIFYING to HELD with tokens that may be too old, to be verified when due.
 
         For a group whose generator rewinds: only the generator knows which tokens are too old, and
-        answers for a sample that needs no verification at once.
+        answers at once for a sample that needs no verification.
         """
         for sample, state in enumerate(group.states):
             if state == VERIFYING:
@@ -273,7 +257,6 @@ class Work:
             group.owner = None
 
     def _leave(self, owner: Generator, group: Group, state: int) -> None:
-        """Take a sample that leaves `state` out of the counts of its group and owner."""
         if state == RUNNING:
             group.running -= 1
             owner.running -= 1

@@ -1,4 +1,4 @@
-"""What happens when a sample finishes, fails or reaches the trainer."""
+"""Handles samples that finish, fail or reach the trainer."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ class SampleEvents:
     def _awaits(
         self, generator: Generator, group: Group, sample: SampleId, oldest: int, *, too_old: bool
     ) -> bool:
-        """Whether a report of a finished sample is neither late nor repeated."""
+        """Return True if a report of a finished sample is neither late nor repeated."""
         state, signal = group.states[sample.sample], group.signal
         if state == RUNNING:
-            # What is drawn again is too old for every step to come.
+            # Redrawn samples are too old for every later step.
             least = self._admission.min_version(self._state.next_undeclared)
             is_late = signal is not None and not self._admission.verifies and oldest < least
             return not is_late

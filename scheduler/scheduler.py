@@ -10,20 +10,20 @@ data order ─► open steps ─► place ─► start samples ─► DeliverGro
                    └─────────────── InstallWeights ◄────────────────────── StepFinished
 
     admission     which groups may be started and how old a token may be; the synchronous and the
-                  asynchronous loop next to each other
-    state         what is known: the groups in flight (`records`), the `ledger`, versions and flags
+                  asynchronous loop side by side
+    state         all known facts: the groups in flight (`records`), the `ledger`, versions, flags
     placement     which generator a group goes to
-    work          moves of samples between their states
-    verification  what is verified when, and the installs that it travels with
+    sample_transitions  moves of samples between their states
+    verification  which samples are verified when, and the installs that it travels with
     steps         issuing groups, declaring steps, the end of the run
-    dynamic_sampling  which groups a step takes if all are to carry signal (`signal`, `places`,
+    dynamic_sampling  which groups a step takes if all must carry signal (`reward_signal`,
                   `dynamic_ledger`)
     weights       publishing and installing policy versions
     samples       events of samples
     run_control   pause, resume, stop
-    view, waits   a snapshot for people; invariants: what `Scheduler.check` verifies
+    view          a snapshot for people; invariants: what `Scheduler.check` verifies
 
-What holds, and is checked by `Scheduler.check`:
+Invariants, checked by `Scheduler.check`:
 - Each sample of each group in flight is in exactly one `SampleState`, at one generator.
 - At most (max_off_policy_steps + 1) * groups_per_step groups, plus max_runahead_groups with
   `on_update: verify`, are issued and not consumed.
@@ -35,60 +35,52 @@ What holds, and is checked by `Scheduler.check`:
   `dynamic_sampling`, or reported without signal. Membership of steps depends on the data order, on
   failures and on rewards, never on what finishes first.
 
-Losses. When a generator is lost, its samples that the trainer has not acknowledged are generated
-again elsewhere, under the same id. An acknowledgement counts even if it arrives after the loss. A
-sample that was started max_attempts times fails, and a failed sample fails its group. The
-membership of a step is declared when each of its groups is *acknowledged* or failed. Commanding
-delivery is not enough: a generator that dies in between could still take a group away.
+**A generator is lost.** Its samples that the trainer has not acknowledged are generated again
+elsewhere, under the same id. An acknowledgement counts even if it arrives after the loss. A sample
+that was started max_attempts times fails, and a failed sample fails its group. The membership of a
+step is declared when each of its groups is *acknowledged* or failed: a generator that dies after a
+commanded delivery could still take a group away.
 
-When the trainer is lost, the run returns to its newest checkpoint. Each group is then
-consumed once by the steps that count: those of the surviving policies.
+**The user stops the run.** `StopRequested` finishes the current step, restarts after losses
+included, and all later steps that are already declared, since the trainer trains those without
+asking. All other work is withdrawn at once; `FinishRun` follows. The run ends at once if no sample
+of the current step was started, or no generator is left. A paused run is resumed so that it can
+stop. `DrainRequested` is a stop after the last step of which every group is begun: no other group
+is begun, and begun groups of later steps are withdrawn.
 
-Stopping. `StopRequested` finishes the current step (its samples are still started, and restarted
-after a loss) and all later steps that are already declared, since the trainer trains those without
-asking. The work of all other steps is withdrawn at once. `FinishRun` follows. The run ends at once
-if no sample of the current step was started, or if no generator is left to generate them. A paused
-run is resumed so that it can stop. `DrainRequested` is a stop after the last step of which every
-group is begun: no other group is begun, and what is begun of later steps is withdrawn.
-
-A generator that leaves because the user has ordered it.
+**A generator leaves** because the user has ordered it:
 
     GeneratorLeaves ──► ReleaseSamples ──► SamplesReleased ──► other generators start the samples
                                                   │
     acknowledgements of what is being delivered ──┴──► EndGenerator
 
-It gets no new work at once, and its groups of which nothing was started go to others.
+It gets no new work from then on, and its untouched groups go to others. With `on_update: verify`,
+its other samples are written to a file and move with their tokens, which the next generator
+verifies. Groups that are on their way to the trainer stay until it has acknowledged them. The
+leaving generator installs no weights any more. With `keep` and `recompute` tokens that were drawn
+elsewhere cannot be judged, so its begun groups stay until they are delivered, and it installs
+weights like the others. The controller decides how long this may take; then it kills the generator,
+which is a loss.
 
-`on_update: verify`: its other samples, finished or not, are written to a file and move with their
-tokens, which the generator that gets them verifies. Groups that are on their way to the trainer
-stay until the trainer has acknowledged them. The leaving generator installs no weights any more.
-
-`keep`, `recompute`: nothing can judge tokens that were drawn elsewhere, so the groups that it has
-begun stay until they are delivered. Meanwhile it installs weights like the others.
-
-How long it may take is for the controller to decide, which kills it then; that is a loss.
-
-The trainer is lost, and another one continues from the newest checkpoint.
-
-The new trainer has version v, the lost one had trained up to version s >= v (and may not have
-reported its last step). The policies v + 1 to s are gone: the new trainer will train other ones
-under these numbers. So everything that depends on them is undone:
+**The trainer is lost**, and another one continues from the newest checkpoint, of version v; the
+lost one had trained up to version s >= v (and may not have reported its last step). The policies v
++ 1 to s are gone: the new trainer will train other ones under these numbers. So everything that
+depends on them is undone, and the steps of the surviving policies consume each group once:
 
     ledger           returns to step v; the steps from v on consume their groups again
     trainer          groups that were in it, or partly or perhaps in it, are generated again
-    generators       are told (`RewindGenerator`): they relabel tokens of later versions as those of
+    generators       receive `RewindGenerator`: they relabel tokens of later versions as those of
                      an unknown policy and install weights of the new trainer
     `verify`         keeps all other work. Held samples count as too old until their generator has
                      verified them, or has answered that they need no verification
     `keep`, `recompute`   discard all work if a version is gone; these modes cannot verify a token
 
-A group that is kept may lie ahead of the groups that are issued again. It waits: it is delivered
-when it has been issued.
+A kept group may lie ahead of the groups that are issued again; it is delivered when it has been
+issued.
 
-From `RewindGenerator` to `GeneratorRewound` nothing that a generator reports is taken for a fact
-of the new lineage, since messages may be on their way: acknowledgements are ignored, and the
-version of a finished sample counts as unknown. Acknowledgements of a generator that is lost before
-it answered are ignored for good.
+From `RewindGenerator` to `GeneratorRewound` a generator's reports may be of the old lineage:
+acknowledgements are ignored, and the version of a finished sample counts as unknown.
+Acknowledgements of a generator that is lost before it answered are ignored for good.
 
 While there is no trainer, generators continue, no group is issued, and nothing is delivered. A
 stopping run does not wait for another trainer: it ends, and resumes from the newest checkpoint.
@@ -157,7 +149,7 @@ class Rewind:
             self._return_to(version)
         elif version == state.published:
             for generator in state.generators.values():
-                generator.installing = None  # what the lost trainer published is removed
+                generator.installing = None  # the lost trainer's weights are removed
             self._weights.update_all()
 
     def on_trainer_lost(self, _: events.TrainerLost) -> None:
@@ -189,7 +181,7 @@ class Rewind:
             self._work.deliver_if_complete(group)
 
     def _has_ended(self, version: int) -> bool:
-        """Whether the run is over. A run that was done is not if its last steps are gone."""
+        """Return True if the run is over. A run that was done is not if its last steps are gone."""
         state = self._state
         done = state.finished is not None and state.finished.outcome is RunOutcome.DONE
         if done and not state.stopping and version < state.total_steps:
@@ -225,7 +217,7 @@ class Rewind:
 
 
 def _may_be_in_trainer(group: Group) -> bool:
-    """Whether the lost trainer had a sample of the group, or may have had one."""
+    """Return True if the lost trainer had a sample of the group, or may have had one."""
     return DELIVERED in group.states or DELIVERING in group.states
 
 
@@ -238,7 +230,7 @@ class Leaving:
         self._run_control = run_control
 
     def on_leaves(self, event: events.GeneratorLeaves) -> None:
-        """Withdraw what is not begun; have the rest written, where tokens can be verified."""
+        """Withdraw untouched groups; release the rest, if tokens can be verified."""
         state = self._state
         generator = state.generators.get(event.generator)
         if generator is None and event.generator not in state.lost:
@@ -253,7 +245,7 @@ class Leaving:
         self._move(generator, begun=False)
         if not state.admission.verifies:
             return
-        generator.draining = False  # it installs nothing any more
+        generator.draining = False  # it no longer installs weights
         samples = tuple(
             SampleId(index, sample)
             for index, group in sorted(generator.groups.items())
@@ -264,13 +256,13 @@ class Leaving:
             state.commands.append(commands.ReleaseSamples(generator.name, samples))
 
     def on_released(self, event: events.SamplesReleased) -> None:
-        """Start elsewhere what the generator does not have any more."""
+        """Start the released samples elsewhere."""
         generator = self._state.generator(event.generator)
         if generator is not None and generator.leaving and self._state.admission.verifies:
             self._move(generator, begun=True)
 
     def end_those_without_work(self) -> None:
-        """After an event: end the leaving generators that have no group left."""
+        """End the leaving generators that have no group left, after an event."""
         state = self._state
         for generator in list(state.leaving.values()):
             if generator.groups:
@@ -284,12 +276,7 @@ class Leaving:
             self._run_control.end_if_stuck()
 
     def _move(self, generator: Generator, *, begun: bool) -> None:
-        """Give groups to others that are not on their way to the trainer.
-
-        Args:
-            generator: the one that leaves.
-            begun: also those of which samples were started.
-        """
+        """Give groups that are not being delivered to others; with `begun`, begun ones too."""
         stays = (DELIVERING,) if begun else (DELIVERING, RUNNING, HELD, VERIFYING)
         groups = [
             group
@@ -309,12 +296,12 @@ class Scheduler:
         config: bounds and sizes.
         first_step: the step to begin with; above 0 when a run is resumed.
         total_steps: steps of the whole run; the last one is `total_steps - 1`.
-        group_key: prompt index of a group, so that a prompt returns to the generator that had it
-            in the previous epoch; None for no such preference.
+        group_key: prompt index of a group, so that a prompt returns to its generator of the
+            previous epoch; None for no such preference.
         changes: other bounds (`asyncrl.scheduler.admission`), by the first step with each.
-        first_groups: with dynamic sampling, where `first_step` and earlier steps began.
+        first_groups: with dynamic sampling, the beginnings of `first_step` and earlier steps.
         sessions: most samples that a generator may have while some wait for their environment, if
-            that is more than its limit; 0: there are no environments.
+            that is more than its limit; 0 without environments.
 
     Raises:
         SchedulerError: from the constructor, if there is no step to train; from `on_event`, if an
@@ -335,7 +322,7 @@ class Scheduler:
     ) -> None:
         self._sessions = sessions
         self.state = SchedulerState.new(config, first_step, total_steps, changes, first_groups)
-        """For reading only."""
+        """Read-only."""
         self._commands = self.state.commands
         verification = Verification(self.state)
         self._work = Work(self.state, verification)
@@ -376,7 +363,7 @@ class Scheduler:
         }
 
     def on_event(self, event: Event) -> list[Command]:
-        """Record a fact and decide what follows; the commands are in the order to carry out."""
+        """Record a fact and decide what follows; commands are in the order of execution."""
         issued = self._commands
         if issued:
             issued.clear()
@@ -388,7 +375,7 @@ class Scheduler:
         return issued[:]
 
     def snapshot(self) -> SchedulerView:
-        """The state in numbers, and what each wait waits for."""
+        """Return the state in numbers, with the reason of each wait."""
         return view_of(self.state)
 
     def check(self) -> None:

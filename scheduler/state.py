@@ -29,13 +29,12 @@ class SchedulerState:
     config: SchedulerConfig
     admission: Admission
     total_steps: int
-    """Steps of the whole run; the last one is `total_steps - 1`."""
     ledger: Ledger | DynamicLedger
     """Which groups were issued, arrived in the trainer, failed and were consumed (`Steps`)."""
     placement: Placement
     """Which generator has which group (`Work`)."""
     generators: dict[str, Generator]
-    """The generators that are alive, by name. The same dictionary as `placement.generators`."""
+    """Live generators, by name. The same dictionary as `placement.generators`."""
     last_step: int
     """The last step to be trained; a stop request lowers it (`RunControl`)."""
     published: int
@@ -43,29 +42,29 @@ class SchedulerState:
     next_undeclared: int
     """The first step whose membership is not declared yet (`Steps`)."""
     places: Places | None = None
-    """In which step each group is expected, with dynamic sampling (`DynamicSampling`)."""
+    """The expected step of each group, with dynamic sampling (`DynamicSampling`)."""
     groups: dict[int, Group] = field(default_factory=dict)
-    """Groups that are neither in the trainer nor failed, by index (`Work`)."""
+    """Groups neither in the trainer nor failed, by index (`Work`)."""
     lost: set[str] = field(default_factory=set)
     """Names of generators that were lost or have left (`Scheduler`, `Leaving`)."""
     leaving: dict[str, Generator] = field(default_factory=dict)
     """Generators that were ordered to leave and have samples, by name (`Leaving`)."""
     commands: list[Command] = field(default_factory=list)
-    """What the current event has led to so far. Always the same list object; `Scheduler` empties
-    it before each event."""
+    """Commands of the current event so far. Always the same list object; `Scheduler` empties it
+    before each event."""
     trainer_joined: bool = False
-    """There is a trainer that can take trajectories (`Rewind`)."""
+    """True while a trainer can take trajectories (`Rewind`)."""
     trainer_lost: bool = False
-    """There was one, and its replacement has not joined yet (`Rewind`)."""
+    """True while a lost trainer's replacement has not joined yet (`Rewind`)."""
     lineage: int = 0
-    """Of the trainer that joined last (`Rewind`)."""
+    """Lineage of the trainer that joined last (`Rewind`)."""
     outdated: set[str] = field(default_factory=set)
     """Lost generators whose late acknowledgements are an earlier trainer's (`Rewind`,
     `Scheduler`)."""
     paused: bool = False
-    """No sample is started while this holds (`RunControl`)."""
+    """While true, no sample is started (`RunControl`)."""
     stopping: bool = False
-    """The user asked to stop (`RunControl`)."""
+    """True once the user has asked to stop (`RunControl`)."""
     finished: FinishRun | None = None
     """The command that ended the run (`Steps`)."""
     samples_finished: int = 0
@@ -84,10 +83,9 @@ class SchedulerState:
         changes: Mapping[int, SchedulerConfig] = MappingProxyType({}),
         first_groups: Mapping[int, int] = MappingProxyType({}),
     ) -> SchedulerState:
-        """The state of a run before its first event. Arguments as for `Scheduler`.
+        """Create the state of a run before its first event. Arguments as for `Scheduler`.
 
-        Raises:
-            SchedulerError: there is no step to train.
+        Raises SchedulerError if there is no step to train.
         """
         if not 0 <= first_step < total_steps:
             raise SchedulerError(
@@ -121,7 +119,7 @@ class SchedulerState:
 
     @property
     def had_trainer(self) -> bool:
-        """Whether a trainer has ever joined."""
+        """True if a trainer has ever joined."""
         return self.trainer_joined or self.trainer_lost
 
     @property
@@ -131,7 +129,7 @@ class SchedulerState:
 
     @property
     def next_place(self) -> int:
-        """The place of the group that is issued next: its index, without dynamic sampling."""
+        """Place of the group that is issued next: its index, without dynamic sampling."""
         if self.places is None or self.places.step < 0:
             return self.ledger.next_group
         return self.places.next_place
@@ -143,7 +141,7 @@ class SchedulerState:
 
     @property
     def last_begun_step(self) -> int:
-        """The last step up to which every group is begun; before the current step if that is not.
+        """The last step up to which every group is begun; before the current step if none is.
 
         A group is begun from the start of its first sample on.
         """
@@ -152,7 +150,7 @@ class SchedulerState:
         return max(first // self.config.groups_per_step, self.next_undeclared) - 1
 
     def groups_begun_after(self, step: int) -> int:
-        """Groups of later steps than this one of which a sample was started."""
+        """Count groups of later steps of which a sample was started."""
         flying = sum(one.step > step and not one.untouched for one in self.groups.values())
         if self.places is not None:
             return flying  # what is settled belongs to the step that is not decided yet
@@ -185,10 +183,9 @@ class SchedulerState:
         return min(last, (self.last_step + 1) * per_step - 1)
 
     def generator(self, name: str) -> Generator | None:
-        """The generator of that name; None if it was lost.
+        """Return the generator of that name; None if it was lost.
 
-        Raises:
-            ImpossibleEvent: no generator of that name ever joined.
+        Raises ImpossibleEvent if no generator of that name ever joined.
         """
         generator = self.generators.get(name)
         if generator is None and name not in self.lost:
@@ -196,10 +193,9 @@ class SchedulerState:
         return generator
 
     def group(self, sample: SampleId) -> Group | None:
-        """The group of a sample; None if the group is in the trainer or failed.
+        """Return the group of a sample; None if the group is in the trainer or failed.
 
-        Raises:
-            ImpossibleEvent: the group was never issued, or has no such sample.
+        Raises ImpossibleEvent if the group was never issued, or has no such sample.
         """
         group = self.groups.get(sample.group)
         if group is None and not 0 <= sample.group < self.ledger.issued_below:

@@ -16,10 +16,7 @@ from asyncrl.scheduler.state import SchedulerState
 class Steps:
     """Issues groups in data order, settles them, and declares each step when it is settled.
 
-    Args:
-        state: of the scheduler.
-        work: the groups in flight.
-        group_key: prompt index of a group, for its placement; None for no preference.
+    `group_key` returns a group's prompt index, for its placement; None for no preference.
     """
 
     def __init__(
@@ -54,14 +51,14 @@ class Steps:
                 self._settled()  # it may be judged already
 
     def arrive(self, group: Group) -> None:
-        """The trainer has acknowledged the whole group."""
+        """Record that the trainer acknowledged the whole group."""
         self._work.forget(group)
         self._ledger.arrive(group.index)
         self._settled()
         self.declare()
 
     def fail(self, group: Group, reason: str) -> None:
-        """Leave a group out, tell the user, and free what it occupies."""
+        """Leave a group out, report it, and free what it occupies."""
         self._work.discard([group])
         if group.index >= self._ledger.next_group:
             return  # left over from before a rewind: it is tried again when it is issued
@@ -100,11 +97,7 @@ class Steps:
         )
 
     def on_step_finished(self, event: events.StepFinished) -> None:
-        """Consume the step's groups, then open further steps or end the run.
-
-        Raises:
-            SenderOutOfStep: the trainer did not train on exactly the groups of its next step.
-        """
+        """Consume the step's groups, then open further steps or end. Raises SenderOutOfStep."""
         state = self._state
         if event.step < state.step or state.finished is not None:
             return

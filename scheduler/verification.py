@@ -1,8 +1,8 @@
-"""Which samples are verified when, and with which command.
+"""Decides which samples are verified when, and with which command.
 
 Samples become due when their generator's version rises. They are commanded together with the
-install of that version, so that the generator begins with them as soon as it is installed. What is
-started between the command and its report is commanded after the report.
+install of that version, so that the generator starts them as soon as it is installed. Samples
+started between the command and its report are commanded after the report.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Verification:
         self._commands.append(commands.InstallWeights(generator.name, version, verify))
 
     def verify_due(self, generator: Generator, version_before: int) -> None:
-        """After a generator's version rose: verify what could not be verified before.
+        """Verify what could not be verified before a generator's version rose.
 
-        What was commanded together with the install is not commanded again.
+        Verifications commanded together with the install are not commanded again.
         """
         requested, generator.requested = generator.requested, {}
         for group, due, min_version in self._due(generator, version_before, generator.version):
@@ -48,7 +48,7 @@ class Verification:
             self._begin_requested(generator, requested)
 
     def _begin_requested(self, generator: Generator, requested: Mapping[SampleId, int]) -> None:
-        """What was commanded is verified, although its group may have moved to another step."""
+        """Mark commanded verifications, although a group may have moved to another step."""
         for one, least in requested.items():
             group = self._state.groups.get(one.group)
             if group is None or group.owner is not generator or generator.version < least:
@@ -66,10 +66,10 @@ class Verification:
     def _due(
         self, generator: Generator, before: int, version: int
     ) -> list[tuple[Group, list[int], int]]:
-        """(group, samples, minimum version) of what becomes due, in data order.
+        """List (group, samples, minimum version) that become due, in data order.
 
-        These are the samples of steps whose minimum version lies between the two versions. Running
-        ones are included, since they were started under the version before.
+        These are the samples of steps whose minimum version lies between the two versions,
+        including running ones, which were started under the earlier version.
         """
         due: list[tuple[Group, list[int], int]] = []
         if not self._admission.verifies or generator.leaving:

@@ -10,7 +10,7 @@ from asyncrl.scheduler.state import SchedulerState
 
 
 def waits(state: SchedulerState) -> tuple[str, ...]:
-    """What each wait waits for, most important first; empty only if the run is finished."""
+    """Describe each wait's reason, most important first; empty only if the run is finished."""
     if state.finished is not None:
         return ()
     if state.trainer_lost:
@@ -65,7 +65,6 @@ def _drains(state: SchedulerState) -> list[str]:
 
 
 def _current_step(state: SchedulerState) -> list[str]:
-    """What the current step waits for: samples, acknowledgements or the trainer."""
     step = state.step
     if state.next_undeclared > step:
         return [f"step {step} waits for the trainer to finish it"]
@@ -104,7 +103,6 @@ def _current_step(state: SchedulerState) -> list[str]:
 
 
 def _groups_of(state: SchedulerState, step: int) -> list[Group]:
-    """The groups in flight of a step; with dynamic sampling, those that are expected in it."""
     if state.places is not None:
         return [group for group in state.groups.values() if group.step == step]
     per_step = state.config.groups_per_step
@@ -113,14 +111,12 @@ def _groups_of(state: SchedulerState, step: int) -> list[Group]:
 
 
 def _waits_for_rewards(group: Group) -> int:
-    """Samples of a finished group whose rewards are not known, with dynamic sampling."""
     if group.signal is None or any(one != HELD for one in group.states) or 1 in group.stale:
         return 0
     return group.signal.rewards.count(None)
 
 
 def _next_step(state: SchedulerState) -> list[str]:
-    """Why no later group is open."""
     group, admission = state.last_open_group + 1, state.admission
     step = group // state.config.groups_per_step
     if step >= state.total_steps:
@@ -134,7 +130,6 @@ def _next_step(state: SchedulerState) -> list[str]:
 
 
 def _listed(names: list[str], limit: int = 3) -> str:
-    """The first few names, and how many more there are."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
@@ -146,21 +141,17 @@ def _counted(n: int, noun: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorView:
-    """One generator that is alive."""
+    """One live generator."""
 
     name: str
     slots: int
-    """Samples that it decodes at once."""
     policy_version: int
-    """The version that it is known to sample from."""
     installing: int | None
-    """The version that it was told to install and has not answered for; None if there is none."""
     queued: int
     """Samples placed on it and not started."""
     running: int
     """Samples issued to it and not finished."""
     leaving: bool
-    """Whether it was ordered to leave and has samples."""
     held: int
     """Finished samples that it holds, including those on their way to the trainer."""
 
@@ -170,11 +161,9 @@ class SchedulerView:
     """The whole state in numbers. Cost: O(generators + groups of the current step)."""
 
     step: int
-    """The current step: the next one to be trained, or the one in training."""
+    """The next step to be trained, or the one in training."""
     total_steps: int
-    """Steps of the whole run."""
     policy_version: int
-    """Latest published version."""
     last_open_step: int
     """Work is admitted for steps up to this one; `step - 1` if for none."""
     groups_issued: int
@@ -194,19 +183,15 @@ class SchedulerView:
     samples_finished: int
     """Accepted `SampleFinished` events since this process began, including reissued samples."""
     tokens_finished: int
-    """Response tokens of these samples."""
     staleness_max: int
     """Largest staleness of a finished sample's oldest token, for the step that it belongs to."""
     generators: tuple[GeneratorView, ...]
-    """In the order in which they joined."""
+    """Generators in the order in which they joined."""
     paused: bool
-    """Whether the user paused the run."""
     stopping: bool
-    """Whether the user asked to stop the run."""
     finished: FinishRun | None
-    """The command that ended the run; None while the run continues."""
     waits: tuple[str, ...]
-    """What each wait waits for, most important first; empty only if the run is finished."""
+    """Most important first; empty only if the run is finished."""
     groups_without_signal: int = 0
     """Groups left out because they carry no signal, since this process began."""
     groups_left_over: int = 0

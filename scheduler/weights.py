@@ -19,11 +19,7 @@ class Weights:
         self._verification = verification
 
     def publish(self, version: int) -> None:
-        """Have all generators install a version that the trainer published.
-
-        Raises:
-            SenderOutOfStep: the trainer cannot have trained this version yet.
-        """
+        """Make all generators install a version. Raises SenderOutOfStep if it cannot exist yet."""
         state = self._state
         if not state.had_trainer or version > state.next_undeclared:
             raise SenderOutOfStep(
@@ -56,7 +52,7 @@ class Weights:
         state.placement.offer(generator, state.published)
 
     def refill(self, generator: Generator) -> None:
-        """After a sample ended: install the weights that waited for it, or start another sample."""
+        """Install the weights that waited for an ended sample, or start another sample."""
         if generator.draining:
             self.update(generator)
         else:
@@ -82,7 +78,7 @@ class Weights:
             if state.next_undeclared <= target:
                 return  # a repeated old answer: no newer weights can have overwritten the target
             if target == state.published:
-                # The target was overwritten while it was read. The generator is told to install
+                # The target was overwritten while it was read. The generator is ordered to install
                 # again when the newer weights are published; an earlier command would fail too.
                 generator.installing = None
                 state.placement.offer(generator, state.published)
@@ -91,7 +87,7 @@ class Weights:
         self.has_version(generator, version)
 
     def has_version(self, generator: Generator, version: int) -> None:
-        """Take note of a generator's version, and give it what follows from that."""
+        """Note a generator's version, and act on it."""
         work = self._work
         before, generator.version = generator.version, version
         generator.installing, generator.draining = None, False

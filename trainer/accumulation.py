@@ -6,21 +6,15 @@ groups ─► add ─► micro-batches ─► forward, loss, backward ─► .gr
 finish: factors of the step; gives the denominator
 ```
 
-Everything is a sum until `finish`, so the order of groups, and how they are split into
-micro-batches, changes rounding only. `look` only scores groups, for passes that come later;
-`replay` trains on groups that were kept (`asyncrl.trainer.optimizer_updates`).
+Everything is a sum until `finish`, so the order of groups and their split into micro-batches change
+rounding only. `look` only scores groups, for later passes; `replay` trains on kept groups
+(`asyncrl.trainer.optimizer_updates`).
 
-Sums of gradients of a loss's further parts, where parameters are in parts on the ranks.
+Where each rank holds some rows of the parameters, only a backward pass sums and divides their
+gradients. So each further part of a loss gets its own backward pass there (`ShardedParts`).
 
-Gradients of the parameters come from a backward pass only: it is what sums and divides them. So a
-part has a backward pass of its own, and its gradients are put aside.
-
-A sample of padding: what a rank computes while others have work and it has none.
-
-Its tokens have weight 0 and its loss is multiplied by 0, so its gradient is 0, and it is in no
-count. It is as short as a sample can be, and goes through the same passes as any other.
-
-The totals of a step over all ranks: each rank has those of its own groups.
+A rank without work computes a sample of padding, as short as possible, while others have work: the
+same passes, with loss 0. Nothing counts it.
 """
 
 from __future__ import annotations
@@ -58,11 +52,7 @@ from asyncrl.trainer.step_targets import Fixed, fix
 
 
 def of_all_ranks(own: StepTotals, world: World) -> StepTotals:
-    """The totals of the whole step, the same on each rank. A collective; `own` stays as it is.
-
-    Raises:
-        RankLost: another rank did not take part.
-    """
+    """Totals of the whole step, equal on all ranks; `own` is unchanged. Collective."""
     own.read()
     if world.size == 1:
         return own
@@ -128,26 +118,25 @@ _TOGETHER: dict[str, _Together] = {
     "ratio_max": max,
     "abs_gap_max": max,
 }
-"""How the ranks' values of each field become one. Every field of `StepTotals` but `signals`, which
-the algorithm declares on each rank, and what was not read."""
+"""The rule that combines the ranks' values of a field. Left out: `signals`, alike on all
+ranks, and unread sums."""
 
 
 _TOKENS = np.zeros(2, np.int32)
-"""Every vocabulary has token 0."""
 
 
 def padding(version: int) -> Work:
-    """One sample of this policy version, of a group that is nobody's."""
+    """One sample of this policy version, with -1 as its group."""
     return Work([_sample(version)], [0.0], [(-1, 0)], is_padding=True)
 
 
 def without_weight(batch: TokenBatch) -> TokenBatch:
-    """The tokens of padding, which count nowhere."""
+    """Give the tokens of padding weight 0, so that nothing counts them."""
     return replace(batch, weights=torch.zeros_like(batch.weights))
 
 
 def without_effect(sums: LossSums) -> LossSums:
-    """A loss whose gradients are 0, of as many parts."""
+    """Return a loss with as many parts, whose gradients are 0."""
     parts = {name: 0.0 * one for name, one in sums.parts.items()}
     return LossSums(0.0 * sums.loss, sums.sums, parts)
 
@@ -168,7 +157,7 @@ def _sample(version: int) -> Trajectory:
 
 
 class ShardedParts(GradientParts):
-    """As `GradientParts`; the sums are of this rank's rows."""
+    """`GradientParts` whose sums are of this rank's rows."""
 
     def add(self, parts: Mapping[str, Tensor]) -> None:
         """Add the gradient of each part; the graph is kept for the loss's own backward pass."""
@@ -189,35 +178,28 @@ class ShardedParts(GradientParts):
 
 
 class NewGroup(NamedTuple):
-    """A whole group that fits."""
+    """A complete, validated group."""
 
     group: int
     trajectories: Sequence[Trajectory]
     rewards: Rewards
-    """`[G]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A group of the present step, for passes to come."""
+    """A group of the current step, kept for later passes."""
 
     new: NewGroup
     silent: bool
-    """Whether all advantages are 0."""
     fixed: dict[int, Fixed] = field(default_factory=dict)
-    """Of the samples that are computed, by their place in the group; empty if nothing is kept."""
+    """Targets of the computed samples by their place in the group; empty if nothing is kept."""
 
 
 class Accumulation:
-    """Of the models' parameters, whose `.grad` it adds to.
+    """Accumulates gradients in the `.grad` of the models' parameters.
 
-    Args:
-        config: the trainer's settings.
-        objective: what is optimised.
-        models: the policy, its reference and its critic.
-        lockstep: with which the ranks compute micro-batches together, or each its own.
-        keeps: whether groups are trained on again.
-        centre: about the mean of the step's advantages, the same on all ranks.
+    `keeps`: groups are trained on again. `centre` estimates the mean of the step's advantages, the
+    same on all ranks.
     """
 
     def __init__(
@@ -240,25 +222,19 @@ class Accumulation:
         signals = objective.algorithm.signals
         self.totals = StepTotals({**signals, **(SIGNALS if models.critic else {})}, centre)
         self.groups: dict[int, Kept] = {}
-        """Those that were added, by number."""
         self._losses: list[tuple[tuple[int, ...], Tensor]] = []
-        """Groups and loss of each micro-batch, not read."""
 
     def add(self, groups: Sequence[NewGroup], version: int) -> list[Tensor]:
-        """Forward and backward for whole groups at a policy version; they share micro-batches.
-
-        Returns:
-            `[G, SUMS]` of each group as `Learner.add_groups` does.
-        """
+        """Run forward and backward for whole groups. Returns the rows of `Learner.add_groups`."""
         return self._visit(groups, version, train=True)
 
     @torch.no_grad()
     def look(self, groups: Sequence[NewGroup], version: int) -> list[Tensor]:
-        """As `add`, without gradients: the groups are scored and kept."""
+        """Score and keep groups, without gradients. Returns what `add` does."""
         return self._visit(groups, version, train=False)
 
     def replay(self, groups: Sequence[Kept], version: int) -> None:
-        """Forward and backward for groups that were kept."""
+        """Run forward and backward for kept groups."""
         work = Work([], [], [])
         for index, kept in enumerate(groups):
             if kept.fixed:
@@ -280,19 +256,16 @@ class Accumulation:
                 self._train(batch, scores, values, fixed, part, version)
 
     def pad(self, version: int) -> None:
-        """A micro-batch of padding, while others have groups (`trainer.sharding.lockstep`)."""
+        """Compute padding while other ranks have groups (`trainer.sharding.lockstep`)."""
         train = not self._config.gathers_first
         with self._lockstep.turn(is_empty=True), torch.set_grad_enabled(train):
             self._micro_batch(padding(version), version, train=train)
 
     def finish(self, world: World) -> float:
-        """Apply the factors that need the whole step; gives the loss's denominator.
+        """Apply the factors that need the whole step; return the loss's denominator. Collective.
 
-        From then on `totals` are those of all ranks. A collective of them.
-
-        Raises:
-            NonFiniteError: a loss is not finite, on every rank alike; names the groups.
-            RankLost: another rank did not take part.
+        Then `totals` are those of all ranks. All ranks raise NonFiniteError if a loss on any is not
+        finite.
         """
         self.totals = of_all_ranks(self.totals, world)
         self._refuse_losses_that_are_no_numbers()
@@ -320,7 +293,7 @@ class Accumulation:
         return list(rows.split(size))
 
     def _micro_batch(self, work: Work, version: int, *, train: bool) -> tuple[Tensor, Fixed | None]:
-        """The first forward pass of some samples; gives `[B, SUMS]`, not read."""
+        """Run the first pass of some samples; return `[B, SUMS]`, unread."""
         some = work.trajectories
         scores, values = self._models.score(some)
         reference = self._models.reference_logprobs(some)
@@ -346,7 +319,6 @@ class Accumulation:
         )
 
     def _batch(self, scores: TokenScores, work: Work, fixed: Fixed | None) -> TokenBatch:
-        """With the samples' advantages, or those of tokens that are fixed already."""
         batch = token_batch(
             scores.logprobs,
             work.trajectories,
@@ -391,10 +363,6 @@ class Accumulation:
     def _with_values(
         self, sums: LossSums, values: Values, fixed: Fixed, weights: Tensor
     ) -> LossSums:
-        """The loss and the signals with those of the values.
-
-        A critic's own gradient does not mix with the policy's, so its loss is passed back here.
-        """
         assert fixed.values is not None and fixed.returns is not None  # noqa: S101, PT018
         critic = self._config.critic
         found = value_loss(values.tokens, fixed.values, fixed.returns, weights, critic.value_clip)
@@ -405,17 +373,16 @@ class Accumulation:
             return LossSums(sums.loss, both, sums.parts)
         if finisher(self._objective.algorithm) is None:
             return LossSums(sums.loss + loss, both, sums.parts)
-        # A part of its own, so that the step's factors do not change it.
+        # A separate part, so that the step's factors do not change it.
         return LossSums(sums.loss, both, {**sums.parts, "value_loss": loss})
 
     def _nothing(self) -> LossSums:
-        """What is reported of tokens that were only scored."""
+        """Signals reported for tokens that were only scored."""
         device = self._models.policy.device
         one = torch.zeros((), dtype=torch.float64, device=device)
         return LossSums(one, {n: one.expand(s.size) for n, s in self.totals.signals.items()})
 
     def _fresh(self, some: Sequence[Trajectory], version: int) -> Tensor:
-        """`[N]` bool: tokens of staleness 0."""
         stale = np.concatenate([one.staleness(version)[one.trained] for one in some])
         return to_device(stale == 0, self._models.policy.device)
 
@@ -426,7 +393,7 @@ class Accumulation:
         )
 
     def _refuse_losses_that_are_no_numbers(self) -> None:
-        """Once a step: reading a loss makes the host wait for all that the device was given."""
+        """Check the losses once a step: reading one makes the host wait for the device."""
         self.totals.read()
         loss = sum([self.totals.sums.loss, *self.totals.signal_sums.get("value_loss", [])])
         if math.isfinite(loss):

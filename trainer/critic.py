@@ -4,9 +4,9 @@
 prompt, tokens ─► trunk ─► hidden [N, C] ─► head [C] ─► values [N]
 ```
 
-The trunk is a language model of its own, by default a copy of the initial policy, or the policy's
-(`critic.shared_trunk`). A state is what a token is drawn in: the prompt and the tokens before it.
-Its hidden state is the one that predicts the token. The head starts at 0, so all values do.
+The trunk is a separate language model, by default a copy of the initial policy, or the policy's
+(`critic.shared_trunk`). A token's state is the prompt and the tokens before it; its hidden state is
+the one that predicts the token. The head starts at 0, so all values do.
 """
 
 from __future__ import annotations
@@ -29,28 +29,21 @@ from asyncrl.trainer.ranks import World
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Of the states of a micro-batch of B samples and N response tokens."""
+    """Values of the states of a micro-batch of B samples and N response tokens."""
 
     tokens: Tensor
     """`[N]` of the state before each token; carries the gradient."""
     last: Tensor | None
-    """`[B]` of the state after the last token, 0 where the sample ended, without a gradient; None:
-    all 0."""
+    """`[B]` of the state after the last token, 0 where the sample ended, without a gradient; None
+    if all are 0."""
 
 
 class Critic:
     """Attributes: `module`, whose parameters are the critic's own; `update`; `config`.
 
-    Args:
-        config: the trainer's settings.
-        model_path: that the run's policy starts from.
-        policy: whose hidden states are used with `shared_trunk`.
-        load: loads a model as the policy was, from a path.
-        world: the ranks; `step` is a collective of them.
-
-    Raises:
-        UnsupportedModelError: the value model cannot be loaded, reads other tokens than the policy,
-            or the policy's hidden states cannot be had.
+    `policy` supplies the hidden states with `shared_trunk`; otherwise `load` loads the trunk.
+    Raises UnsupportedModelError if the value model cannot be loaded or has another vocabulary than
+    the policy, or the policy's hidden states are not available.
     """
 
     def __init__(
@@ -90,25 +83,25 @@ class Critic:
 
     @property
     def shares_trunk(self) -> bool:
-        """Whether the policy computes the hidden states."""
+        """True if the policy computes the hidden states."""
         return self.config.shared_trunk
 
     @property
     def bootstraps(self) -> bool:
-        """Whether the state after a cut-off response has a value."""
+        """True if the state after a cut-off response has a value."""
         return self.config.truncated == "bootstrap"
 
     def values(self, trajectories: Sequence[Trajectory]) -> Values:
-        """Of a critic with its own trunk."""
+        """Compute values of a critic with its own trunk."""
         states = self.states(trajectories)
         return self.of_hidden(self._trunk.hidden(states), trajectories)
 
     def states(self, trajectories: Sequence[Trajectory]) -> PackedBatch:
-        """The samples, packed. To bootstrap, each with one more token, which nothing reads."""
+        """Pack the samples. To bootstrap, each gets one more token, which nothing reads."""
         return PackedBatch.of_samples(trajectories, self._trunk.device, one_more=self.bootstraps)
 
     def of_hidden(self, hidden: Tensor, trajectories: Sequence[Trajectory]) -> Values:
-        """Of the hidden states of `states`."""
+        """Compute values from the hidden states of `states`."""
         with torch.autocast(hidden.device.type, enabled=False):
             values = self._head(hidden.to(self._head.weight.dtype))[:, 0]
         if not self.bootstraps:
@@ -123,11 +116,9 @@ class Critic:
         self.update.zero_grad()
 
     def step(self, version: int, denominator: float) -> float:
-        """Divide, clip, AdamW; gives the gradient's norm before clipping.
+        """Divide, clip and apply AdamW; return the gradient's norm before clipping. Collective.
 
-        Raises:
-            NonFiniteError: the gradient is not finite; the critic is unchanged.
-            RankLost: another rank did not take part.
+        Raises NonFiniteError if the gradient is not finite; the critic is unchanged.
         """
         return self.update.step(self.config.rate_at(version), denominator, self._max_grad_norm)
 

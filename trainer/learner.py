@@ -6,17 +6,12 @@ group ─► add_group ─► ...                                               
                                    step: .grad / denominator, clip, AdamW ◄──┘ policy_version += 1
 ```
 
-A step's denominator (response tokens, or samples) is known only when its last group has arrived,
-so gradients are accumulated as sums and divided once. A sum does not depend on the order of its
-terms: in whatever order groups arrive, and however they are split into micro-batches, the gradient
-is that of the whole batch at once, up to rounding. So no group waits for another, and nothing is
-biased towards groups that finish early.
+A step's denominator (response tokens, or samples) is known only when its last group has arrived, so
+gradients are accumulated as sums and divided once. Whatever the order of groups and their
+micro-batches, the gradient is that of the whole batch, up to rounding: no group waits for another,
+and nothing is biased towards groups that finish early.
 
-Synchronous and single-threaded; the trainer process decides when to call which method.
-
-What of a learner a checkpoint holds: the policy, and what is trained with it.
-
-A policy's weights for others, where only its adapter is trained.
+Synchronous and single-threaded: the trainer process decides when to call which method.
 """
 
 from __future__ import annotations
@@ -59,44 +54,38 @@ from asyncrl.wire.weights.layout import Fingerprint
 
 
 class AdapterWeights(Weights):
-    """Of one policy and its adapter."""
+    """Publishes a policy's adapter instead of all its weights."""
 
     def __init__(self, policy: Policy, world: World, adapter: Adapter) -> None:
         super().__init__(policy, world)
         self._adapter = adapter
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What is published: A and B of each layer."""
+        """Yield A and B of each adapted layer."""
         return self._adapter.tensors()
 
     def fingerprint(self, dtype: torch.dtype | None = None) -> Fingerprint:
-        """Of the merged weights, as an engine of this data type holds them.
+        """Fingerprint of the merged weights, as an engine of this data type holds them.
 
-        Without a data type, of the model's own weights and the adapter.
+        Without a data type: that of the base weights and the adapter, unmerged.
         """
         return self._adapter.own() if dtype is None else self._adapter.fingerprint(dtype)
 
 
 def weights_of(policy: Policy, world: World) -> Weights:
-    """Those of a policy with an adapter or without."""
+    """Return the publishable weights of a policy, with or without an adapter."""
     if policy.adapter is None:
         return Weights(policy, world)
     return AdapterWeights(policy, world, policy.adapter)
 
 
 CENTRE = "advantage_centre"
-"""`Stepping.centre`, among the state's values."""
+"""Key of `Stepping.centre` in the state's values."""
 _BASE = "base_weights"
-"""Digest of the model that an adapter is of, among the state's values."""
 
 
 def state_of(models: Models, update: Update) -> TrainingState:
-    """The policy or its adapter, a critic if there is one, and a reference that moves.
-
-    Args:
-        models: of the learner.
-        update: of the policy.
-    """
+    """The learner's part of a checkpoint: policy or adapter, critic, and a reference that moves."""
     adapter = models.policy.adapter
     policy = models.policy.model if adapter is None else adapter.module()
     modules: dict[str, nn.Module] = {"policy": policy}
@@ -113,28 +102,21 @@ def state_of(models: Models, update: Update) -> TrainingState:
 
 
 def adapter_settings(policy: Policy, model_path: str) -> dict[str, Any] | None:
-    """What a PEFT directory says of a policy's adapter; None: it has none."""
+    """The PEFT configuration of the policy's adapter, if it has one."""
     return None if policy.adapter is None else policy.adapter.settings(model_path)
 
 
 def check_base(directory: Path, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if an adapter was saved for another model than the one it is now."""
+    """Raise CheckpointError if an adapter was saved for another base model than the current one."""
     if saved.get(_BASE) != own.get(_BASE):
         raise CheckpointError(f"{directory} has an adapter of another model than model.path is now")
 
 
 def check_reference(directory: Path, models: Models, own: str, saved: str) -> None:
-    """Refuse another reference of the KL penalty, which is not part of a checkpoint, than before.
+    """Check that the KL penalty's reference, which is not in the checkpoint, is the same as before.
 
-    Args:
-        directory: of the checkpoint.
-        models: of the learner.
-        own: digest of the weights that it started from.
-        saved: the same of the run that wrote the checkpoint; empty: not known.
-
-    Raises:
-        CheckpointError: the reference stays the model that training starts from, and that has
-            changed since.
+    `own` and `saved` are digests of initial weights; an empty `saved` is unknown. Raises
+    CheckpointError if the reference stays at the initial model and that model has changed.
     """
     reference, adapter = models.reference, models.policy.adapter
     if reference is None or reference.moves or not saved or own == saved:
@@ -149,27 +131,19 @@ def check_reference(directory: Path, models: Models, own: str, saved: str) -> No
 
 
 Group = tuple[Sequence[Trajectory], FloatArray]
-"""All samples of a group and their rewards `[G]`."""
 
 
 class Learner:
     """Trains one model on groups of `group_size` trajectories.
 
-    Args:
-        config: the trainer's settings.
-        model_path: a Hugging Face directory or hub id of a causal language model.
-        group_size: samples in every group.
-        seed: of torch's random generators (the learner itself draws nothing today).
-        temperature: of sampling; log-probabilities are of the same processed distribution.
-        truncation: of sampling; `asyncrl.trainer.model.policy` says what it means to the trainer.
-        total_steps: where cosine and linear schedules end unless `schedule_steps` is set.
-        max_tokens: of the longest response, for `overlong_buffer`.
-        fence: keeps a trainer that was replaced from writing checkpoints.
-        world: the ranks; `step` and `save` are collectives of them, which may raise RankLost.
+    Log-probabilities are of the processed distribution (`temperature`, `truncation`: see
+    `asyncrl.trainer.model.policy`). Schedules end at `total_steps` unless `schedule_steps` is set.
+    With `world`, `step` and `save` are collectives, which may raise RankLost. `max_tokens` is the
+    longest response, for `overlong_buffer`; `fence` prevents a replaced trainer from writing
+    checkpoints.
 
-    Raises:
-        UnsupportedModelError: the model cannot be loaded or trained packed.
-        TrainerError: the schedule has no end, or the objective does not fit the run.
+    Raises UnsupportedModelError if the model cannot be loaded or trained packed; TrainerError if
+    the schedule has no end, or the objective does not fit the run.
     """
 
     def __init__(
@@ -229,41 +203,36 @@ class Learner:
         self._own_weights = self.initial_weights
         self._version = 0
         self.peak_rates: Mapping[int, float] = {}
-        """Peak learning rates that replace the configured one, by the first step with each."""
+        """Overrides of the peak learning rate, keyed by the first step that uses each."""
         self._fence = fence
         self._reset()
         world.agree(self.initial_weights, "the weights of model.path")
 
     @property
     def policy_version(self) -> int:
-        """Optimizer steps done, which is the version of the weights that `tensors` gives."""
+        """Number of optimizer steps done: the version of the weights that `tensors` yields."""
         return self._version
 
     @property
     def policy(self) -> Policy:
-        """The policy being trained; its model has transformers' parameter names."""
+        """The policy being trained; parameters have transformers' names."""
         return self._policy
 
     def check_trajectory(self, trajectory: Trajectory) -> None:
-        """Refuse a trajectory that cannot be trained on now. Raises BatchError."""
+        """Raise BatchError if the trajectory cannot be trained on at this version."""
         check_trajectory(trajectory, self._policy.vocab_size, self._version)
 
     def add_group(self, trajectories: Sequence[Trajectory], rewards: FloatArray) -> Tensor:
-        """As `add_groups`, of one group: `[G, SUMS]`."""
+        """Call `add_groups` with one group and return its `[G, SUMS]`."""
         return self.add_groups([(trajectories, rewards)])[0]
 
     def add_groups(self, groups: Sequence[Group]) -> list[Tensor]:
         """Run forward and backward for complete groups, adding to the step's gradient sums.
 
-        Their samples share micro-batches. A group is its trajectories and their rewards `[G]`.
-
-        Returns:
-            For each group, `[G, SUMS]` of `trainer.objective.logprob_mismatch` on the learner's
-            device, the engine's log-probabilities against the learner's; zeros where nothing was
-            computed or an older policy drew a token.
-
-        Raises:
-            BatchError: a group does not fit; nothing was accumulated.
+        The groups' samples share micro-batches. Returns one `[G, SUMS]` per group
+        (`trainer.objective.logprob_mismatch`), on the learner's device, that compares the engine's
+        log-probabilities with the learner's; zeros where nothing was computed or an older policy
+        drew a token. Raises BatchError if a group does not fit; then nothing was accumulated.
         """
         self._stepping.check()
         checked: list[NewGroup] = []
@@ -285,18 +254,17 @@ class Learner:
         return take(checked, self._version)
 
     def step(self) -> LearnerMetrics:
-        """Divide, clip, AdamW; `policy_version` grows by one. Returns the step's metrics.
+        """Divide, clip and apply AdamW, then increment `policy_version`; return the metrics.
 
-        With `ppo_epochs` or `minibatches` above 1 these are several optimizer steps.
+        With `ppo_epochs` or `minibatches` above 1 this takes several optimizer steps. Without any
+        group (`batch.groups` 0) only the version grows: there is no decay and no momentum, so a
+        step whose groups all failed does not stop the run. A step whose advantages are all 0 is an
+        ordinary step with gradient 0.
 
-        Without any group the weights stay as they are (no decay, no momentum) and only the
-        version grows: a step all of whose groups failed does not stop the run, and has
-        `batch.groups` 0. A step all of whose advantages are 0 is an ordinary step with gradient 0.
-
-        Raises:
-            NonFiniteError: a loss or the gradient is not finite; weights, optimizer and version are
-                unchanged and the gradient sums are dropped. After the first of several optimizer
-                steps some have changed: the learner then takes nothing until `restore`.
+        Raises NonFiniteError if a loss or the gradient is not finite. Weights, optimizer and
+        version are unchanged and the gradient sums are dropped. After the first of several
+        optimizer steps some weights have changed: the learner then refuses everything but
+        `restore`.
         """
         self.settle()
         rate = learning_rate(self._config, self._version, self._total_steps, self.peak_rates)
@@ -315,37 +283,37 @@ class Learner:
         return metrics
 
     def discard(self) -> None:
-        """Drop the step's gradient sums and forget its groups: they may be added again."""
+        """Drop the step's gradient sums and groups; the groups may be added again."""
         self._reset()
 
     def pad(self) -> None:
-        """Compute a micro-batch of padding, where `lockstep` has decided that all compute one."""
+        """Compute a micro-batch of padding: `lockstep` decided that all ranks compute one."""
         self._sums.pad(self._version)
 
     @property
     def weights(self) -> Weights:
-        """Of the policy, for others."""
+        """The policy's weights, for publishing."""
         return self._weights
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """As `Weights.tensors`."""
+        """Yield the published tensors, as `Weights.tensors` does."""
         return self._weights.tensors()
 
     def fingerprint(self, dtype: torch.dtype) -> Fingerprint:
-        """Of the live weights as engines of this data type hold them; tied ones by each name."""
+        """Fingerprint the live weights as engines of this dtype hold them, tied ones per name."""
         found = self._weights.fingerprint(dtype)
         if self._config.lora.serve == "merged":  # otherwise an export has other weights
             self._published = Published(str(dtype).removeprefix("torch."), found.whole)
         return found
 
     def pending(self, *, copied: bool) -> checkpoint.Pending:
-        """A checkpoint of this version, to be written by `write`, which another thread may call.
+        """Prepare a checkpoint of this version. `write` writes it, perhaps on another thread.
 
-        Groups added since the last step are not part of it; after `restore` they must be added
-        again. With `copied`, the state is being copied to host memory, and training may continue:
-        `settle` waits where the copy is not complete. Otherwise, and if a rank lacks the memory,
-        `step` must not be called before it is written (`Pending.is_copied`). The pending one before
-        this must have been written or given up. A collective.
+        Groups added since the last step are not part of it; add them again after `restore`. With
+        `copied`, the state is copied to host memory and training may continue; `settle` waits for
+        the copy. Without it, or if a rank lacks the memory, `step` must not be called before the
+        checkpoint is written (`Pending.is_copied`). The previous pending checkpoint must have been
+        written or given up. Collective.
         """
         self.settle()
         contents = checkpoint.Contents(
@@ -367,14 +335,12 @@ class Learner:
         steps: Sequence[TrainedStep] = (),
         given_up: threading.Event | None = None,
     ) -> None:
-        """Write a checkpoint to `directory`, whole or not at all, and remove older ones.
+        """Write a checkpoint to `directory` atomically, then remove all but `keep_checkpoints`.
 
-        `keep_checkpoints` stay. `steps` is what is known of the steps since the last checkpoint. If
-        `given_up` is set meanwhile, from another thread, the checkpoint is removed.
-
-        Raises:
-            CheckpointUnwritable: the disk does not take it; those that exist are untouched.
-            Superseded: another trainer was started in place of this one.
+        `steps` are the records of the steps since the last checkpoint. If another thread sets
+        `given_up` during the write, the checkpoint is removed. Raises CheckpointUnwritable if the
+        disk refused it, with existing checkpoints untouched; Superseded if another trainer was
+        started.
         """
         pending.write(directory, steps, given_up, self._fence)
         if self.world.leads:
@@ -382,19 +348,18 @@ class Learner:
             checkpoint_files.prune(directory.parent, keep, written=directory)
 
     def save(self, directory: Path, steps: Sequence[TrainedStep] = ()) -> None:
-        """Write a checkpoint of this version and wait for it. Raises as `write`."""
+        """Write a checkpoint of this version and wait for it. Raises the errors of `write`."""
         self.write(self.pending(copied=False), directory, steps)
 
     def settle(self) -> float:
-        """Wait until weights and optimizer state may change; seconds waited."""
+        """Wait until weights and optimizer state may change; return the seconds waited."""
         return self._snapshot.wait()
 
     def restore(self, directory: Path) -> None:
         """Continue from a checkpoint, bit for bit; pending gradient sums are dropped.
 
-        Raises:
-            CheckpointError: it is not whole, has another format, is of another model, or was
-                written under settings that would make this a different run.
+        Raises CheckpointError if it is incomplete, or of another format, model or course of the
+        run.
         """
         self.settle()
         loaded = checkpoint.read(directory, self._state, self._settings, self.world.rank)

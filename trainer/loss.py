@@ -1,19 +1,17 @@
-"""What a learner optimises: the configured algorithm, fitted to the run.
+"""The objective of a learner: the configured algorithm, fitted to the run.
 
-`Objective` makes advantages of rewards, and a loss of log probabilities. One of its rewards is the
-overlong shaping of rewards (DAPO, arXiv 2503.14476, eq. 13).
-
-With the longest response L_max (`sampling.max_tokens`), the buffer B (`trainer.overlong_buffer`)
-and a response of L tokens, observed ones included, as `sampling.max_tokens` counts them:
+`Objective` turns rewards into advantages and log-probabilities into a loss. Before advantages are
+computed, the overlong shaping of DAPO (arXiv 2503.14476, eq. 13) is added to each reward. With the
+longest response L_max (`sampling.max_tokens`), the buffer B (`trainer.overlong_buffer`) and a
+response of L tokens, observed ones included, as `sampling.max_tokens` counts them:
 
     0                            L <= L_max - B
     (L_max - B - L) / B          L_max - B < L <= L_max
     -1                           L = L_max and not finished (in the paper: L > L_max)
 
-is added to its reward before advantages are computed. Metrics and samples keep the task's rewards.
-A response that reaches L_max has -1 by either line.
+A response that reaches L_max has -1 by either line. Metrics and samples keep the task's rewards.
 
-Sums of gradients of a loss's further parts, which get their factors at the end of the step.
+`GradientParts` holds the gradient sums of a loss's further parts until the step ends.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ class GradientParts:
 
     @torch.no_grad()
     def finish(self, factors: Finish) -> None:
-        """Scale `.grad`, and add each part times its factor, which is 1 if `factors` lacks it."""
+        """Scale `.grad`, and add each part times its factor (1 if `factors` lacks it)."""
         if factors.scale != 1:
             for one in self._parameters:
                 if one.grad is not None:
@@ -78,30 +76,24 @@ class GradientParts:
 
 
 def add_up(mine: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """The sum of two gradients, in the first one's memory; None: 0."""
+    """Sum two gradients in the first one's memory; None counts as 0."""
     if mine is None or other is None:
         return other if mine is None else mine
     return mine.add_(other)
 
 
 def overlong_penalties(lengths: Rewards, *, longest: int, buffer: int) -> Rewards:
-    """`[G]` lengths in tokens to `[G]` numbers from -1 to 0; 0 everywhere if `buffer` is 0."""
+    """Map `[G]` lengths in tokens to `[G]` penalties from -1 to 0; all 0 if `buffer` is 0."""
     if buffer == 0:
         return np.zeros(len(lengths))
     return np.clip((longest - buffer - np.asarray(lengths, np.float64)) / buffer, -1.0, 0.0)
 
 
 class Objective:
-    """Advantages, and how a step's sums become a gradient. Attribute: `algorithm`.
+    """Computes advantages, and turns a step's sums into a gradient. Attribute: `algorithm`.
 
-    Args:
-        config: the trainer's settings.
-        group_size: samples in every group.
-        max_tokens: of the longest response; None: not known.
-
-    Raises:
-        TrainerError: the algorithm cannot use groups of this size, or `overlong_buffer` is longer
-            than the longest response.
+    Raises TrainerError if the algorithm cannot use groups of this size, or `overlong_buffer` is
+    longer than the longest response, `max_tokens`.
     """
 
     def __init__(self, config: TrainerConfig, group_size: int, max_tokens: int | None) -> None:
@@ -118,22 +110,22 @@ class Objective:
             alike = self.algorithm.advantages(np.ones(group_size))
         except ValueError as error:
             raise TrainerError(f"trainer.algorithm {config.algorithm!r}: {error}") from error
-        # Otherwise they are rewards, of which something is subtracted later.
+        # Otherwise they are rewards, from which a penalty is subtracted later.
         self._are_advantages = not (self._needs_every_group and alike.any())
 
     @property
     def needs_critic(self) -> bool:
-        """Whether advantages are made of a critic's values."""
+        """True if advantages are made of a critic's values."""
         return needs_critic(self.algorithm)
 
     @property
     def uses_proximal(self) -> bool:
-        """Whether the loss compares with the policy of the step's start."""
+        """True if the loss compares with the policy of the step's start."""
         return uses_proximal(self.algorithm)
 
     @property
     def skips_zero_variance(self) -> bool:
-        """Whether groups whose advantages are all 0 are not computed."""
+        """True if groups whose advantages are all 0 are not computed."""
         needed = self._needs_every_group or self.algorithm.needs_reference
         return self._config.skip_zero_variance_groups and not needed
 
@@ -142,11 +134,11 @@ class Objective:
         return bool(getattr(innermost(self.algorithm), "needs_every_group", False))
 
     def is_silent(self, advantages: Rewards) -> bool:
-        """Whether a group's `[G]` advantages, as `advantages` gave them, are all 0."""
+        """Return True if a group's `[G]` advantages, as `advantages` returned them, are all 0."""
         return self._are_advantages and not advantages.any()
 
     def advantages(self, trajectories: Sequence[Trajectory], rewards: Rewards) -> Rewards:
-        """`[G]` rewards of the task to `[G]` advantages."""
+        """Map `[G]` task rewards to `[G]` advantages."""
         penalties = overlong_penalties(
             np.array([longest_response(one) for one in trajectories]),
             longest=self._longest,
@@ -155,19 +147,19 @@ class Objective:
         return self.algorithm.advantages(rewards + penalties)
 
     def penalty_in_reward(self, logprobs: Tensor, reference: Tensor | None) -> Tensor | None:
-        """`[N]` that k1 takes from the reward at each token; None: it takes nothing."""
+        """`[N]` that the k1 penalty subtracts from each token's reward, if it is used."""
         kl = self.algorithm
         if not isinstance(kl, WithReferenceKl) or kl.estimator != "k1" or reference is None:
             return None
         return kl.coefficient * kl.per_token(reference - logprobs.detach())
 
     def normalise(self, fixed: Sequence[Fixed], world: World) -> None:
-        """Normalise the advantages of a whole step, if the algorithm does (`trainer.fixed`)."""
+        """Normalise the advantages of a whole step, if the algorithm does so."""
         if self._config.normalises_over_step:
             normalise(fixed, STD_EPSILON, world)
 
     def finish(self, totals: StepTotals, parts: GradientParts) -> float:
-        """Apply the step's factors to the summed gradients and the loss; gives the denominator."""
+        """Apply the step's factors to the summed gradients and loss; return the denominator."""
         if self._finisher is not None and totals.groups:
             factors = self._finisher.finish(totals.whole())
             parts.finish(factors)

@@ -7,21 +7,14 @@ groups ─► look or add, and keep ─┐  (as they arrive)
                                          replay its groups ─► divide, clip, AdamW
 ```
 
-With one minibatch, and advantages that need no mean over the step, the gradients of the first
-epoch are accumulated as groups arrive. Otherwise groups are only scored then, and kept. Advantages,
-returns and the proximal and reference log-probabilities stay those of the step's start.
+With one minibatch, and advantages that need no mean over the step, the gradients of the first epoch
+are accumulated as groups arrive. Otherwise groups are only scored then, and kept. All targets stay
+those of the step's start. Afterwards the critic takes its own passes over the kept groups
+(`critic.passes`), in which the policy does not change.
 
-After that come the critic's own passes over the kept groups, in which the policy stays as it is.
-
-The samples were drawn by the policy of the step's start or an older one. So only the first
-optimizer step sees the policy that they are exactly on-policy for, if they are so at all.
-
-With several ranks each keeps its own groups. A minibatch is a share of the groups of all ranks, so
-a rank may have none of it; it takes part in the optimizer step all the same.
-
-The critic's own passes over the groups of a step (`critic.passes`); the policy stays as it is.
-
-Returns and old values are those of the step's start, as in the first pass.
+The samples were drawn by the policy of the step's start or an older one, so at most the first
+optimizer step is on-policy. A minibatch is a share of the groups of all ranks: a rank may have none
+of it but still takes part.
 """
 
 from __future__ import annotations
@@ -58,19 +51,10 @@ def take_pass(
     world: World,
     version: int,
 ) -> None:
-    """One optimizer step of the critic for each share of the step's groups.
+    """Take one optimizer step of the critic for each share of the step's groups. Collective.
 
-    Args:
-        critic: with a trunk of its own.
-        shares: groups of all ranks, by number.
-        kept: those of this rank.
-        config: the trainer's settings.
-        world: the ranks; each share is a collective of them.
-        version: of the policy.
-
-    Raises:
-        NonFiniteError: a gradient is not finite.
-        RankLost: another rank did not take part.
+    The critic has its own trunk; `shares` are group indices of all ranks, `kept` this rank's
+    groups. Raises NonFiniteError.
     """
     for share in shares:
         critic.zero_grad()
@@ -84,7 +68,7 @@ def take_pass(
 def _add_gradients(
     critic: Critic, groups: Sequence[Kept], config: TrainerConfig
 ) -> tuple[int, int]:
-    """Forward and backward; gives the tokens and samples of these groups."""
+    """Run forward and backward; return the tokens and samples of these groups."""
     work = Work([], [], [])
     for index, one in enumerate(groups):
         work.add(one.new.trajectories, np.zeros(len(one.new.trajectories)), index)
@@ -109,25 +93,16 @@ def _add_gradients(
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """What is known of one optimizer step."""
+    """Result of one optimizer step."""
 
     totals: StepTotals
     denominator: float
     norm: float
-    """Of the policy's gradient before clipping."""
+    """Norm of the policy's gradient before clipping."""
 
 
 class Stepping:
-    """Changes the weights of the policy and the critic.
-
-    Args:
-        config: the trainer's settings.
-        objective: what is optimised.
-        models: the policy, and those it is trained with.
-        update: of the policy.
-        world: the ranks.
-        lockstep: as in `Accumulation`.
-    """
+    """Changes the weights of the policy and the critic."""
 
     def __init__(
         self,
@@ -147,23 +122,19 @@ class Stepping:
         self._has_passes = config.updates_per_step > 1 or config.gathers_first
         self._keeps = self._has_passes or config.critic.passes > 1
         self.torn = False
-        """Whether a step changed weights and then failed."""
+        """True if a step changed weights and then failed."""
         self.centre = 0.0
-        """Mean of the last step's advantages, of algorithms that normalise them over the step."""
+        """Mean advantage of the last step, for algorithms that normalise over the step."""
 
     def check(self) -> None:
-        """Refuse to continue after a step that changed weights and then failed.
-
-        Raises:
-            TrainerError: such a step was taken.
-        """
+        """Raise TrainerError after a step that changed weights and then failed."""
         if self.torn:
             raise TrainerError(
                 "a step failed after some of its weights had changed: restore a checkpoint"
             )
 
     def empty(self) -> Accumulation:
-        """Nothing yet; drops all gradients."""
+        """Zero the gradients and return an empty accumulation."""
         self._update.zero_grad()
         if self._models.critic is not None:
             self._models.critic.zero_grad()
@@ -177,14 +148,10 @@ class Stepping:
         )
 
     def take(self, first: Accumulation, version: int, rate: float) -> LearnerMetrics:
-        """All optimizer steps of a step, in which `first` has seen every group.
+        """Take all optimizer steps of a step, of which `first` has seen every group. Collective.
 
-        A collective of all ranks.
-
-        Raises:
-            NonFiniteError: a loss or gradient is not finite. The weights are unchanged, unless
-                `torn`.
-            RankLost: another rank did not take part.
+        Raises NonFiniteError if a loss or gradient is not finite; weights are unchanged unless
+        `torn`.
         """
         groups = self._of_all_ranks(list(first.groups)) if self._keeps else []
         if not groups or not self._has_passes:
@@ -203,7 +170,6 @@ class Stepping:
         return metrics
 
     def _fit_critic(self, first: Accumulation, groups: Sequence[int], version: int) -> None:
-        """The critic's passes after the first; the policy stays as it is."""
         critic = self._models.critic
         if critic is None:
             return
@@ -228,7 +194,7 @@ class Stepping:
         return done
 
     def _apply(self, sums: Accumulation, version: int, rate: float) -> Updated:
-        """Divide, clip, AdamW, for the policy and the critic."""
+        """Divide, clip and apply AdamW, for the policy and the critic."""
         denominator, norm = sums.finish(self._world), 0.0
         critic, limit = self._models.critic, self._config.max_grad_norm
         if sums.totals.groups:
@@ -246,9 +212,9 @@ class Stepping:
 
 
 def minibatches_of(groups: Sequence[int], count: int) -> list[list[int]]:
-    """Groups in ascending order, in `count` shares whose sizes differ by at most one.
+    """Split groups in ascending order into `count` shares whose sizes differ by at most one.
 
-    Sizes differ only where groups of the step failed. Fewer groups than shares give fewer shares.
+    Sizes differ only if groups of the step failed. Fewer groups than shares give fewer shares.
 
     >>> minibatches_of([7, 4, 5, 6], 2)
     [[4, 5], [6, 7]]
@@ -270,8 +236,8 @@ def metrics_of(
 ) -> LearnerMetrics:
     """The record of a step with several updates.
 
-    What is said of samples and of mismatch is that of their arrival. Loss, gradient norm and the
-    algorithm's signals are means over the updates, weighed by their size.
+    Samples and mismatch are as measured on arrival. Loss, gradient norm and the algorithm's signals
+    are means over the updates, weighted by size.
     """
     together = StepTotals(first.signals)
     for one in updates:

@@ -1,6 +1,6 @@
 """The models of a learner, and one forward pass through them.
 
-The reference of the KL penalty: the initial model, or one that follows the policy.
+The reference of the KL penalty is the initial model, or one that follows the policy:
 
     reference_refresh_steps: N    a copy of the policy after every N steps
     reference_decay: d            after each step, d times itself plus 1 - d times the policy
@@ -32,12 +32,7 @@ from asyncrl.trainer.sharding.rows import local
 
 
 class Reference:
-    """Attribute: `policy`, the reference's model; its weights have no gradients.
-
-    Args:
-        config: the trainer's settings.
-        policy: the initial model, a copy of its own.
-    """
+    """The reference model, a separate copy without gradients. Attribute: `policy`."""
 
     def __init__(self, config: TrainerConfig, policy: Policy) -> None:
         self.policy = policy
@@ -46,17 +41,17 @@ class Reference:
         policy.model.requires_grad_(requires_grad=False)
 
     def logprobs(self, batch: PackedBatch) -> torch.Tensor:
-        """`[N]` of the response tokens; the caller wants no gradients."""
+        """Return `[N]` of the response tokens; the caller disables gradients."""
         return self.policy.score(batch).logprobs
 
     @property
     def moves(self) -> bool:
-        """Whether it is ever another one than the initial model."""
+        """True if it ever differs from the initial model."""
         return self._every is not None or self._decay is not None
 
     @torch.no_grad()
     def follow(self, trained: Policy, version: int) -> None:
-        """Take note of the policy at this version, right after a step."""
+        """Follow the policy at this version, right after a step."""
         if self._every is not None and version % self._every == 0:
             for mine, theirs in self._pairs(trained):
                 mine.copy_(theirs)
@@ -65,7 +60,7 @@ class Reference:
                 mine.lerp_(theirs, 1 - self._decay)
 
     def _pairs(self, trained: Policy) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters of both, or this rank's parts; buffers of these models are constants."""
+        """Pair both models' parameters, or this rank's rows; their buffers are constants."""
         mine, theirs = (
             [local(one) for one in p.model.parameters()] for p in (self.policy, trained)
         )
@@ -73,7 +68,7 @@ class Reference:
 
 
 class InitialAdapter(Reference):
-    """The policy without its adapter, or with the one that training started from."""
+    """The policy without its adapter, or with the adapter that training started from."""
 
     def __init__(self, policy: Policy, adapter: Adapter) -> None:
         self.policy = policy
@@ -81,16 +76,16 @@ class InitialAdapter(Reference):
 
     @property
     def moves(self) -> bool:
-        """Never."""
+        """Always False."""
         return False
 
     def logprobs(self, batch: PackedBatch) -> Tensor:
-        """As `Reference.logprobs`."""
+        """Return `[N]` under the initial adapter."""
         with self._adapter.initial():
             return super().logprobs(batch)
 
     def follow(self, trained: Policy, version: int) -> None:
-        """Nothing: it does not move."""
+        """Do nothing: this reference does not move."""
 
 
 logger = logging.getLogger(__name__)
@@ -98,24 +93,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The policy that is trained, and those it is trained with."""
+    """The policy being trained, and the models it is trained with."""
 
     policy: Policy
     reference: Reference | None = None
-    """Of the KL penalty; None: there is none."""
     critic: Critic | None = None
-    """None: the algorithm has none."""
     with_routes: bool = False
-    """Whether the loss needs what routers of experts say."""
+    """True if the loss needs the router logits of a mixture of experts."""
 
     def parameters(self) -> list[Tensor]:
-        """Those that the policy's loss changes; with a shared trunk the head of values too."""
+        """Parameters that the policy's loss changes, including the value head of a shared trunk."""
         shared = self.critic is not None and self.critic.shares_trunk
         head = list(self.critic.module.parameters()) if shared and self.critic else []
         return [*self.policy.model.parameters(), *head]
 
     def modules(self) -> list[nn.Module]:
-        """All models; two of them may be one."""
+        """All models; two of them may be the same object."""
         found: list[nn.Module] = [self.policy.model]
         if self.reference is not None:
             found.append(self.reference.policy.model)
@@ -124,7 +117,7 @@ class Models:
         return found
 
     def score(self, some: Sequence[Trajectory]) -> tuple[TokenScores, Values | None]:
-        """Log-probabilities of the tokens of some samples, and values if there is a critic."""
+        """Return log-probabilities of the samples' tokens, and values if there is a critic."""
         critic = self.critic
         if critic is None or not critic.shares_trunk:
             scores = self.policy.score(self._packed(some), with_routes=self.with_routes)
@@ -145,7 +138,7 @@ class Models:
 
     @torch.no_grad()
     def reference_logprobs(self, some: Sequence[Trajectory]) -> Tensor | None:
-        """`[N]` under the reference; None: there is none."""
+        """Return `[N]` under the reference, if there is one."""
         if self.reference is None:
             return None
         return self.reference.logprobs(self._packed(some))
@@ -164,10 +157,10 @@ def load_models(
     with_reference: bool,
     with_critic: bool,
 ) -> Models:
-    """The policy, and the initial model and the critic if they are needed.
+    """Load the policy, and the initial model and the critic if they are needed.
 
-    Raises:
-        UnsupportedModelError: one cannot be loaded or trained packed, or the critic does not fit.
+    Raises UnsupportedModelError if one cannot be loaded or trained packed, or the critic does not
+    fit.
     """
     kind: Callable[..., Policy] = Policy
     if config.sharding == "full":
@@ -194,12 +187,7 @@ def load_models(
 
 
 def for_own_device(config: TrainerConfig, engines_dtype: str | None = None) -> TrainerConfig:
-    """The settings with `dtype: auto` resolved for the device of this process.
-
-    Args:
-        config: of the trainer.
-        engines_dtype: as in `TrainerConfig.for_device`.
-    """
+    """Resolve `dtype: auto` for this process's device, as `TrainerConfig.for_device` does."""
     if config.dtype != "auto":
         return config
     device = resolve_device(config.device)
@@ -211,7 +199,7 @@ def for_own_device(config: TrainerConfig, engines_dtype: str | None = None) -> T
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is a GPU if there is one, else the CPU; other names are torch's own."""
+    """Resolve `auto` to a GPU if there is one, else the CPU; other names are torch's own."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)

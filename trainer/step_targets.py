@@ -1,4 +1,4 @@
-"""What is fixed about tokens when their group arrives, before the step changes any weight.
+"""Per-token targets, frozen when their group arrives, before the step changes any weight.
 
 ```
 rewards, critic's values, k1 ─► advantages, returns
@@ -6,7 +6,7 @@ policy of the step's start   ─► proximal log-probabilities
 reference                    ─► reference log-probabilities
 ```
 
-With one pass over a step this is made and used at once. With several it is kept with the group.
+A single pass over the step uses them at once; several passes keep them with the group.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ from asyncrl.trainer.ranks import World
 
 @dataclass(slots=True)
 class Fixed:
-    """Of N response tokens, a micro-batch's or a sample's, on the policy's device, no gradients."""
+    """Targets of the N response tokens of a micro-batch or sample, on its device, gradient-free."""
 
     advantages: Tensor
     """`[N]`; `normalise` changes them."""
     proximal_logprobs: Tensor
     """`[N]` under the policy of the step's start."""
     reference_logprobs: Tensor | None = None
-    """`[N]`; None: there is no reference."""
     values: Tensor | None = None
-    """`[N]` of the critic of the step's start; None: there is no critic."""
+    """`[N]`, at the step's start, if there is a critic."""
     returns: Tensor | None = None
-    """`[N]` that values are trained towards; None: there is no critic."""
+    """`[N]`, if there is a critic."""
 
     def split(self, lengths: Sequence[int]) -> list[Fixed]:
-        """Of each of B samples of these lengths, which lie one after another."""
+        """Split into B samples of these lengths, which lie one after another."""
         rows: list[list[Tensor | None]] = [[] for _ in lengths]
         for one in self._all:
             pieces = [None] * len(lengths) if one is None else one.split(list(lengths))
@@ -54,7 +53,7 @@ class Fixed:
 
     @classmethod
     def of(cls, parts: Sequence[Fixed]) -> Fixed:
-        """All of them, one after another."""
+        """Concatenate parts in order."""
         columns = zip(*(one._all for one in parts), strict=True)  # noqa: SLF001 - its own
         return _made_of([None if column[0] is None else torch.cat(column) for column in columns])
 
@@ -78,16 +77,9 @@ def fix(
     values: Values | None,
     config: CriticConfig,
 ) -> Fixed:
-    """Of the tokens of B samples.
+    """Freeze the targets of the `[N]` tokens of B samples.
 
-    Args:
-        trajectories: B.
-        advantages: `[B]` of samples; with a critic, their rewards.
-        logprobs: `[N]` of the policy.
-        reference: `[N]` log-probabilities, or None.
-        penalty: `[N]` that the reward loses at each token (k1); None: nothing.
-        values: of the critic; None: there is none.
-        config: the critic's settings.
+    With a critic, `advantages` `[B]` are rewards. k1 subtracts `penalty` from each token's reward.
     """
     lengths = np.array([one.trained_count for one in trajectories], np.int64)
     logprobs = logprobs.detach()
@@ -117,8 +109,8 @@ def fix(
 def normalise(fixed: Sequence[Fixed], epsilon: float, world: World) -> None:
     """Give the advantages of a whole step mean 0 and standard deviation 1, over its tokens.
 
-    All 0 if they do not differ by more than `epsilon` of their size. With several ranks the step
-    is that of all: a collective of them, which may raise RankLost.
+    All 0 if they differ by no more than `epsilon` of their size. The step is that of all ranks: a
+    collective, which may raise RankLost.
     """
     raw = torch.cat([one.advantages for one in fixed]).double() if fixed else torch.zeros(0)
     count, total = _over_ranks(world, len(raw), float(raw.sum()))

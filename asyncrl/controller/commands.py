@@ -1,12 +1,10 @@
-"""Carry out the scheduler's commands: each becomes messages to the processes.
+"""Executes the scheduler's commands: each becomes messages to the processes.
 
-Which rank of the trainer gets which group of a step. Pure.
-
-Groups come one by one, and each goes to the rank that has got the fewest response tokens of its
-step so far. So no rank has more than another by more than one group:
+`Deals` assigns a step's groups to the trainer's ranks. Each group, as it comes, goes to the rank
+with the fewest response tokens of its step so far, so ranks differ by at most one group:
 
     >>> deals = Deals(ranks=2)
-    >>> [deals.rank_of(0, step=0, tokens=tokens) for group, tokens in [(0, 900)]]
+    >>> [deals.rank_of(group, step=0, tokens=tokens) for group, tokens in [(0, 900)]]
     [0]
     >>> [deals.rank_of(group, step=0, tokens=tokens) for group, tokens in [(1, 500), (2, 300)]]
     [1, 1]
@@ -38,15 +36,15 @@ from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
 class SampleReports:
     """Remembers the last report of each sample in flight, by generator.
 
-    The trainer is told them before a sample is delivered, and accepts nothing else. They are kept
-    until their step is trained, so that another trainer can be told them again.
+    The trainer receives them before a sample is delivered, and accepts nothing else. They are kept
+    until their step is trained, for a replacement trainer.
     """
 
     def __init__(self) -> None:
         self._groups: dict[int, dict[tuple[str, SampleId], ExpectedSample]] = {}
 
     def add(self, generator: str, report: SampleFinished) -> None:
-        """Remember a report in place of an earlier one of the same sample and generator."""
+        """Replace an earlier report of the same sample and generator."""
         expected = ExpectedSample(
             report.sample, report.length, report.oldest_version, report.digest
         )
@@ -60,16 +58,15 @@ class SampleReports:
             self._groups.pop(sample.group, None)
 
     def is_about_last_report(self, generator: str, reward: SampleRewarded) -> bool:
-        """Whether a reward is of the contents that the generator reported last."""
+        """Return True if a reward is for the contents that the generator reported last."""
         group = self._groups.get(reward.sample.group, {})
         reported = group.get((generator, reward.sample))
         return reported is not None and reported.digest == reward.digest
 
     def expectation(self, step: int, generator: str, samples: Sequence[SampleId]) -> Expect:
-        """What the trainer is to accept from a generator.
+        """Return what the trainer should accept from a generator.
 
-        Raises:
-            KeyError: the generator reported no such sample; then it cannot have been ordered.
+        Raises KeyError if the generator did not report a sample; then it cannot have been ordered.
         """
         reported = tuple(self._groups[sample.group][generator, sample] for sample in samples)
         return Expect(step, generator, reported)
@@ -81,7 +78,7 @@ class SampleReports:
 
 
 class Deals:
-    """Remembers who got what. A group stays with its rank until its trainer is lost."""
+    """Assigns groups to ranks. A group stays with its rank until its trainer is lost."""
 
     def __init__(self, ranks: int) -> None:
         self._count = ranks
@@ -90,14 +87,7 @@ class Deals:
         self._lineage = 0
 
     def rank_of(self, group: int, *, step: int, tokens: int, lineage: int = 0) -> int:
-        """The rank that a group's samples go to.
-
-        Args:
-            group: of the samples.
-            step: that trains on it.
-            tokens: response tokens of the samples that are delivered now.
-            lineage: of the trainer; another one starts with nothing.
-        """
+        """Return the rank of `lineage`'s trainer that a group's samples go to."""
         if self._count == 1:
             return 0
         if lineage != self._lineage:
@@ -111,7 +101,7 @@ class Deals:
         return rank
 
     def by_rank(self, step: int, groups: Sequence[int]) -> list[tuple[int, ...]]:
-        """The groups of a step whose membership is final, by rank; forgets earlier steps."""
+        """Return the groups of a step whose membership is final, by rank; forget earlier steps."""
         if self._count == 1:
             return [tuple(groups)]
         for kept in (self._ranks, self._tokens):
@@ -125,7 +115,7 @@ class Deals:
 
 
 class CommandExecutor:
-    """Sends the messages that a command of the scheduler stands for."""
+    """Sends the messages that a scheduler command stands for."""
 
     def __init__(
         self,
@@ -145,12 +135,9 @@ class CommandExecutor:
         self._progress = progress
         self._moves = moves
         self.config = config
-        """Orders of the user replace it."""
         self.finished: commands.FinishRun | None = None
-        """The scheduler's last command, once it has been given."""
         self._deals = Deals(config.whole.trainer.ranks)
         self.lineage = 0
-        """Of the trainer that the scheduler was told of last."""
         self._handlers: dict[type, Callable[[Any], Awaitable[None]]] = {
             commands.StartSample: self._start_sample,
             commands.VerifySamples: self._verify_samples,
@@ -169,7 +156,7 @@ class CommandExecutor:
         }
 
     async def execute(self, command: commands.Command) -> None:
-        """Carry out one command."""
+        """Execute a command of the scheduler."""
         await self._handlers[type(command)](command)
 
     async def _start_sample(self, command: commands.StartSample) -> None:
@@ -187,7 +174,7 @@ class CommandExecutor:
 
     async def _install_weights(self, command: commands.InstallWeights) -> None:
         version = command.policy_version
-        # A newer version may be installed: the one named may be overwritten already.
+        # A newer version may be installed: the named one may be overwritten already.
         self._fleet.install(
             command.generator,
             version,

@@ -137,11 +137,10 @@ class Controller:
             unfinished=self._unfinished,
         )
         self.accuracy_before: Accuracy | None = None
-        """Held-out accuracy before training, once it is known."""
         self.has_begun = False
-        """Whether its processes were all ready once, so that it evaluates or trains."""
+        """True once all processes were ready, so that it evaluates or trains."""
         self._evaluations = 0
-        """Evaluations after training that were begun: one, unless steps were lost meanwhile."""
+        """Evaluations begun after training: one, unless steps were lost since."""
         restarts = TrainerRestarts(
             config,
             directory,
@@ -190,18 +189,15 @@ class Controller:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every step of the run is trained."""
+        """True if every step of the run is trained."""
         return self._training.is_complete
 
     async def run(self) -> tuple[Accuracy | None, Accuracy | None]:
-        """Evaluate, train, evaluate. Returns the accuracy before and after.
+        """Evaluate, train, evaluate; return both accuracies, the last None if training stopped.
 
-        The accuracy after is None when the run was stopped before its last step.
-
-        Raises:
-            RunFailed: a process died for good, or nothing could be trained.
-            UserError: the reward, a prompt or the model is at fault.
-            WaitTimeout: a process did not become ready, or an evaluation did not end.
+        Raises RunFailed if a process died for good or nothing could be trained; UserError if the
+        reward, a prompt or the model is at fault; WaitTimeout for a start or an evaluation that
+        takes too long.
         """
         loops = [
             asyncio.create_task(self._guarded(loop))
@@ -227,7 +223,7 @@ class Controller:
             self._evaluation.end()
 
     async def unsaved(self) -> str | None:
-        """After all processes have ended: why the last state is not saved; None if it is."""
+        """Return why the last state is not saved, or None, once all processes have ended."""
         self._moves.remove_files()
         if self._checkpoints.missing(self._training.trained_steps) is None:
             return None
@@ -244,7 +240,7 @@ class Controller:
             return None
 
     async def stop(self, *, drain: bool = False) -> None:
-        """Finish the current step, or all steps that are begun, then end the run."""
+        """Finish the current step, or all begun steps with `drain`, then end the run."""
         self._waiter.stop_requested = True
         self._progress.stopping = True
         await self._training.apply(events.DrainRequested() if drain else events.StopRequested())
@@ -255,11 +251,11 @@ class Controller:
         self._waiter.fail(error)
 
     async def answer(self, request: control.Request) -> control.Reply | msgspec.Raw:
-        """Carry out a user's request."""
+        """Execute a user's request."""
         return await self._requests.answer(request)
 
     def view(self) -> control.ViewReply:
-        """What those who watch are shown."""
+        """Return the view of watching clients."""
         return view_reply(self._progress.view(self._fleet, self._evaluation.current))
 
     def _status(self) -> control.StatusReply:
@@ -267,25 +263,22 @@ class Controller:
         return status_reply(self._config, self._fleet, view)
 
     def _evaluated(self, record: EvaluationRecord) -> None:
-        """Keep the result of an evaluation and show it."""
         self._results.add(record)
         best = self._results.best
         self._progress.evaluated(record, is_best=best is not None and best.step == record.step)
 
     def _given_up(self, step: int) -> None:
-        """The evaluation of this step has no result and will have none."""
         self._results.settled(step)
         self._progress.evaluation_given_up()
 
     async def _evaluate_before(self) -> Accuracy | None:
-        """Measure the accuracy before training, unless the run was resumed and knows it."""
         state = self._directory.state
         if not state.comparable:
             return None
         known = self._results.before if self._training.trained_steps else None
         if state.accuracy_before is not None:
             known = self._results.began_with(state.accuracy_before, state.evaluation_samples)
-        if known is not None:  # the model before training is gone, even if this is incomplete
+        if known is not None:  # even if this is incomplete, the model before training is gone
             accuracy = Accuracy.of(known)
             self._progress.evaluated(known)
         else:
@@ -301,7 +294,6 @@ class Controller:
         return accuracy
 
     async def _train_and_evaluate(self) -> Accuracy | None:
-        """Train, then measure the accuracy; None when the run was stopped before its last step."""
         while True:
             await self._training.run()
             after = await self._evaluate_after() if self.is_complete else None
@@ -310,7 +302,6 @@ class Controller:
             # Steps were lost with the trainer during the evaluation: train them again.
 
     async def _evaluate_after(self) -> Accuracy | None:
-        """Bring every generator to the final weights and measure the accuracy."""
         version = self._training.trained_steps
 
         def changed() -> bool:

@@ -1,7 +1,7 @@
-"""Carry out a prepared run, from its folder to result.json and report.html.
+"""Executes a prepared run, from its folder to result.json and report.html.
 
-execute    create the folder, run, write the report, also after a failure
-_run       open what the run needs, hand over to the controller, end the processes in order
+execute    create the folder, run, write the report, even after a failure
+_run       open what the run needs, start the controller, end the processes in order
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ from asyncrl.wire.records.wrong_policy import TokenizerDigest, compare_tokenizer
 from asyncrl.wire.transport.refusals import Refusals
 
 TARGETS_SECONDS = 0.5
-"""Time between two looks at which processes Prometheus should be told of."""
 
 
 def execute(
@@ -94,20 +93,12 @@ def execute(
 ) -> RunResult:
     """Run to the end and return the contents of result.json.
 
-    Args:
-        prepared: the checked inputs.
-        resume: continue the run of this name.
-        clean: delete the run of this name first.
-        console: shows the run.
-        resume_from: continue from the checkpoint after this many steps; None: the newest whole one.
-        accept_changes: resume although the rows of the data have changed.
-        run_key: for a caller that connects to the run's sockets itself; None: a new one, which
-            only the run's processes know.
-        health: says whether the controller's loop turns and the run has begun.
+    `resume` continues the run of this name, `resume_from` from the checkpoint after this many steps
+    (by default the newest intact one), `accept_changes` although the rows of the data have changed;
+    `clean` deletes it first. `run_key` is for a caller that connects to the run's sockets itself.
+    `health` reports whether the controller's loop is alive and the run has begun.
 
-    Raises:
-        UserError: the run name is in use, or the user made a mistake that showed during the run.
-        AsyncrlError: the run failed; its folder holds what it did until then.
+    Raises UserError for a run name in use or a user's mistake; AsyncrlError if the run failed.
     """
     config, registry = prepared.config, new_registry()
     say = partial(console.print, highlight=False, soft_wrap=True)
@@ -176,7 +167,7 @@ def execute(
 def _changes(
     config: RunConfig, inputs: RunInputs, say: Callable[[str], None]
 ) -> tuple[list[str], list[str]]:
-    """Rows, functions and sampling that changed since the run was started last; they are named."""
+    """Name and return rows, functions and sampling that changed since the last start."""
     state = read_state(config.directory)
     rows, code = changes_since(None if state is None else state.inputs, inputs)
     for what in (*rows, *code):
@@ -190,7 +181,6 @@ def _changes(
 
 
 def _write_report(directory: RunDirectory, console: Console) -> None:
-    """Write report.html; say why not."""
     try:
         write_report(directory.path)
     except ReportError:
@@ -299,7 +289,7 @@ async def _run(
                 console.print(str(error), style="yellow", soft_wrap=True)
             await sinks.close()
             await page.close()
-            user.cancel()  # only now: orders given meanwhile are answered, with a refusal
+            user.cancel()  # only now: orders up to here are answered, with a refusal
             _end_escaped(records, console)
             unsaved = await controller.unsaved()
             _clean_up(runtime, targets)
@@ -322,7 +312,7 @@ def _with_drafts(
     launching: Launching,
     say: Callable[[str], None],
 ) -> Prepared:
-    """With `cache.max_draft_tokens: auto` resolved, where only the launcher knows the devices."""
+    """Resolve `cache.max_draft_tokens: auto` where only the launcher knows the devices."""
     config, line = with_drafts_that_pay(
         prepared.config,
         on_gpu=launching.engine_device == "cuda",
@@ -343,7 +333,7 @@ def _tell(
     progress: Progress,
     error: AsyncrlError,
 ) -> None:
-    """End the run with this error, from another thread. It is said before, as ending takes time."""
+    """End the run with this error, from another thread. Print it first, as ending takes time."""
 
     def end() -> None:
         progress.say(f"the run ends: {error}")
@@ -354,13 +344,11 @@ def _tell(
 
 
 def _kill(fleet: Fleet, records: ProcessRecords) -> None:
-    """Kill all processes of the run, and what they have started; does not wait."""
     fleet.kill_all()
     records.kill_all()
 
 
 def _clean_up(runtime: RuntimeDirectory, targets: Targets | None) -> None:
-    """Remove sockets and shared memory of processes that ended, and what Prometheus is told."""
     runtime.close()
     if targets is not None:
         targets.remove()
@@ -379,7 +367,6 @@ def _write_result(directory: RunDirectory, result: RunResult, unsaved: str | Non
 
 
 def _end_escaped(records: ProcessRecords, console: Console) -> None:
-    """Kill what the run's processes have started and left behind."""
     try:
         left = records.end_all()
     except AsyncrlError as error:
@@ -398,7 +385,7 @@ def _end_escaped(records: ProcessRecords, console: Console) -> None:
 def _open_progress(
     config: RunConfig, directory: RunDirectory, console: Console, metrics: ControllerMetrics
 ) -> Iterator[Progress]:
-    """The run's progress, after the steps before its resume point."""
+    """Open the run's progress, with the steps before its resume point."""
     per_step, most = config.scheduler.groups_per_step, config.scheduler.max_groups_of_step
     point = directory.resume_point
     for sentence in rewind(directory.path, point, groups_per_step=per_step, max_groups=most):
@@ -414,10 +401,9 @@ def _open_progress(
 
 
 def _tokenizer(prepared: Prepared, directory: RunDirectory, progress: Progress) -> TokenizerDigest:
-    """The run's tokenizer, which must be that of its first start.
+    """Return the run's tokenizer.
 
-    Raises:
-        UserError: it is another one, and `run.on_wrong_policy` is stop.
+    Raises UserError if it changed and `run.on_wrong_policy` is stop.
     """
     found, state = tokenizer_digest(prepared.task.tokenizer), directory.state
     if state.tokenizer is None:
@@ -470,7 +456,6 @@ def _specs(
 
 
 async def _list_processes(fleet: Fleet, targets: Targets | None) -> None:
-    """Tell Prometheus which processes there are, as they come and go."""
     while targets is not None:
         targets.update(fleet.metrics_targets())
         await asyncio.sleep(TARGETS_SECONDS)

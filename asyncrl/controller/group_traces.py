@@ -1,8 +1,8 @@
-"""The traces of groups as the controller sees them: from the first draw to the optimizer step.
+"""The controller's traces of groups: from the first draw to the optimizer step.
 
-It looks at what the scheduler is told and decides, and changes nothing. A group's trace ends with
-the step that was trained on it, or when it is reported as failed. What other processes do with its
-samples are spans of their own (`monitoring.tracing`).
+It observes the scheduler's events and decisions and changes nothing. A group's trace ends with the
+step that trained on it, or with the report of its failure. Other processes record their own spans
+of its samples (`monitoring.tracing`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands, events
 
 _MAX_EVENTS = 64
-"""Of one sample; later ones are left out."""
+"""Limit per sample; later events are dropped."""
 
 
 @dataclass(slots=True)
@@ -38,13 +38,9 @@ class _Group:
 def open_group_traces(
     config: RunConfig, key: str, metrics: ControllerMetrics, closing: AsyncExitStack
 ) -> GroupTraces | None:
-    """What records the controller's part of traces; None where `monitoring.tracing` is off.
+    """Open the recorder of the controller's traces, if `monitoring.tracing` is on.
 
-    Args:
-        config: of the run.
-        key: of the run, see `asyncrl.monitoring.tracing.tracer`.
-        metrics: count the spans.
-        closing: ends it.
+    `key` is the run's, see `asyncrl.monitoring.tracing.tracer`; `closing` ends the recorder.
     """
     settings, run = config.monitoring.tracing, config.run.name
     if not settings.enabled:
@@ -65,19 +61,14 @@ def open_group_traces(
 
 
 class GroupTraces:
-    """Records groups, their samples, and the scheduler's decisions on them.
-
-    Args:
-        tracer: of the controller.
-    """
+    """Records groups, their samples, and the scheduler's decisions on them."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._groups: dict[int, _Group] = {}
-        """Traced ones that are not settled; no more than are in flight."""
 
     def note(self, event: events.Event, decided: Iterable[commands.Command]) -> None:
-        """Note an event and what the scheduler decided on it."""
+        """Note an event and the scheduler's decisions on it."""
         now = self._tracer.now()
         match event:
             case events.SampleFinished():

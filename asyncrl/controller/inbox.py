@@ -1,7 +1,4 @@
-"""Handle the messages of generators, the trainer and relays.
-
-What became of the trainer's checkpoints, for the user.
-"""
+"""Handles the messages of generators, the trainer and relays."""
 
 from __future__ import annotations
 
@@ -36,22 +33,16 @@ from asyncrl.wire.transport.decoding import Reason
 
 
 class CheckpointRecord:
-    """Says once when checkpoints begin to fail, for each cause, and once when they succeed again.
-
-    Args:
-        directory: of all checkpoints of the run.
-        say: shows a sentence to the user.
-    """
+    """Reports once when checkpoints begin to fail, per cause, and once when they succeed again."""
 
     def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
         self._directory = directory
         self._say = say
         self.listeners: list[Callable[[CheckpointWritten | CheckpointFailed], None]] = []
-        """Are told of every attempt."""
         self._failed: CheckpointFailed | None = None
 
     def written(self, message: CheckpointWritten) -> None:
-        """The trainer wrote a checkpoint."""
+        """Record a written checkpoint."""
         if self._failed is not None:
             self._say(f"checkpoints can be written now: {message.path}")
         self._failed = None
@@ -62,7 +53,7 @@ class CheckpointRecord:
             listener(message)
 
     def failed(self, message: CheckpointFailed) -> None:
-        """The disk did not take a checkpoint."""
+        """Record a checkpoint that the disk refused."""
         if self._failed is None or self._failed.cause != message.cause:
             self._say(
                 f"{message.reason}. Training continues; the next attempt is after step "
@@ -72,7 +63,7 @@ class CheckpointRecord:
         self._tell(message)
 
     def missing(self, steps: int) -> str | None:
-        """Why the state after `steps` steps is not saved; None if it is, or there is none."""
+        """Return why the state after `steps` steps is not saved; None if it is, or for 0 steps."""
         newest = newest_complete(self._directory)
         if steps == 0 or (newest is not None and newest >= steps):
             return None
@@ -93,8 +84,8 @@ class CheckpointRecord:
 
 
 ROW_SECONDS = 40.0
-"""Row-seconds over which a speed is averaged: 5 s of 8 running samples (of as many as there are
-slots, if these are fewer)."""
+"""Row-seconds over which a speed is averaged: 5 s of 8 running samples (or of all slots, if there
+are fewer)."""
 
 
 @dataclass(slots=True)
@@ -107,24 +98,18 @@ class _Generator:
 
 
 class SpeedMeter:
-    """Tokens per second for each running sample, by generator.
+    """Tokens per second of each running sample, by generator.
 
-    The scheduler smooths them (`asyncrl.scheduler.placement`). Time in which a generator generates
-    nothing does not count: it is idle, paused or installs weights. Its first average is dropped,
-    because engines compile and fill caches then.
+    The scheduler smooths them (`asyncrl.scheduler.placement`). Time without generation does not
+    count: idle, paused, or installing weights. A generator's first average is dropped, because
+    engines compile and fill caches then.
     """
 
     def __init__(self) -> None:
         self._generators: dict[str, _Generator] = {}
 
     def reported(self, generator: str, stats: EngineStats, now: float) -> float | None:
-        """A report has come; the generator's speed, if there is a new one.
-
-        Args:
-            generator: its name.
-            stats: counters of its engine.
-            now: in seconds of any clock.
-        """
+        """Take a report with engine counters at `now`; return the generator's new speed, if any."""
         known = self._generators.get(generator)
         if known is None:
             self._generators[generator] = _Generator(stats, now)
@@ -158,14 +143,15 @@ FROM_THE_LOST = (
     from_relay.Failure,
     from_relay.Goodbye,
 )
-"""What still counts when its sender is lost: why it ended, what it had done. All else is dropped. A
-message may have been on its way, and on another node the process may even live on for a while."""
+"""Messages that count after their sender is lost: why it ended, what it had done. All others are
+dropped. A message may have been on its way, and on another node the process may even live on for a
+while."""
 WorkerT = TypeVar("WorkerT", bound=Worker)
 _Handlers = dict[type, Callable[[WorkerT, Any], Awaitable[None]]]
 
 
 class Inbox:
-    """Updates the sender's `Worker` and passes the message on to scheduler and evaluation."""
+    """Updates the sender's `Worker` and passes messages on to scheduler and evaluation."""
 
     def __init__(
         self,
@@ -240,10 +226,9 @@ class Inbox:
         }
 
     async def handle(self, sender: str, message: Message) -> None:
-        """Handle one message, and have waiting phases look again.
+        """Handle one message, then wake waiting phases.
 
-        A message that makes no sense is refused, and a sender that cannot be continued with is
-        killed, so that it is replaced.
+        An invalid message is refused, and its sender is killed and replaced if it cannot continue.
         """
         kind, worker = type(message).__name__, self._fleet.heard_from(sender)
         if worker is None:
@@ -283,7 +268,7 @@ class Inbox:
         self._write_ports()
         if self._training.has_begun and not worker.is_leaving:
             self._progress.say(f"{worker.name} has joined")
-        if worker.is_leaving:  # it was told to end before it was ready
+        if worker.is_leaving:  # its end was ordered before it was ready
             return
         if self._training.has_begun:  # then the scheduler decides when it gets new weights
             joined = events.GeneratorJoined(worker.name, worker.slots, worker.policy_version)
@@ -325,7 +310,7 @@ class Inbox:
         self, worker: GeneratorWorker, message: from_generator.WeightsInstalled
     ) -> None:
         if not self._fleet.installations.is_answered(worker, message.policy_version):
-            return  # it is told again
+            return  # it will be sent again
         worker.policy_version = message.policy_version
         self._policy_watch.installed(worker.name, message.policy_version)
         weights = self._fleet.weights
@@ -354,7 +339,6 @@ class Inbox:
         )
 
     async def _released(self, worker: GeneratorWorker, message: from_generator.Released) -> None:
-        """Look at the file meanwhile: others have messages too."""
         task = asyncio.create_task(self._move(worker, message))
         self._moving.add(task)
         task.add_done_callback(self._moving.discard)
@@ -487,6 +471,6 @@ class Inbox:
 def _handling(
     handlers: _Handlers[WorkerT], worker: WorkerT, message: Message
 ) -> Awaitable[None] | None:
-    """What handles a message once it is awaited; None: it is not for this role to send."""
+    """Return the awaitable that handles a message; None if this role must not send it."""
     handler = handlers.get(type(message))
     return None if handler is None else handler(worker, message)

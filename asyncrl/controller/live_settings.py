@@ -1,11 +1,11 @@
 """`asyncrl set KEY=VALUE`: settings that change while a run trains.
 
-Where a setting touches what is trained on, the order becomes a line of `run.changes`: it holds from
-a step on, and a run that is resumed from an earlier checkpoint has it from the same step on.
+A setting that affects training data becomes a line of `run.changes`: it holds from a step on, and a
+run that is resumed from an earlier checkpoint applies it from the same step on.
 
     order ──► key and value checked ──► step ──► run.changes ──► trainer, scheduler, config.yaml
 
-Who has to know is told before the step can begin: the trainer before the plan of the step, the
+Processes receive a change before the step can begin: the trainer before the plan of the step, the
 scheduler before it issues a group of it.
 """
 
@@ -35,13 +35,7 @@ from asyncrl.wire.messages.control import SetRequest
 class LiveSettings:
     """Changes the configuration of a live run, one setting at a time.
 
-    Args:
-        config: of the run.
-        directory: keeps the configuration in force, which processes read when they start.
-        fleet: the processes that are told.
-        training: knows which step is the next one, and has the scheduler.
-        evaluation: has settings of its own.
-        unfinished: likewise.
+    `directory` keeps the configuration in force, which processes read when they start.
     """
 
     def __init__(
@@ -56,7 +50,7 @@ class LiveSettings:
     ) -> None:
         self._began_with = config
         self.config = config
-        """In force, with all changes to come."""
+        """The configuration in force, with all changes to come."""
         self._directory = directory
         self._fleet = fleet
         self._training = training
@@ -65,12 +59,7 @@ class LiveSettings:
         self._one_at_a_time = asyncio.Lock()
 
     async def carry_out(self, order: SetRequest) -> Effect:
-        """Change a setting.
-
-        Raises:
-            UserError: there is no such setting, it cannot be changed now, or not to this value;
-                nothing is changed.
-        """
+        """Change a setting. Raises UserError, with nothing changed, if it is not possible now."""
         async with self._one_at_a_time:
             key = order.key.strip()
             when = check_is_safe(key, self.config)
@@ -99,7 +88,6 @@ class LiveSettings:
         self.config = config
 
     def _from_step(self, step: int, key: str, value: Any) -> RunConfig:
-        """The configuration with this change. Raises UserError: it cannot be."""
         steps = self.config.run.steps
         if step >= steps:
             raise UserError(
@@ -130,7 +118,6 @@ class LiveSettings:
             )
 
     async def _take_over(self, config: RunConfig) -> None:
-        """Tell everybody who has to know, and whoever is started later."""
         self.config = config
         self._fleet.configure(config.launcher)
         self._evaluation.configure(config)
@@ -144,23 +131,22 @@ class LiveSettings:
         self._directory.write_config(config)
 
     async def tell_generator(self, name: str) -> None:
-        """Have a generator that was started with the first configuration know what it needs."""
+        """Send a generator that was started with the first configuration what has changed."""
         level = self.config.monitoring.log_level
         if level != self._began_with.monitoring.log_level:
             await self._fleet.send(name, to_generator.SetLogLevel(level))
 
     async def tell_trainer(self) -> None:
-        """Have the trainer know all changes, before it is told of any further step."""
+        """Send the trainer all changes, before any further step."""
         await self._fleet.send_trainer(configure_message(self.config))
 
 
 def configure_message(config: RunConfig) -> to_trainer.Configure:
-    """What tells a trainer the settings of the steps to come."""
+    """Build the trainer's message with the settings of future steps."""
     return to_trainer.Configure(json.dumps(config.model_dump(mode="json")))
 
 
 def _with(config: RunConfig, changed: Mapping[str, Any]) -> RunConfig:
-    """A whole configuration with other values. Raises ConfigError."""
     values = config.model_dump(mode="json")
     for key, value in changed.items():
         section, name = key.split(".")
@@ -179,7 +165,6 @@ def _shown(config: RunConfig, key: str) -> str:
 
 
 def _until(config: RunConfig, key: str, step: int) -> str:
-    """A sentence on a later change of the same setting."""
     later = [at for at, settings in config.run.changes.items() if at > step and key in settings]
     if not later:
         return ""

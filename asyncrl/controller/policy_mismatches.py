@@ -15,15 +15,15 @@ from asyncrl.wire.records.wrong_policy import Cause, WrongPolicy
 
 _LASTING: tuple[Cause, ...] = ("weights", "tokenizer")
 _IN_STEP = 16
-"""Sentences in the record of a step."""
+"""Limit of sentences in a step's record."""
 _IN_RUN = 200
-"""Sentences of the run that are kept."""
+"""Limit of sentences kept of the run."""
 
 
 class _Sentences:
-    """Keeps the first so many sentences and counts the others.
+    """Keeps the first sentences, up to a limit, and counts the others.
 
-    With `run.on_wrong_policy: warn` there may be one of each generator in each step.
+    With `run.on_wrong_policy: warn` each generator may add one in each step.
     """
 
     def __init__(self, room: int) -> None:
@@ -44,12 +44,9 @@ class _Sentences:
 
 
 class Findings:
-    """Says, counts and keeps findings.
+    """Prints, counts and keeps findings; prints a generator's cause once.
 
-    Args:
-        earlier: the steps that the run did before it was resumed.
-        say: shows a message. A generator's cause is said once, however often it is found.
-        metrics: the controller's.
+    `earlier` are the run's steps before it was resumed.
     """
 
     def __init__(
@@ -60,11 +57,10 @@ class Findings:
         self._all, self._of_step = _recorded(earlier), _Sentences(_IN_STEP)
         self._said: set[tuple[str, str]] = set()
         self._lasting: dict[tuple[str, Cause], WrongPolicy] = {}
-        """The newest finding of each process and cause that lasts."""
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Of the whole run; the last sentence may say how many more there were."""
+        """Findings of the whole run; the last sentence may count further ones."""
         return tuple(self._all)
 
     def add(self, wrong: WrongPolicy) -> None:
@@ -79,31 +75,31 @@ class Findings:
             self._say(f"WRONG POLICY: {wrong.text}")
 
     def of_step(self) -> tuple[str, ...]:
-        """The findings since the last call, for the record of a step."""
+        """Return the findings since the last call, for the record of a step."""
         since, self._of_step = tuple(self._of_step), _Sentences(_IN_STEP)
         return since
 
     @property
     def last(self) -> bool:
-        """Whether a process still has other weights or another tokenizer."""
+        """True while a process has other weights or another tokenizer."""
         return bool(self._lasting)
 
     def installed(self, generator: str, version: int) -> None:
-        """A generator decodes with the weights of this version, and a finding would be noted."""
+        """Note that a generator decodes with this version, whose weights have been checked."""
         found = self._lasting.get((generator, "weights"))
         if found is not None and found.policy_version < version:
             del self._lasting[generator, "weights"]
 
     def died(self, process: str) -> None:
-        """A process has ended."""
+        """Forget lasting findings of a process that ended."""
         for cause in _LASTING:
             self._lasting.pop((process, cause), None)
 
     def rewind(self, earlier: Sequence[StepMetrics] | None) -> None:
-        """The run returned to the step after these; None: its records could not be brought back."""
+        """Return to the step after these; None if its records could not be restored."""
         if earlier is not None:
             self._all, self._of_step = _recorded(earlier), _Sentences(_IN_STEP)
-            # What lasts may have been found in a step that is trained again.
+            # A lasting finding may be of a step that is trained again.
             known = set(self._all)
             for one in self._lasting.values():
                 if one.text not in known:
@@ -112,7 +108,6 @@ class Findings:
 
 
 def _recorded(steps: Sequence[StepMetrics]) -> _Sentences:
-    """The findings in the records of steps."""
     found = _Sentences(_IN_RUN)
     for step in steps:
         for text in step.wrong_policy:

@@ -1,14 +1,8 @@
-"""What happens when a process is found to sample from another policy than the one trained.
+"""Reacts when a process samples from another policy than the one being trained.
 
-generators, trainer ── WrongPolicyFound ─► PolicyWatch ─► said, counted, recorded
+generators, trainer ── WrongPolicyFound ─► PolicyWatch ─► printed, counted, recorded
                                                 └─ run.on_wrong_policy: stop ─► the run ends
-             generator ◄─ Rescore, Rescored ─► where the trainer cannot tell the cause
-
-Findings that a run samples from another policy than it trains, for every output of the run.
-
-Other weights and another tokenizer are found once, and last until the process installs the right
-ones or ends: until then no step is exactly on-policy. The trainer finds the other causes by the
-tokens of a step, and flags every such step itself.
+             generator ◄─ Rescore, Rescored ─► if the trainer does not know the cause
 """
 
 from __future__ import annotations
@@ -41,10 +35,10 @@ from asyncrl.wire.weights.layout import ADAPTER_ENDINGS, Fingerprint
 
 
 def conclusion(asked: WrongPolicyFound, answer: Rescored) -> WrongPolicy:
-    """The finding with its cause, where the answer shows it.
+    """Add the cause to a finding, if the generator's answer shows it.
 
     The engine has scored the samples without any cached KV. If it agrees with the trainer now, the
-    tokens were drawn on other KV: that of older weights. If it agrees with what it recorded, it
+    tokens were drawn on other KV: that of older weights. If it agrees with its own record, it
     computes another policy than the trainer from the same weights, tokens and temperature.
     """
     found = asked.found
@@ -91,7 +85,7 @@ def _with(found: WrongPolicy, cause: Cause, text: str) -> WrongPolicy:
 
 
 def _drawn(sample: SuspectSample) -> BoolArray:
-    """`[L]` the tokens that a policy has drawn."""
+    """`[L]` True for tokens that a policy drew."""
     observed = sample.observed or bytes(len(decode_tokens(sample.tokens)))
     drawn: BoolArray = np.frombuffer(observed, np.uint8) == 0
     return drawn
@@ -107,17 +101,12 @@ def _mean_gap(one: FloatArray, other: FloatArray) -> float:
 
 
 RESCORE_SECONDS = 30.0
-"""Longest wait for a generator that scores tokens again."""
 
 
 class PolicyWatch:
     """Takes findings of all processes, and compares the weights that generators start with.
 
-    Args:
-        action: what follows a finding.
-        fleet: the processes.
-        progress: records findings.
-        waiter: ends the run.
+    `action` decides what follows a finding.
     """
 
     def __init__(
@@ -128,20 +117,17 @@ class PolicyWatch:
         self._progress = progress
         self._waiter = waiter
         self._asked: dict[int, WrongPolicyFound] = {}
-        """Findings whose generator scores the tokens again, by the number of the question."""
+        """Findings whose tokens are being rescored, by request number."""
         self._questions = 0
         self._at_start: list[tuple[GeneratorWorker, Fingerprint]] = []
-        """Generators whose first weights are still to be compared."""
 
     def found(
         self, wrong: WrongPolicy, *, provisional: bool = False, trained: bool = False
     ) -> None:
-        """Record a finding; end the run if it is to stop and the finding is not provisional.
+        """Record a finding; end the run if configured, unless the finding is provisional.
 
-        Args:
-            wrong: the finding.
-            provisional: rounding may explain it.
-            trained: it was provisional until now, so the trainer went on with its step.
+        A provisional finding may be due to rounding. A `trained` one was provisional until now, so
+        the trainer continued with its step.
         """
         self._progress.found(wrong)
         if self._action == "stop" and provisional:
@@ -158,11 +144,11 @@ class PolicyWatch:
             )
 
     def installed(self, generator: str, version: int) -> None:
-        """A generator has compared these weights with the trainer's and would have reported it."""
+        """Note that a generator compared these weights with the trainer's without a finding."""
         self._progress.installed(generator, version)
 
     async def suspected(self, message: WrongPolicyFound) -> None:
-        """The trainer found something. If it cannot tell the cause, ask the generator first."""
+        """Take a finding of the trainer; if its cause is unknown, ask the generator first."""
         generators = {worker.name for worker in self._fleet.generators()}
         if not message.samples or message.found.generator not in generators:
             self.found(message.found, provisional=message.provisional)
@@ -175,10 +161,7 @@ class PolicyWatch:
         asyncio.get_running_loop().call_later(RESCORE_SECONDS, self._give_up, number)
 
     def rescored(self, generator: str, answer: Rescored) -> None:
-        """A generator has scored tokens again.
-
-        Late answers, and those to nothing or to what another generator was asked, are ignored.
-        """
+        """Take a generator's rescored tokens, unless they are late or match no request to it."""
         asked = self._asked.get(answer.number)
         if asked is not None and asked.found.generator == generator:
             del self._asked[answer.number]
@@ -197,12 +180,12 @@ class PolicyWatch:
             self.rescored(generator, Rescored(generator, number, -1, reason=reason))
 
     def generator_ready(self, worker: GeneratorWorker, fingerprint: Fingerprint) -> None:
-        """Compare the weights that a generator has started with, now or when a trainer is ready."""
+        """Compare the generator's initial weights, now or when a trainer is ready."""
         self._at_start.append((worker, fingerprint))
         self.compare()
 
     def compare(self) -> None:
-        """Compare what is waiting with the newest weights of the trainer, if it is ready."""
+        """Compare pending weights with the trainer's newest, if it is ready."""
         weights = self._fleet.weights
         if weights is None or weights.fingerprint is None:
             return
@@ -227,11 +210,10 @@ class PolicyWatch:
 
 
 def _end(step: int, *, trained: bool) -> str:
-    """What ends the run before or after such tokens were trained on.
+    """Describe the end of the run before or after such tokens were trained on.
 
-    Args:
-        step: with these tokens; the checkpoint of as many steps is the last one before it.
-        trained: whether the trainer may have taken it.
+    `step` is the one with these tokens; the checkpoint of as many steps is the last one before it.
+    `trained`: the trainer may have taken it.
     """
     if not trained:
         return "The run ends before it trains on such tokens (run.on_wrong_policy: stop)"

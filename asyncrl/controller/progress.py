@@ -1,4 +1,4 @@
-"""What a run has done so far: for the live view, metrics.jsonl, Prometheus and `asyncrl status`."""
+"""The progress of a run: for the live view, metrics.jsonl, Prometheus and `asyncrl status`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from asyncrl.wire.records.wrong_policy import WrongPolicy
 
 
 class _StepWarnings:
-    """Warns of a run that is not what it should be, once each."""
+    """Emits each step-level warning once."""
 
     def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:
         self._config = config
@@ -49,11 +49,11 @@ class _StepWarnings:
         self._given: set[str] = set()
 
     def foresee(self, noise: NoiseFloor) -> None:
-        """Look at what is measured of the noise floor, also before the first step is finished."""
+        """Check the measured noise floor, even before the first step is finished."""
         self._give("kept", warnings.kept_by_verification(self._config, noise))
 
     def check(self, step: StepMetrics) -> None:
-        """Look at a finished step."""
+        """Check a finished step."""
         self._give("noise floor", warnings.noise_floor(self._config, step.noise_floor))
         self._give("top-K", warnings.small_top_k(self._config, step.tokens))
 
@@ -66,12 +66,7 @@ class _StepWarnings:
 class Progress:
     """Follows a run. Only the controller's event loop calls it.
 
-    Args:
-        config: of the run.
-        view: is shown what happens.
-        log: gets a line per optimizer step.
-        metrics: the controller's.
-        earlier: the steps that this run did before it was resumed.
+    `log` gets a line per optimizer step; `earlier` are the run's steps before it was resumed.
     """
 
     def __init__(
@@ -100,7 +95,6 @@ class Progress:
         self._scheduler: Scheduler | None = None
         self._phase = "starting"
         self.evaluations: EvaluationResults | None = None
-        """The results so far, once there is a controller."""
         self._fleet: Fleet | None = None
         now = time.monotonic()
         self._totals = GenerationTotals(now)
@@ -121,27 +115,27 @@ class Progress:
     # ------------------------------------------------------------ what happened
 
     def say(self, text: str) -> None:
-        """Show a message to the person who watches."""
+        """Print a message."""
         self._view.log(text)
 
     def decided(self, event: str, seconds: float) -> None:
-        """The scheduler handled one event of this type."""
+        """Count an event that the scheduler handled."""
         self._metrics.events.of(event).inc()
         self._metrics.event_time.inc(seconds)
 
     def died(self, role: str, name: str) -> None:
-        """A process of this role ended before it was told to."""
+        """Count a process that ended unexpectedly."""
         self._findings.died(name)
         self._metrics.process_failures.of(role).inc()
 
     def evaluated(self, record: EvaluationRecord, *, is_best: bool = False) -> None:
-        """An evaluation is complete."""
+        """Record a complete evaluation."""
         self._metrics.evaluated(record)
         for line in evaluation_lines(record, is_best=is_best):
             self._view.log(line)
 
     def evaluation_given_up(self) -> None:
-        """An evaluation during training has no result."""
+        """Count an evaluation during training without a result."""
         self._metrics.evaluations.of("given_up").inc()
 
     def training_begins(self, scheduler: Scheduler, first_step: int) -> None:
@@ -188,36 +182,33 @@ class Progress:
         self._metrics.policy_version.set(message.manifest.policy_version)
 
     def group_failed(self, group: int, reason: str) -> None:
-        """Say that a group is left out of its step."""
+        """Report that a group is left out of its step."""
         self._groups.failed(group)
         self.say(f"group {group} is not trained on: {reason}")
 
     def group_without_signal(self, group: int, reward: float) -> None:
-        """Note that a group is left out because all of its rewards are equal."""
+        """Count a group left out because all of its rewards are equal."""
         self._groups.without_signal(group)
         self._metrics.groups_without_signal.of("equal" if reward else "zero").inc()
 
     def first_groups(self, step: int) -> dict[int, int]:
-        """Where the steps up to this one begin, with dynamic sampling."""
+        """First group of each step up to this one, with dynamic sampling."""
         return self._groups.first_groups(step)
 
     def found(self, wrong: WrongPolicy) -> None:
-        """A generator was found to sample from another policy than the one trained."""
+        """Record that a process samples from another policy than the one being trained."""
         self._findings.add(wrong)
 
     def installed(self, generator: str, version: int) -> None:
-        """A generator decodes with the weights of this version."""
+        """Note that a generator decodes with the weights of this version."""
         self._findings.installed(generator, version)
 
     def has_waiting_records(self) -> bool:
-        """Whether lines of metrics.jsonl could not be written so far, and not now either."""
+        """Return True if buffered lines of metrics.jsonl still cannot be written."""
         return not self._log.flush()
 
     def rewound(self, earlier: list[StepMetrics] | None, step: int) -> None:
-        """The run returned to this step, the next one.
-
-        `earlier` has the records of metrics.jsonl; None: they could not be brought back to `step`.
-        """
+        """Return to this step, the next one; `earlier` are its records, None if they are lost."""
         if earlier is None:
             for _ in range(min(self._step - step, len(self._rewards))):
                 self._rewards.pop()
@@ -234,18 +225,16 @@ class Progress:
         self._metrics.count_on_policy(self._on_policy)
 
     def _exactly_on_policy(self) -> bool | None:
-        """Whether all steps were. A run that warned may have had a finding after its last step."""
+        """Return True if all steps were exactly on-policy; findings may follow the last step."""
         if self._findings.all and self._config.run.on_wrong_policy == "warn":
             return False
         return self._on_policy.exactly
 
     @property
     def _on_policy(self) -> OnPolicySteps:
-        """How many steps of the run were exactly on-policy."""
         return self._staleness.on_policy(self._step)
 
     def _record(self, message: StepFinished, now: float) -> StepMetrics:
-        """The trainer's part of a step's record, completed."""
         seconds = max(1e-9, now - self._last_step_at)
         recent = self._totals.recent(now)
         times = message.times.within(seconds)
@@ -276,11 +265,9 @@ class Progress:
         )
 
     def _end_of(self, step: int) -> int | None:
-        """The first group after a step that is being trained."""
         return None if self._scheduler is None else self._scheduler.state.ledger.end_of(step)
 
     def _count(self) -> None:
-        """Add up the last report of every generator."""
         if self._fleet is not None:
             workers = self._fleet.every_generator
             reports = [one.report for one in workers if one.report is not None]
@@ -325,7 +312,6 @@ class Progress:
         return self._phase if fleet.all_ready or self._scheduler is not None else "starting"
 
     def _snapshot(self) -> SchedulerView | None:
-        """What the scheduler is doing; None before training."""
         return None if self._scheduler is None else self._scheduler.snapshot()
 
     def _run_view(
@@ -365,13 +351,13 @@ class Progress:
         )
 
     def view(self, fleet: Fleet, evaluation: EvaluationRound | None) -> RunView:
-        """What the run is doing now."""
+        """Return the current view of the run."""
         return self._run_view(fleet, evaluation, self._snapshot())
 
     def result(
         self, before: Accuracy | None, after: Accuracy | None, *, total_seconds: float
     ) -> RunResult:
-        """What the run came to, with its held-out accuracy before and after training."""
+        """Return the run's result, with its held-out accuracy before and after training."""
         results = self.evaluations
         best = None if results is None else results.best
         return RunResult(

@@ -1,12 +1,12 @@
 """Generators that join and leave a run while it trains: by `asyncrl scale`, and with their agents.
 
-    an agent without work        ──► a generator more, up to the bound
-    an agent that is to end      ──► its generator leaves as after `asyncrl scale`, its trainer ends
+    an idle agent                ──► one more generator, up to the bound
+    an agent that will end       ──► its generator leaves as after `asyncrl scale`, its trainer ends
                                      after a checkpoint, and another agent gets the next one
     no agent for what is needed  ──► the run waits, for `launcher.agents.place_seconds`
 
-A generator whose agent was lost is not replaced as long as there are others: one joins when an
-agent comes.
+While other generators exist, one whose agent was lost is not replaced: another joins when an agent
+comes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from asyncrl.wire.messages.to_generator import Shutdown
 
 
 class Scaling:
-    """Brings the number of generators to the one that was ordered.
+    """Adjusts the number of generators to what was ordered.
 
-    Those with the highest indices leave: they get no more work, and what they have moves
-    (`scheduler.scheduler`). A joiner is told to install the newest weights and given work as
-    soon as it is ready.
+    Those with the highest indices leave: they get no more work, and their samples move
+    (`scheduler.scheduler`). A joiner, as soon as it is ready, installs the newest weights and gets
+    work.
     """
 
     def __init__(self, fleet: Fleet, training: Training, evaluation: FleetEvaluation) -> None:
@@ -41,14 +41,9 @@ class Scaling:
         self._training = training
         self._evaluation = evaluation
         self.ordered: int | None = None
-        """Generators that the user has ordered last; None: there was no order."""
 
     async def carry_out(self, order: ScaleRequest) -> Effect:
-        """Begin to change the number of generators; what happens now, in words.
-
-        Raises:
-            UserError: it cannot be changed so; nothing happens.
-        """
+        """Begin to scale, and describe what happens now. Raises UserError if that is impossible."""
         if order.generators < 1:
             raise UserError(
                 f"a run needs at least one generator, and {order.generators} were ordered; "
@@ -78,7 +73,7 @@ class Scaling:
         return f"the run has {len(present)} generator(s) already"
 
     async def leave(self, worker: GeneratorWorker) -> None:
-        """Have a generator leave the run; what it has moves to others."""
+        """Remove a generator from the run; its samples move to others."""
         is_ready = worker.is_ready
         self._fleet.leave(worker)
         if not is_ready:
@@ -96,15 +91,7 @@ def _listed(names: list[str], limit: int = 4) -> str:
 
 
 class Arrivals:
-    """Looks at the agents, again and again.
-
-    Args:
-        agents: of the run.
-        fleet: of the run.
-        scaling: has generators leave.
-        why_closed: why nothing of the run can be changed now; None: it can.
-        say: tells the user something.
-    """
+    """Polls the agents. `why_closed` returns why the run cannot be changed now, or None."""
 
     def __init__(
         self,
@@ -121,16 +108,11 @@ class Arrivals:
         self._why_closed = why_closed
         self._say = say
         self._told: set[str] = set()
-        """Processes that were told to leave with their agent."""
+        """Processes that were ordered to leave with their agent."""
         self._alone_since: float | None = None
-        """When the last generator was gone (monotonic seconds)."""
 
     async def check(self) -> None:
-        """Have generators join and leave with their agents.
-
-        Raises:
-            RunFailed: there is no generator, and no agent came for one in time.
-        """
+        """Add and remove generators with their agents. Raises RunFailed if none came in time."""
         is_closed = self._why_closed() is not None
         for name in self._agents.roster.leaving():
             await self._leave(name, is_closed=is_closed)
@@ -146,7 +128,7 @@ class Arrivals:
             return
         others = [one for one in self._fleet.generators() if one is not worker]
         if is_closed and (isinstance(worker, TrainerRank) or not others):
-            return  # nobody could take its place any more, so it works as long as it may
+            return  # nothing could take its place any more, so it works as long as it may
         self._told.add(name)
         if isinstance(worker, GeneratorWorker):
             await self._scaling.leave(worker)
@@ -170,7 +152,6 @@ class Arrivals:
             self._say(f"{self._fleet.join(index)} will join")
 
     def _name_those_that_wait(self) -> None:
-        """Each once: the trainer, or the only generator."""
         ordered = self._fleet.ordered
         for worker in [self._fleet.trainer, *(ordered if len(ordered) == 1 else ())]:
             if worker.waits_for_room and not worker.is_gone and not worker.is_said_to_wait:
@@ -208,7 +189,7 @@ def arrivals_of(
     why_closed: Callable[[], str | None],
     say: Callable[[str], None],
 ) -> Arrivals | None:
-    """Looks at the agents, if there are any. Arguments as for `Arrivals`; `run` is the folder."""
+    """Create the poller of agents, if there are any; `run` is the run's folder."""
     if agents is None:
         return None
     agents.roster.is_ready = fleet.is_ready

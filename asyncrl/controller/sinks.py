@@ -1,7 +1,7 @@
-"""Starts the sinks of a run (`monitoring.sinks`), watches them and ends them.
+"""Starts, watches and ends the sinks of a run (`monitoring.sinks`).
 
-A sink can do nothing to the run: it is a process of its own that reads the run's files, and nothing
-ever waits for it but the end of the run, for `monitoring.sink_seconds` at most.
+A sink cannot affect the run: it is a separate process that reads the run's files. Only the end of
+the run waits for it, for `monitoring.sink_seconds` at most.
 """
 
 from __future__ import annotations
@@ -36,18 +36,14 @@ class _Sink:
     state: Path
     is_reported: bool = False
     sent: tuple[int, float] = field(default_factory=lambda: (-1, time.monotonic()))
-    """The newest step that it has, and when that was seen (monotonic seconds)."""
+    """Its newest step, and when that was seen (monotonic seconds)."""
 
 
 class Sinks:
     """The sinks of one run.
 
-    Args:
-        config: of the run.
-        run: its folder.
-        records: what to end if the controller is killed.
-        say: tells the user.
-        program: what is started, with the run's folder and the kind as its first arguments.
+    `records` allow ending them if the controller is killed. `program` is started with the run's
+    folder and the kind as its first arguments.
     """
 
     def __init__(
@@ -95,7 +91,7 @@ class Sinks:
         try:
             step = read_state(sink.state).step
         except OSError:
-            return  # of a file system that comes back, or not: the next look says
+            return  # the file system may come back; checked again next time
         if step != sink.sent[0] or step >= newest:
             sink.sent = step, now
         if code is not None:
@@ -109,7 +105,6 @@ class Sinks:
             )
 
     def _later(self, sink: _Sink) -> str:
-        """What the user can do, and the last words of the log."""
         words = _last_line(sink.log)
         return (
             f"{': ' + words if words else ''}. Training continues, and metrics.jsonl has "
@@ -158,7 +153,6 @@ def open_sinks(
 
 
 def _newest_step(path: Path) -> int:
-    """The step of the last line of metrics.jsonl; -1 without one."""
     last = read_tail(path, StepMetrics, 1 << 16)
     return last[-1].step if last else -1
 

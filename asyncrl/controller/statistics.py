@@ -1,4 +1,4 @@
-"""What a run has counted: rewards, generation, staleness and groups; also over resumes."""
+"""Counts of a run, across resumes: rewards, generation, staleness and groups."""
 
 from __future__ import annotations
 
@@ -26,13 +26,7 @@ from asyncrl.wire.records.step import (
 
 
 class RewardTotals:
-    """Adds up the reward failures of all generators, lost ones included.
-
-    Args:
-        config: of the run.
-        say: shows a message to the person who watches.
-        earlier: counted before the run was resumed.
-    """
+    """Adds up the reward failures of all generators; `earlier` was counted before a resume."""
 
     def __init__(
         self, config: RunConfig, say: Callable[[str], None], earlier: RewardCounts
@@ -46,11 +40,11 @@ class RewardTotals:
 
     @property
     def counts(self) -> RewardCounts:
-        """Since the run began."""
+        """Counts since the run began."""
         return self._earlier + self._now
 
     def update(self, reports: Iterable[RewardCounts]) -> None:
-        """Take in the last report of every generator that ever was; tell of what is new."""
+        """Add up the last report of every generator, lost ones included; print what is new."""
         self._now = sum(reports, start=RewardCounts())
         for function, reasons in self._now.failed.items():
             for reason in reasons:
@@ -72,11 +66,11 @@ class RewardTotals:
             )
 
     def named(self, terms: tuple[float, ...]) -> dict[str, float | None]:
-        """The mean of each term of a step, by its function's label; empty if there is none."""
+        """Mean of each term of a step by its function's label; empty without terms."""
         return dict(zip(self._labels, terms, strict=False))
 
     def summarize(self) -> None:
-        """Say how many rewards failed, at the end of training."""
+        """Print how many rewards failed, at the end of training."""
         counts = self.counts
         if counts.failures and self._counts_as_zero:
             self._say(
@@ -96,12 +90,10 @@ def _words(reason: str) -> str:
 
 RATE_SECONDS = 3.0
 """Shortest time over which rates are taken: generators report twice a second, and a step may take
-less than that."""
+less."""
 
 
 class _Work(NamedTuple):
-    """Summed over generators, since their processes began."""
-
     tokens: TokenCounts = TokenCounts()
     busy_seconds: float = 0.0
 
@@ -110,38 +102,33 @@ class RecentWork(NamedTuple):
     """Rates over the last seconds."""
 
     tokens_per_second: float
-    """Response tokens generated, all generators together."""
     busy_share: float
-    """Engine time inside steps, in seconds per second, all generators together."""
+    """Engine time inside steps, in seconds per second, summed over generators."""
 
 
 @dataclass(slots=True)
 class GenerationTotals:
-    """Adds up the counters of all generators, lost ones included.
-
-    Times are seconds of a monotonic clock.
-    """
+    """Adds up the counters of all generators, lost ones included. Times are monotonic seconds."""
 
     began: float
-    """When the training phase began."""
     _now: _Work = field(default_factory=_Work)
     _base: _Work = field(default_factory=_Work)
     _history: deque[tuple[float, _Work]] = field(default_factory=deque)
 
     def update(self, engines: Iterable[EngineStats]) -> None:
-        """Take in the last report of every generator that ever was."""
+        """Take the last report of every generator, lost ones included."""
         engines = list(engines)
         tokens = sum((one.tokens for one in engines), start=TokenCounts())
         self._now = _Work(tokens, sum(one.busy_seconds for one in engines))
 
     def begin(self, now: float) -> None:
-        """The training phase begins: count from here."""
+        """Begin the training phase: count from here."""
         self.began, self._base = now, self._now
         self._history = deque([(now, self._now)])
 
     @property
     def tokens(self) -> TokenCounts:
-        """Counted in the training phase."""
+        """Counts of the training phase."""
         return self._now.tokens - self._base.tokens
 
     @property
@@ -150,7 +137,7 @@ class GenerationTotals:
         return self._now.busy_seconds - self._base.busy_seconds
 
     def recent(self, now: float) -> RecentWork:
-        """Rates up to now, over `RATE_SECONDS` at least where there was that much."""
+        """Rates up to now, over at least `RATE_SECONDS` if that much has passed."""
         history = self._history
         history.append((now, self._now))
         while len(history) > 2 and history[1][0] <= now - RATE_SECONDS:
@@ -164,21 +151,19 @@ class GenerationTotals:
 
 
 class StalenessTotals:
-    """Keeps two numbers and a flag of each step. A step that is trained again replaces itself.
+    """Keeps staleness and on-policy flag of each step; `earlier` are those before a resume.
 
-    Args:
-        earlier: the steps that the run did before it was resumed.
+    A retrained step replaces itself.
     """
 
     def __init__(self, earlier: Iterable[StepMetrics]) -> None:
         self._steps: dict[int, tuple[StalenessMetrics, bool | None]] = {}
         self._flags: Counter[bool | None] = Counter()
-        """Steps by whether they were exactly on-policy."""
         for one in earlier:
             self.add(one)
 
     def add(self, step: StepMetrics) -> None:
-        """Note a step."""
+        """Add a step, in place of an earlier record of it."""
         if (replaced := self._steps.get(step.step)) is not None:
             self._flags[replaced[1]] -= 1
         self._steps[step.step] = step.staleness, is_on_policy(step)
@@ -198,12 +183,12 @@ class StalenessTotals:
         )
 
     def on_policy(self, steps: int) -> OnPolicySteps:
-        """How many steps of a run of this many steps were exactly on-policy."""
+        """Count the exactly on-policy steps of a run of this many steps."""
         return OnPolicySteps.of(self._flags, steps)
 
 
 def too_few_groups(step: StepMetrics, settings: SchedulerConfig) -> str | None:
-    """That dynamic sampling found too few groups with signal for a step; None if it did not."""
+    """Warn if dynamic sampling found too few groups with signal for a step."""
     groups, most = step.groups, settings.max_groups_of_step
     if most is None or len(groups.trained) >= settings.groups_per_step:
         return None
@@ -216,14 +201,10 @@ def too_few_groups(step: StepMetrics, settings: SchedulerConfig) -> str | None:
 
 
 class RunGroups:
-    """Counts what became of a run's groups.
+    """Counts the fates of a run's groups.
 
-    The scheduler's ledger begins with this process. What earlier processes did follows from the
-    records of their steps, each of which names its groups.
-
-    Args:
-        earlier: the steps that the run did before it was resumed.
-        per_step: groups of a step.
+    The scheduler's ledger begins with this process. Earlier processes' groups follow from the
+    records of their steps, `earlier`, each of which names its groups.
     """
 
     def __init__(self, earlier: Sequence[StepMetrics], per_step: int) -> None:
@@ -235,19 +216,19 @@ class RunGroups:
         self._without_signal: set[int] = set()
 
     def first_groups(self, step: int) -> dict[int, int]:
-        """Where the steps up to this one begin, with dynamic sampling."""
+        """First group of each step up to this one, with dynamic sampling."""
         return {at: group for at, group in self._ends.items() if at <= step}
 
     def without_signal(self, group: int) -> None:
-        """Note that the scheduler leaves a group out because it carries no signal."""
+        """Count a group that the scheduler leaves out because it carries no signal."""
         self._without_signal.add(group)
 
     def failed(self, group: int) -> None:
-        """Note that the scheduler leaves a group out."""
+        """Count a group that the scheduler leaves out."""
         self._failed.add(group)
 
     def rewind(self, earlier: Sequence[StepMetrics] | None) -> None:
-        """These steps are left (None: unknown); the scheduler's ledger returned to their end."""
+        """Return to these steps (None: unknown), as the scheduler's ledger did."""
         self._failed.clear()  # the groups of later steps are tried again
         self._without_signal.clear()
         if earlier is None:
@@ -255,12 +236,11 @@ class RunGroups:
         self._before = totals_of([one for one in earlier if one.step < self._first_step])
 
     def of_step(self, step: int, trained: Sequence[int], end: int | None = None) -> StepGroups:
-        """What was said about the groups of a step: by the trainer, and by the scheduler.
+        """Return what trainer and scheduler reported of a step's groups.
 
-        `end` is the first group of the next step, if steps do not have equally many.
-
-        Nothing is inferred, so a group that neither names shows as lost in
-        `monitoring.records.group_account`, and one that the trainer accumulated twice as such.
+        `end` is the first group of the next step, if steps differ in size. Nothing is inferred, so
+        a group that neither names shows as lost in `monitoring.records.group_account`, and one that
+        the trainer accumulated twice as such.
         """
         below = (step + 1) * self._per_step if end is None else end
         failed = {group for group in self._failed if group < below}
@@ -274,7 +254,7 @@ class RunGroups:
         )
 
     def settled(self, snapshot: SchedulerView | None) -> GroupTotals:
-        """The groups settled by the whole run; before training those of earlier processes."""
+        """Groups settled by the whole run; before training those of earlier processes."""
         if snapshot is None:
             return self._before
         return self._before + GroupTotals(
@@ -285,6 +265,6 @@ class RunGroups:
 
 
 def in_flight(snapshot: SchedulerView) -> int:
-    """Groups issued and not settled."""
+    """Count groups issued and not settled."""
     settled = snapshot.groups_consumed + snapshot.groups_failed + snapshot.groups_without_signal
     return snapshot.groups_issued - settled

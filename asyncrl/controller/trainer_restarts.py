@@ -1,10 +1,10 @@
-"""Replaces a trainer that was lost by one that continues from the newest whole checkpoint.
+"""Replaces a lost trainer by one that continues from the newest intact checkpoint.
 
     lost ──► choose a checkpoint ──► start trainer.N ──► ready ──► records back to its step ──►
-    `TrainerJoined`: the scheduler has the generators rewind (`asyncrl.scheduler.scheduler`)
+    `TrainerJoined`: the scheduler rewinds the generators (`asyncrl.scheduler.scheduler`)
 
-Generators continue meanwhile. A trainer that cannot be replaced ends the run: one that never became
-ready and ended by itself, one that a user's mistake ends, or one whose replacements finish no step
+Generators continue. A trainer that cannot be replaced ends the run: one that exits
+before it was ever ready, one that a user's mistake ends, or one whose replacements finish no step
 or are all lost at the same step.
 """
 
@@ -31,11 +31,11 @@ from asyncrl.trainer.checkpoint.trainer_lease import raise_fence
 from asyncrl.wire.records.step import StepMetrics
 
 MAX_TRIES = 3
-"""Trainers that may be lost in a row without finishing a step, or at the same step."""
+"""Limit of trainers lost in a row without finishing a step, or at the same step."""
 
 
 class TrainerRestarts:
-    """What follows when a trainer is lost, and when its replacement is ready."""
+    """Handles the loss of a trainer, and the readiness of its replacement."""
 
     def __init__(
         self,
@@ -56,21 +56,18 @@ class TrainerRestarts:
         self._progress = progress
         self._waiter = waiter
         self._began = 0
-        """The step at which the last trainer that was ready continued."""
         self._fruitless = 0
-        """Trainers in a row that were lost before they finished a step."""
+        """Trainers lost in a row before they finished a step."""
         self._lost_at = -1
-        """Steps that were trained when the last one was lost."""
+        """Steps trained when the last one was lost."""
         self._at_one_step = 0
-        """Trainers in a row that were lost there."""
+        """Trainers lost in a row at that step."""
         self._point = ResumePoint()
-        """Where the trainer that is being started continues."""
 
     async def replace(self, lost: TrainerRank, reason: str) -> None:
         """Start another trainer, unless the run is stopping.
 
-        Raises:
-            RunFailed: another one would be lost as well, is not allowed, or has no checkpoint.
+        Raises RunFailed if another one would be lost as well, is not allowed, or has no checkpoint.
         """
         if lost.waits_for_room:
             raise RunFailed(f"{lost.name} {reason}")
@@ -105,14 +102,10 @@ class TrainerRestarts:
         )
 
     async def ready(self, worker: TrainerRank, initial_weights: str) -> None:
-        """A trainer is ready. If it replaces a lost one, return to its step.
+        """Handle a ready trainer. If it replaces a lost one, return to its step.
 
-        Args:
-            worker: the trainer.
-            initial_weights: digest of the weights that the run starts from.
-
-        Raises:
-            RunFailed: the run started from other weights.
+        `initial_weights` is the digest of the weights that the run starts from. Raises RunFailed if
+        the run started from other weights.
         """
         version = self._began = worker.policy_version
         if self._fleet.lineage:
@@ -128,7 +121,7 @@ class TrainerRestarts:
     def _return_to_resume_point(self) -> None:
         """Set newer checkpoints aside, and drop the records of steps that are trained again.
 
-        If the disk does not allow it, the records stay. Those of repeated steps supersede them.
+        If the disk refuses, the records stay, superseded by those of repeated steps.
         """
         path, step = self._directory.path, self._point.step
         metrics = path / "metrics.jsonl"
@@ -152,7 +145,7 @@ class TrainerRestarts:
 
     def _give_up_if_hopeless(self, lost: TrainerRank, reason: str) -> None:
         if lost.has_left:
-            return  # its machine was taken away, with notice: that says nothing of the next one
+            return  # its machine was taken away with notice, so the next one may succeed
         code = lost.handle.exit_code()
         if not self._fleet.lineage and not lost.is_ready and code is not None and code >= 0:
             raise RunFailed(

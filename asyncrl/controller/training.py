@@ -33,7 +33,7 @@ class Training:
     """Runs the scheduler from the first step to the last.
 
     The scheduler exists from the start of the training phase on, and also handles events of the
-    final evaluation. Events before that are ignored: `run` tells it the state of all processes.
+    final evaluation. Earlier events are ignored: `run` passes it the state of all processes.
     """
 
     def __init__(
@@ -55,9 +55,8 @@ class Training:
         self._waiter = waiter
         self._scheduler: Scheduler | None = None
         self.trained_steps = 0
-        """Optimizer steps of the whole run, those before a resume included."""
+        """Optimizer steps of the whole run, including those before a resume."""
         self._tells_of_trainers = False
-        """Whether the scheduler is told of trainers as they become ready and are lost."""
         self._deciding = asyncio.Lock()
         self._moves = moves
         self._reports = SampleReports()
@@ -72,22 +71,21 @@ class Training:
         )
 
     def _step_of(self, group: int) -> int:
-        """The step that a group in flight is for."""
         return 0 if self._scheduler is None else self._scheduler.state.step_of(group)
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is a scheduler. It stays true after training."""
+        """True once there is a scheduler, also after training."""
         return self._scheduler is not None
 
     @property
     def is_running(self) -> bool:
-        """Whether the scheduler has work to decide on."""
+        """True if the scheduler has work to decide on."""
         return self._scheduler is not None and self._executor.finished is None
 
     @property
     def is_held(self) -> bool:
-        """Whether nothing can be finished: the run is paused, or no trainer takes samples."""
+        """True if nothing can be finished: the run is paused, or no trainer takes samples."""
         scheduler = self._scheduler
         return scheduler is not None and (
             scheduler.state.paused or not scheduler.state.trainer_joined
@@ -95,29 +93,26 @@ class Training:
 
     @property
     def verifies(self) -> bool:
-        """Whether tokens that were drawn elsewhere can be judged (`on_update: verify`)."""
+        """True if tokens that were drawn elsewhere can be judged (`on_update: verify`)."""
         return self._config.verifies
 
     @property
     def has_steps_left(self) -> bool:
-        """Whether there are steps that `run` would train."""
+        """True if there are steps that `run` would train."""
         if self._scheduler is not None:
             return self.is_running
         return not (self.is_complete or self._waiter.stop_requested)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every step of the run is trained."""
+        """True if every step of the run is trained."""
         return self.trained_steps >= self._config.whole.run.steps
 
     async def run(self) -> None:
         """Train until the last step, or until the user stops the run.
 
-        It may be called again if steps are lost with the trainer after it returned.
-
-        Raises:
-            RunFailed: the scheduler cannot continue.
-            WaitTimeout: a generator did not report.
+        Call it again if steps were lost after it returned. Raises RunFailed if the scheduler
+        cannot continue; WaitTimeout if a generator did not report.
         """
         if self._scheduler is None:
             if not self.has_steps_left:
@@ -133,7 +128,6 @@ class Training:
             raise RunFailed(finished.reason)
 
     async def _trainer_is_ready(self) -> bool:
-        """Wait for a trainer, as one that was lost may be being replaced; False if stopped."""
         await self._waiter.until(
             lambda: self._fleet.trainer.state == "ready" or self._waiter.stop_requested,
             seconds=self._config.whole.launcher.startup_seconds,
@@ -142,7 +136,6 @@ class Training:
         return not self._waiter.stop_requested
 
     async def _begin(self) -> None:
-        """Make the scheduler and tell it of the processes."""
         first_step = self.trained_steps
         await self._return_generators(first_step)
         config = self._config.whole
@@ -169,7 +162,7 @@ class Training:
                 self._fleet.cut_off(worker.name, str(error))
 
     async def _return_generators(self, version: int) -> None:
-        """Have generators drop later weights, whose policies are gone with an earlier trainer."""
+        """Rewind generators with later weights, whose policies are gone with an earlier trainer."""
 
         def ahead() -> list[GeneratorWorker]:
             if not self._fleet.lineage:
@@ -186,14 +179,10 @@ class Training:
         )
 
     async def trainer_ready(self, version: int, initial_weights: str) -> None:
-        """A trainer of this version can take trajectories.
+        """Handle a trainer of this version that can take trajectories.
 
-        Args:
-            version: of its weights.
-            initial_weights: digest of the weights that the run starts from.
-
-        Raises:
-            RunFailed: the run started from other weights.
+        `initial_weights` is the digest of the weights that the run starts from. Raises RunFailed if
+        the run started from other weights.
         """
         try:
             self._requests.starts_from(initial_weights)
@@ -207,16 +196,15 @@ class Training:
             await self._trainer_joins()
 
     async def trainer_lost(self) -> None:
-        """The trainer is gone; another one may become ready."""
+        """Handle the loss of the trainer; another one may become ready."""
         if self._tells_of_trainers:
             await self.apply(events.TrainerLost())
 
     async def _trainer_joins(self) -> None:
-        """Tell the scheduler of a trainer that is ready; it may have to train steps again."""
         await self.apply(events.TrainerJoined(self.trained_steps, self._fleet.lineage))
 
     async def sample_finished(self, generator: str, report: SampleFinished) -> None:
-        """A generator holds a finished sample. Raises as `apply`."""
+        """Pass on a finished sample that a generator holds. Raises as `apply`."""
         if self._scheduler is None:
             return
         self._reports.add(generator, report)
@@ -230,22 +218,22 @@ class Training:
             self._reports.drop(generator, report.sample)
             raise
         if report.sample.group not in self._scheduler.state.groups:
-            self._reports.drop(generator, report.sample)  # late: its group is settled
+            self._reports.drop(generator, report.sample)  # late: the group is settled already
 
     async def sample_rewarded(self, generator: str, reward: SampleRewarded) -> None:
-        """The reward of a sample that a generator holds. Raises as `apply`."""
+        """Pass on the reward of a sample that a generator holds. Raises as `apply`."""
         if self._reports.is_about_last_report(generator, reward):
             event = events.SampleRewarded(generator, reward.sample, reward.reward)
             await self.apply(event)
 
     @property
     def first_unreached_group(self) -> int | None:
-        """Of it and all later groups none was delivered or left out; None: no dynamic sampling."""
+        """First group after all delivered and left-out ones, with dynamic sampling."""
         places = None if self._scheduler is None else self._scheduler.state.places
         return None if places is None else places.reached
 
     async def step_finished(self, report: StepFinished) -> None:
-        """The trainer took a step. Raises as `apply`."""
+        """Pass on a step that the trainer took. Raises as `apply`."""
         await self.apply(events.StepFinished(report.step, report.groups))
         if self._scheduler is None:
             return
@@ -254,11 +242,10 @@ class Training:
         await self._moves.forget_before(settled)
 
     async def apply(self, event: events.Event) -> None:
-        """Give the scheduler an event and carry out what it decides.
+        """Pass the scheduler an event and execute its commands.
 
-        Raises:
-            ImpossibleEvent: no state allows the event, and it has changed nothing.
-            RunFailed: the scheduler or a command failed, which is a defect.
+        Raises ImpossibleEvent, with nothing changed; RunFailed for a defect of the scheduler or a
+        command.
         """
         if self._scheduler is None:
             return
@@ -290,30 +277,27 @@ class Training:
 
     @property
     def next_undeclared_step(self) -> int:
-        """The first step that the trainer has not been told to train."""
+        """The first step that was not yet sent to the trainer."""
         scheduler = self._scheduler
         return self.trained_steps if scheduler is None else scheduler.state.next_undeclared
 
     @property
     def scheduler(self) -> Scheduler | None:
-        """Once training has begun."""
+        """The scheduler, once training has begun."""
         return self._scheduler
 
     def take_over(self, config: ConfigByStep) -> None:
-        """Have another configuration, whose bounds the scheduler has already."""
+        """Switch to another configuration, whose bounds the scheduler already has."""
         self._config = self._executor.config = config
 
     async def configure(
         self, config_from: Callable[[int], RunConfig], done: Callable[[RunConfig], None]
     ) -> int:
-        """Change settings of the steps of which no group was issued; the first of them.
+        """Change settings from the first step without issued groups on; return that step.
 
-        Args:
-            config_from: gives the run's configuration with the change at this step.
-            done: is told that configuration before anything else can be decided.
-
-        Raises:
-            UserError: that of `config_from`; nothing is changed.
+        `config_from` returns the run's configuration with the change at a step; its UserError
+        changes nothing. `done` is called with that configuration before anything else can be
+        decided.
         """
         async with self._deciding:
             scheduler = self._scheduler

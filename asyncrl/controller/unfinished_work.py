@@ -1,19 +1,15 @@
-"""Keeps run-ahead over a restart of the whole run: saved with each checkpoint, then restored.
+"""Keeps run-ahead over a restart of the run, and moves samples of generators that leave.
 
     CheckpointWritten ──► SaveUnfinished to every generator ──► unfinished/step-V/GENERATOR.bin
     --resume from V ──► index of each file ──► `SampleRequests` ──► Generate names the tokens' place
 
-Tokens do not pass through the controller: generators write and read them. Only `verify` mode keeps
-run-ahead, since the other modes cannot verify tokens.
-
-Samples of leaving generators, on their way to other generators with their tokens.
-
     ReleaseSamples ──► Release ──► unfinished/moved/GENERATOR.bin ──► Released
     index of the file, checked ──► `SampleRequests` ──► Generate names the tokens' place
 
-Tokens do not pass through the controller. A file that cannot be used is named, and its samples are
-generated again. A file stays until all its samples are trained on or given up, since a generator
-may be about to read it. Copies on nodes that do not see the run's folder stay until the run ends.
+Tokens do not pass through the controller: generators write and read them. Only `verify` mode keeps
+run-ahead, since the other modes cannot verify tokens. If a file cannot be used, a message names it
+and its samples are generated again. A file of moved samples stays until all of them are trained on
+or given up; copies on nodes that do not see the run's folder stay until the run ends.
 """
 
 from __future__ import annotations
@@ -41,15 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class UnfinishedWork:
-    """Has generators save their run-ahead, and finds it when the run is resumed.
-
-    Args:
-        config: of the run.
-        path: the run's folder.
-        fleet: the generators.
-        requests: are told of the samples that can be restored.
-        say: shows a sentence to the user.
-    """
+    """Makes generators save run-ahead, and finds it in a resumed run for `requests`."""
 
     def __init__(
         self,
@@ -60,7 +48,6 @@ class UnfinishedWork:
         say: Callable[[str], None],
     ) -> None:
         self.config = ConfigByStep(config)
-        """Of the run. Orders of the user replace it."""
         self._path = path.resolve()
         self._fleet = fleet
         self._requests = requests
@@ -68,13 +55,11 @@ class UnfinishedWork:
         self._settings = settings_digest(config)
 
     async def save(self, version: int, *, published: int, first_group: int | None = None) -> None:
-        """The checkpoint of this version is written: have the run-ahead saved.
+        """Save the run-ahead, now that the checkpoint of this version is written.
 
-        Args:
-            version: of the checkpoint.
-            published: newest published version. Samples of later steps than it makes due have not
-                been delivered anywhere, so none is missing because of its contents.
-            first_group: with dynamic sampling, the same is true of this group and all later ones.
+        `published` is the newest published version. Samples of later steps than it makes due have
+        not been delivered anywhere, so none is missing because of its contents; with dynamic
+        sampling, the same is true of `first_group` and all later ones.
         """
         if not self.config.verifies:
             return
@@ -96,12 +81,12 @@ class UnfinishedWork:
             await self._fleet.send(worker.name, command)
 
     def _is_kept(self, version: int) -> Callable[[int], bool]:
-        """Whether to keep the files of a step: its checkpoint exists and is not the new one."""
+        """Select steps whose files stay: their checkpoint exists and is not the new one."""
         checkpoints = self._path / "checkpoints"
         return lambda step: step != version and path_of(checkpoints, step).is_dir()
 
     async def restore(self, version: int) -> None:
-        """The run continues from this checkpoint: find the samples to continue."""
+        """Find the samples to continue, when the run resumes from this checkpoint."""
         if not self.config.verifies:
             return
         files = sorted(unfinished_folder(self._path, version).glob("*.bin"))
@@ -122,11 +107,7 @@ class UnfinishedWork:
 
 
 def read_unfinished(file: Path, version: int, settings: str) -> Index:
-    """The index of a file that goes with this version.
-
-    Raises:
-        UnfinishedRefused: it does not, its tokens were drawn in another way, or it is damaged.
-    """
+    """Read the index of a file of this version. Raises UnfinishedRefused if it is unusable."""
     index = read_index(file)
     if index.version != version:
         raise UnfinishedRefused(f"{file} goes with step {index.version}, not {version}")
@@ -136,10 +117,10 @@ def read_unfinished(file: Path, version: int, settings: str) -> Index:
 
 
 def settings_digest(config: RunConfig) -> str:
-    """Stands for what the tokens of a sample were drawn with, besides the model.
+    """Digest of everything but the model that determines how a sample's tokens are drawn.
 
-    Tokens that lenient reuse has accepted do not follow the distribution that is recorded with
-    them, so no verification makes them exact.
+    Tokens that lenient reuse accepted do not follow their recorded distribution, so no verification
+    makes them exact.
     """
     engine = config.engine
     text = f"{config.sampling.model_dump_json()} {engine.top_k_logprobs} {engine.max_model_len}"
@@ -155,15 +136,15 @@ class FileSharing(Protocol):
     """Brings a file of one generator to the nodes of the others."""
 
     async def share(self, file: str, generator: str) -> None:
-        """Return when the file of this generator is there, or cannot be; bounded.
+        """Return when this generator's file is everywhere, or cannot be; bounded.
 
-        It keeps its path. The controller reads it at that path too. Where it is missing, samples
-        are generated again.
+        It keeps its path, at which the controller reads it too. If it is missing, samples are
+        generated again.
         """
 
 
 class SharedFolder:
-    """All processes see the run's folder, so there is nothing to do."""
+    """Does nothing: all processes see the run's folder."""
 
     async def share(self, file: str, generator: str) -> None:
         """Return at once."""
@@ -172,12 +153,7 @@ class SharedFolder:
 class Moves:
     """Asks leaving generators for their samples, and finds these in the files that they write.
 
-    Args:
-        config: of the run.
-        path: the run's folder.
-        requests: are told of the samples that can be continued.
-        say: shows a sentence to the user.
-        sharing: brings files to other nodes.
+    `requests` receive the samples that can be continued; `sharing` brings files to other nodes.
     """
 
     def __init__(
@@ -195,15 +171,10 @@ class Moves:
         self._settings = settings_digest(config)
         self._asked: dict[str, Release] = {}
         self._last_groups: dict[Path, int] = {}
-        """The last group of which a file has samples, or may get them."""
+        """Last group of which a file has samples, or may get them."""
 
     def request(self, command: ReleaseSamples, version: int) -> Release:
-        """The message to a generator that leaves.
-
-        Args:
-            command: of the scheduler.
-            version: newest policy version, which the file names.
-        """
+        """Build the message to a leaving generator; the file names the newest policy version."""
         path = moved_folder(self._run) / f"{command.generator}.bin"
         self._last_groups[path] = max(sample.group for sample in command.samples)
         message = Release(str(path), version, self._settings, command.samples)
@@ -213,12 +184,9 @@ class Moves:
     async def take(
         self, generator: str, answer: Released, *, is_lost: Callable[[], bool] = lambda: False
     ) -> None:
-        """The samples can be started elsewhere: with the tokens in the file, if it is good.
+        """Let the samples start elsewhere, with the tokens in the file if it is usable.
 
-        Args:
-            generator: that leaves.
-            answer: its own.
-            is_lost: whether it was lost meanwhile; then they have been started elsewhere.
+        With `is_lost` they have been started elsewhere already.
         """
         asked = self._asked.pop(generator, None)
         if asked is None or asked.file != answer.file:
@@ -240,7 +208,7 @@ class Moves:
             self._say(f"{generator} leaves: {error}; its samples are generated again")
 
     async def forget_before(self, group: int) -> None:
-        """Groups before this one are settled: remove the files that have samples of no others."""
+        """Remove the files that have only samples of settled groups, those before this one."""
         self._requests.forget_before(group)
         for path in [one for one, last in self._last_groups.items() if last < group]:
             del self._last_groups[path]

@@ -1,7 +1,7 @@
-"""What the controller answers to `asyncrl status|stop|pause|resume|drain|checkpoint|...`.
+"""Answers `asyncrl status|stop|pause|resume|drain|checkpoint|...`.
 
-request ──► status: a snapshot, made and encoded at most twice a second however many ask
-        └─► order: refused, or carried out, recorded and acknowledged with its step (`orders`)
+request ──► status: a snapshot, made and encoded at most twice a second for all clients
+        └─► order: refused, or executed, recorded and acknowledged with its step
 """
 
 from __future__ import annotations
@@ -26,21 +26,14 @@ from asyncrl.steering.user_commands import Effect, Orders
 from asyncrl.wire.messages import control, from_trainer, to_trainer
 
 STATUS_SECONDS = 0.5
-"""Age up to which an answer to `status` is given again, unless an order has been given since."""
+"""A `status` reply younger than this is reused, unless an order came since."""
 
 
 class UserRequests:
     """Answers the requests of users.
 
-    Args:
-        directory: of the run, for its records.
-        fleet: its processes.
-        training: its scheduler.
-        waiter: ends its phases.
-        settings: changes its settings.
-        scaling: changes the number of its generators.
-        snapshot: what `status` answers.
-        stop: ends the run after the current step; with True, after all steps that are begun.
+    `snapshot` makes the `status` reply. `stop` ends the run after the current step; with True,
+    after all begun steps.
     """
 
     def __init__(
@@ -75,7 +68,7 @@ class UserRequests:
         orders.add(control.SetRequest, settings.carry_out)
 
     async def answer(self, request: control.Request) -> control.Reply | msgspec.Raw:
-        """Carry out a user's request."""
+        """Execute a user's request."""
         if isinstance(request, control.StatusRequest):
             return self._status.reply()
         if isinstance(request, control.WatchRequest):
@@ -86,7 +79,7 @@ class UserRequests:
             self._status.forget()
 
     def why_no_order(self, order: control.Request | None = None) -> str | None:
-        """Why an order cannot be carried out now; None if it can."""
+        """Return why an order cannot be executed now, or None."""
         if self._waiter.stop_requested and not (
             isinstance(order, control.StopRequest) and self._training.is_running
         ):
@@ -166,7 +159,7 @@ class UserRequests:
     def checkpoint_ended(
         self, message: from_trainer.CheckpointWritten | from_trainer.CheckpointFailed
     ) -> None:
-        """The trainer has written a checkpoint, or could not."""
+        """Take the outcome of the trainer's checkpoint."""
         waiting = self._checkpoint
         if waiting is None or waiting.done() or message.policy_version < self._ordered_at:
             return  # an earlier one was being written when this was ordered
@@ -177,6 +170,5 @@ class UserRequests:
         waiting.set_result(Effect(f"the checkpoint of step {step} is on the disk: {path}", step))
 
     def _state(self) -> SchedulerState | None:
-        """Of the scheduler; None before and after training."""
         scheduler = self._training.scheduler
         return scheduler.state if scheduler is not None and self._training.is_running else None

@@ -1,6 +1,6 @@
 """Warnings that a run prints: unusual settings, and measurements that show a problem.
 
-Pure functions. Each returns the text of a warning, or None.
+Pure functions that return the text of a warning, or None.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from asyncrl.wire.records.step import TokenCounts
 
 MIN_OUTSIDE_SHARE = 0.01
 """Share of tokens outside the stored top-K above which a larger K is worth suggesting. By the model
-of docs/simulation.md, a tenth of what is rejected then comes from there if responses have 250
-tokens, and a third if they have 4,000."""
+of docs/simulation.md, a tenth of all rejections then comes from there if responses have 250 tokens,
+and a third if they have 4,000."""
 MIN_REJECTED_SHARE = 0.1
 """Share of tokens that verification must reject before a larger K is worth suggesting."""
 MIN_JUDGED_TOKENS = 20_000
 """Tokens that must have been verified before these shares are meaningful."""
 MAX_NOISE_FLOOR = 0.02
-"""Share of tokens that verification may reject under unchanged weights without a warning. An
-optimizer step that learns makes verification reject 4% to 10% (docs/simulation.md): above this, the
-engine's arithmetic is a notable part of what is regenerated. In float32 the share is 0."""
+"""Share of tokens that verification may reject under unchanged weights without a warning. A useful
+optimizer step makes verification reject 4% to 10% (docs/simulation.md): above this, the engine's
+arithmetic is a notable part of what is regenerated. In float32 the share is 0."""
 MIN_ACCEPTED_TOKENS = 200
-"""Tokens that must have been accepted before their differences foretell those of a run."""
+"""Tokens that must have been accepted before their differences predict those of a run."""
 MIN_CUT_SAMPLES = 3
 """Responses that must have been cut before that share is meaningful: one cut loses the rest of a
 response, which may be thousands of tokens."""
@@ -40,7 +40,7 @@ def at_start(config: RunConfig) -> list[str]:
 
 
 def noise_floor(config: RunConfig, measured: NoiseFloor) -> str | None:
-    """Warn when verification rejects tokens of the very policy that verifies them.
+    """Warn if verification rejects tokens of the very policy that verifies them.
 
     By any rule, a response of L tokens loses about TV L / 2 of them to differences between the
     kernels, TV being their total variation per token, half of `abs_mean`. If it loses four times as
@@ -68,10 +68,7 @@ def noise_floor(config: RunConfig, measured: NoiseFloor) -> str | None:
 
 
 def kept_by_verification(config: RunConfig, measured: NoiseFloor) -> str | None:
-    """What the noise floor costs at the run's lengths, as soon as it is known; None: nothing yet.
-
-    Silent where rounding costs nothing worth naming, as in float32 on a CPU.
-    """
+    """Describe the noise floor's cost at the run's lengths; None if it is too small to name."""
     longest = config.sampling.max_tokens
     at_longest = measured.whole_share(longest)
     if at_longest is None or measured.accepted < MIN_ACCEPTED_TOKENS or at_longest > 0.99:
@@ -88,7 +85,6 @@ def kept_by_verification(config: RunConfig, measured: NoiseFloor) -> str | None:
 
 
 def _against_rounding(config: RunConfig) -> str:
-    """The settings that make decoding and scoring agree, the cheapest first."""
     engine, ways = config.engine, []
     if engine.logits_dtype == "model":
         ways.append("engine.logits_dtype: float32")
@@ -99,11 +95,9 @@ def _against_rounding(config: RunConfig) -> str:
 
 
 def small_top_k(config: RunConfig, tokens: TokenCounts) -> str | None:
-    """Suggest a larger top-K when verification rejects much and many tokens lie outside K.
+    """Suggest a larger top-K if verification rejects much and many tokens lie outside K.
 
-    Args:
-        config: of the run.
-        tokens: of all generators, since the run began.
+    `tokens` are of all generators, since the run began.
     """
     k = config.engine.top_k_logprobs
     judged, reported = tokens.verified + tokens.rejected, tokens.generated + tokens.verified

@@ -1,4 +1,4 @@
-"""Find processes that died and replace them, or end the run."""
+"""Finds dead processes and replaces them, or ends the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.wire.messages import to_trainer
 
 
 class Watchdog:
-    """Replaces processes that died."""
+    """Replaces dead processes."""
 
     def __init__(
         self,
@@ -37,14 +37,10 @@ class Watchdog:
         self._progress = progress
 
     async def check(self) -> bool:
-        """Deal with every process that died since the last check; whether there was one.
+        """Handle the processes that died since the last check, if any; then start missing relays.
 
-        Then start the relays that are missing.
-
-        Raises:
-            RunFailed: the trainer died and cannot be replaced (`trainer_restarts`), the last
-                generator that may be replaced died, or none can start; no relay may be replaced
-                any more.
+        Raises RunFailed if the trainer or a relay cannot be replaced, or no generator is left or
+        starts.
         """
         deaths = self._fleet.deaths(is_held=self._training.is_held)
         lost = first_cause(deaths)
@@ -81,9 +77,8 @@ class Watchdog:
             )
 
     async def _generator_lost(self, worker: GeneratorWorker, reason: str) -> None:
-        """Tell everybody, and replace it unless it has left."""
         self._fleet.installations.drop(worker.name)
-        if self._fleet.trainer.state == "ready":  # before the orders that replace its own
+        if self._fleet.trainer.state == "ready":  # before the orders that replace it
             await self._fleet.send_trainer(to_trainer.Withdraw(worker.name))
         await self._evaluation.lost(worker)
         await self._training.apply(GeneratorLost(worker.name))
@@ -98,7 +93,6 @@ class Watchdog:
         self._replace(worker, reason)
 
     def _no_generator_starts(self) -> bool:
-        """Whether no generator was ever ready and as many as the run has failed by themselves."""
         ever = list(self._fleet.every_generator)
         codes = [worker.handle.exit_code() for worker in ever if worker.is_gone]
         failed = sum(code is not None and code >= 0 for code in codes)
@@ -130,9 +124,9 @@ class Watchdog:
 
 
 def first_cause(deaths: Sequence[tuple[Worker, str]]) -> tuple[TrainerRank, str] | None:
-    """Of the ranks of a trainer that have died, the one that probably did so first, and how.
+    """Return the trainer rank that probably died first, and how.
 
-    A rank that has lost another ends by itself. One that was killed, perhaps for memory, did not.
+    A rank that has lost another exits on its own. One that was killed, perhaps for memory, did not.
     """
     ranks = [(one, reason) for one, reason in deaths if isinstance(one, TrainerRank)]
     killed = [death for death in ranks if (death[0].handle.exit_code() or 0) < 0]
@@ -140,7 +134,7 @@ def first_cause(deaths: Sequence[tuple[Worker, str]]) -> tuple[TrainerRank, str]
 
 
 def _what_died(worker: Worker, reason: str) -> str:
-    """What died and why, and the end of its log without the lines that the reason quotes."""
+    """Describe what died and why, with the end of its log without lines that the reason quotes."""
     if worker.has_left:
         return f"{worker.name} {reason}"
     quoted = set(reason.splitlines())

@@ -1,4 +1,4 @@
-"""Opens the web page of a run (`asyncrl.web`) and notes where it is."""
+"""Opens the web page of a run (`asyncrl.web`) and records its address."""
 
 from __future__ import annotations
 
@@ -33,13 +33,9 @@ def open_page(
     say: Callable[[str], None],
     closing: AsyncExitStack,
 ) -> Page:
-    """Open the page; `closing` closes it.
+    """Open the page. Raises UserError if its address or token file is unusable.
 
-    A run that is resumed continues without a page if its port has been taken meanwhile: nobody may
-    be there to choose another one.
-
-    Raises:
-        UserError: the address or the token file of a new run cannot be used.
+    A resumed run continues without a page if its port has been taken: it may be unattended.
     """
     settings = config.monitoring.web
 

@@ -1,4 +1,4 @@
-"""Let the phases of a run wait for conditions, and end their waits when the run breaks."""
+"""Lets the phases of a run wait for conditions, and ends their waits when the run breaks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from asyncrl.errors import WaitTimeout
 
 _PIECE_SECONDS = 0.5
-"""Time limits are counted in pieces of this length: a process that was suspended for long finds one
-of them over, and not the whole limit."""
+"""Time limits are counted in pieces of this length: a process that was suspended for long loses one
+of them, and not the whole limit."""
 
 
 class Waiter:
-    """What the phases of a run wait on. The loops of the controller notify it.
+    """Condition variable of the phases of a run. The loops of the controller notify it.
 
-    Conditions are plain functions of the controller's state. They are evaluated again after every
-    `notify`, so nobody polls.
+    Conditions are plain functions of the controller's state, re-evaluated after every `notify`, so
+    nothing polls.
     """
 
     def __init__(self) -> None:
@@ -28,11 +28,11 @@ class Waiter:
         self._error: BaseException | None = None
 
     def notify(self) -> None:
-        """Have waiting phases evaluate their conditions again."""
+        """Make waiting phases evaluate their conditions again."""
         self._changed.set()
 
     def fail(self, error: BaseException) -> None:
-        """End the run: raise this error in whatever phase waits. Only the first error counts."""
+        """End the run: raise this error in the waiting phase. Only the first error counts."""
         if self._error is None:
             self._error = error
         self._changed.set()
@@ -53,17 +53,11 @@ class Waiter:
         what: Callable[[], str],
         progress: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Wait until the condition holds.
+        """Wait until the condition holds, at most `seconds` without `progress`.
 
-        Args:
-            condition: evaluated after every change.
-            seconds: longest wait without progress. Time in which this process was suspended does
-                not count.
-            what: names what is waited for, in the error.
-            progress: any change of this number starts the time limit again.
-
-        Raises:
-            WaitTimeout: the condition did not hold in time.
+        It is evaluated after every change. Any change of the number `progress()` restarts the
+        limit; time in which this process was suspended does not count. Raises WaitTimeout with
+        `what()`.
         """
         waited, made = 0.0, progress()
         while not condition():

@@ -1,4 +1,4 @@
-"""Files of nodes that do not see the run's folder: who copies them, and what is brought where.
+"""Files of nodes that do not see the run's folder: which relay copies them, and where to.
 
     relays that are ready ──► one that sees the run's folder copies the files of those that do not
     a file that moves     ──► `bring`: the relay of a node fetches it
@@ -25,18 +25,10 @@ from asyncrl.wire.messages.files import Server
 logger = logging.getLogger(__name__)
 
 BRING_SECONDS = 30.0
-"""Longest wait for one file."""
 
 
 class NodeFiles:
-    """Tells relays what to copy.
-
-    Args:
-        relays: of the run.
-        run_key: relays get the keys to each other from it.
-        send: queues a message for a process.
-        run: the run's folder.
-    """
+    """Orders relays to copy files. `run_key` gives them the keys to each other."""
 
     def __init__(
         self, relays: Relays, run_key: RunKey, send: Callable[[str, Any], None], run: Path
@@ -46,19 +38,13 @@ class NodeFiles:
         self._send = send
         self._run = run
         self._told: tuple[str, tuple[to_relay.FileSource, ...]] = ("", ())
-        """The relay that copies, and what it was told last."""
         self._seen: dict[str, to_relay.FileSource] = {}
-        """The newest source of each folder that has files of the run."""
         self._node_of: dict[str, str] = {}
         self._attempt = 0
         self._attempts: dict[int, asyncio.Future[str]] = {}
 
     def update(self, workers: Iterable[Worker]) -> None:
-        """Look at the relays, and tell one of them what to copy if that has changed.
-
-        Args:
-            workers: all that were ever started: the files of lost ones are copied too.
-        """
+        """Order a relay what to copy, if that has changed; `workers` are all ever started."""
         if not self._relays.are_used:
             return
         ready = self._relays.by_node()
@@ -85,12 +71,10 @@ class NodeFiles:
             self._send(copier, to_relay.PullFiles(told[1]))
 
     async def finish(self, hub: Hub[Any], seconds: float) -> str:
-        """The processes have ended, the relays not: have everything copied, at most this long.
+        """Copy everything that is left, at most this long, after all processes but relays ended.
 
-        Other messages that come meanwhile stay in the hub. Then the nodes' folders are removed.
-
-        Returns:
-            What was not copied, for the user; empty if all was.
+        Other messages that arrive stay in the hub. Then the nodes' folders are removed. Returns a
+        message about what was not copied; empty if all was.
         """
         copier, sources = self._told
         if not self._seen or seconds <= 0:
@@ -118,12 +102,10 @@ class NodeFiles:
         )
 
     async def bring(self, path: str, *, to: str | None, of: str | None = None) -> str:
-        """Bring a file of the run to a node; why that was not possible, empty if it was.
+        """Bring a file of the run to a node; return why that was not possible, or "".
 
-        Args:
-            path: of the file, in the run's folder.
-            to: the node; None: to the run's folder.
-            of: the node that wrote it; None: it is in the run's folder.
+        `path` is in the run's folder; `to` is None for that folder itself, and `of`, the node that
+        wrote it, is None if it is there.
         """
         ready = self._relays.by_node()
         homes = [one for one in ready.values() if _sees_the_run(one)]
@@ -136,7 +118,7 @@ class NodeFiles:
         attempt = self._attempt
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._attempts[attempt] = answer
-        # A name of its own: a second connection of one name would end the first, which copies.
+        # A separate name: a second connection of the same name would end the first, which copies.
         client = f"{target.name} fetch {attempt}"
         servers = tuple(self._server(one, client) for one in having)
         self._send(target.name, to_relay.FetchFile(attempt, path, servers))
@@ -149,7 +131,7 @@ class NodeFiles:
             del self._attempts[attempt]
 
     async def bring_to_all(self, paths: Iterable[str]) -> list[str]:
-        """Bring files of the run's folder to every node that does not see it; what went wrong."""
+        """Bring files of the run's folder to every node that does not see it; return failures."""
         blind = [node for node, one in self._relays.by_node().items() if not _sees_the_run(one)]
         wanted = [self.bring(path, to=node) for path in paths for node in blind]
         return [reason for reason in await asyncio.gather(*wanted) if reason]
@@ -157,11 +139,8 @@ class NodeFiles:
     async def share(self, file: str, generator: str) -> None:
         """Bring a generator's file to the run's folder and to all nodes that do not see that.
 
-        Where it cannot be brought, samples are generated again.
-
-        Args:
-            file: absolute, in the run's folder.
-            generator: that wrote it.
+        `file` is absolute, in the run's folder. If it cannot be brought, samples are generated
+        again.
         """
         if not self._seen:
             return
@@ -172,7 +151,7 @@ class NodeFiles:
             logger.warning("%s", reason)
 
     def answered(self, message: from_relay.FileHere | from_relay.FileMissing) -> None:
-        """A relay has brought a file, or could not."""
+        """Take a relay's answer about a file."""
         waiting = self._attempts.get(message.attempt)
         if waiting is not None and not waiting.done():
             waiting.set_result(getattr(message, "reason", ""))

@@ -1,20 +1,18 @@
-"""Tells generators to install weights, as soon as these are in the memory of their node.
+"""Makes generators install weights, as soon as these are in the memory of their node.
 
     install ──► the generator's node has the weights ──► InstallWeights
                  └─ not yet: the request waits until the node's relay has them (`weight_routes`)
 
-On the trainer's node, and so wherever a run has one node, nothing ever waits.
-
-A request that waits keeps the verifications that travel with it. It is carried out once its version
-or a newer one of the same trainer is there. It ends without an answer when its generator is lost,
-is told to rewind, or when the trainer is lost: then whoever asked asks again.
+A waiting request keeps the verifications that travel with it. It is sent once its version or a
+newer one of the same trainer is there. It ends without an answer when its generator is lost or
+rewinds, or the trainer is lost: then the caller asks again. On the trainer's node nothing waits.
 
 A generator that could not read a file of its node's relay (the relay was killed, or had put a newer
-version in its place) reports its old version. That is no answer: the request waits again.
+version in its place) reports its old version. That is not an answer: the request waits again.
 
-Weights that the trainer broadcasts are told of at once, on every node, and no relay fetches them. A
-generator that did not receive them and has no file to read reports its old version, too: only then
-relays fetch the version, and the request waits for that.
+Weights that the trainer broadcasts are announced at once, on every node, and no relay fetches them.
+A generator that did not receive them and has no file to read reports its old version, too: only
+then relays fetch the version, and the request waits for that.
 """
 
 from __future__ import annotations
@@ -51,15 +49,10 @@ from asyncrl.wire.weights.layout import WeightManifest
 
 
 class WeightFetching:
-    """Tells the routes what happens, and relays what follows.
+    """Passes events to the routes, and their orders to relays.
 
-    All methods raise RunFailed if a node cannot get the weights.
-
-    Args:
-        relays: of the run.
-        run_key: relays get the keys of each other from it.
-        send: to a process.
-        cut_off: kills a process; the watchdog reports it with the reason and replaces it.
+    All methods raise RunFailed if a node cannot get the weights. `cut_off` kills a process; the
+    watchdog reports it with the reason and replaces it.
     """
 
     def __init__(
@@ -75,16 +68,14 @@ class WeightFetching:
         self._cut_off = cut_off
         self._routes = WeightRoutes()
         self._published: tuple[WeightManifest, str] | None = None
-        """What the routes were told, and the trainer's node."""
         self._ready: dict[str, str] = {}
-        """The relay of each node that the routes were told of."""
 
     def manifest_at(self, node: str) -> WeightManifest | None:
-        """As `WeightRoutes.manifest_at`."""
+        """`WeightRoutes.manifest_at`."""
         return self._routes.manifest_at(node)
 
     def note_trainer(self, weights: WeightManifest | None, node: str | None) -> None:
-        """The newest weights and the trainer's node; None: there is no trainer, or no place yet."""
+        """Note the newest weights and the trainer's node; None without a trainer, or unplaced."""
         now = None if weights is None or node is None else (weights, node)
         if now != self._published:
             self._published = now
@@ -92,11 +83,7 @@ class WeightFetching:
             self._obey(routes.trainer_lost() if now is None else routes.published(*now))
 
     def note_relays(self, nodes: set[str | None]) -> set[str]:
-        """Look for relays that are ready or lost; the nodes of lost ones.
-
-        Args:
-            nodes: that need weights.
-        """
+        """Find relays that are ready or lost; return the nodes of lost ones that need weights."""
         ready = {node: one for node, one in self._relays.by_node().items() if node in nodes}
         lost = {
             node
@@ -115,7 +102,7 @@ class WeightFetching:
         return lost
 
     def arrived(self, relay: RelayWorker, message: from_relay.WeightsHere) -> None:
-        """A version is on a node."""
+        """Note that a version is on a node."""
         for name, why in message.left.items():
             logger.info("%s left %s: %s", relay.name, name, why)
         self._obey(
@@ -123,7 +110,7 @@ class WeightFetching:
         )
 
     def failed(self, relay: RelayWorker, message: from_relay.WeightsFailed) -> None:
-        """A relay cannot serve or fetch a version."""
+        """Note that a relay cannot serve or fetch a version."""
         level = logging.INFO if message.superseded else logging.WARNING
         logger.log(level, "%s: %s", relay.name, message.reason)
         self._obey(
@@ -133,7 +120,7 @@ class WeightFetching:
         )
 
     def again(self) -> None:
-        """Time has passed."""
+        """Retry after some time."""
         self._obey(self._routes.again())
 
     def _obey(self, orders: list[Order]) -> None:
@@ -161,55 +148,41 @@ class WeightFetching:
 logger = logging.getLogger(__name__)
 
 _AGAIN_SECONDS = 1.0
-"""Time between two looks at nodes that were told that nobody has the newest version."""
+"""Interval of retries for nodes that found the newest version nowhere."""
 
 
 @dataclass(slots=True)
 class _Request:
-    """What one generator is to install."""
-
     worker: GeneratorWorker
     version: int
-    """It or a newer one."""
     lineage: int
     rebuild_kv: bool
     verify: tuple[Verify, ...]
     told: WeightManifest | None = None
-    """What the generator was told last; None: nothing yet."""
     failures: int = 0
-    """Files that the relay had and the generator could not read."""
+    """Number of the relay's files that the generator could not read."""
 
 
 @dataclass(slots=True)
 class _Trainer:
-    """The weights that can be installed now."""
-
     worker: TrainerRank
     offered: WeightManifest
-    """As it was published."""
     lineage: int
 
     @property
     def weights(self) -> WeightManifest:
-        """Its file alone, without a broadcast."""
+        """The file alone, without a broadcast."""
         return replace(self.offered, broadcast=None)
 
     def broadcasts_newer_than(self, told: WeightManifest | None) -> bool:
-        """Whether a generator that was told of this may receive a newer version."""
+        """Return True if a generator with this last manifest may receive a newer version."""
         is_newer = told is None or told.policy_version < self.offered.policy_version
         return self.offered.broadcast is not None and is_newer
 
 
 @dataclass(slots=True)
 class Installations:
-    """The requests of one run, and who fetches which weights.
-
-    Args:
-        relays: of the run.
-        run_key: relays get the keys of each other from it.
-        send: to a process.
-        cut_off: kills a process; the watchdog reports it with the reason and replaces it.
-    """
+    """The requests of one run, and the relays that fetch weights. `cut_off` kills a process."""
 
     relays: Relays
     run_key: RunKey
@@ -218,10 +191,8 @@ class Installations:
     _fetching: WeightFetching = field(init=False)
     _trainer: _Trainer | None = None
     _requests: dict[str, _Request] = field(default_factory=dict)
-    """Of generators on other nodes than the trainer's, by name: those that wait, and those that
-    were sent and are not answered."""
+    """Waiting and unanswered requests of generators on other nodes than the trainer's, by name."""
     _checked: set[str] = field(default_factory=set)
-    """Nodes whose relay was asked whether its file is there."""
     _looked: float = 0.0
 
     def __post_init__(self) -> None:
@@ -235,9 +206,9 @@ class Installations:
         rebuild_kv: bool = False,
         verify: tuple[Verify, ...] = (),
     ) -> None:
-        """Have a generator install this version or a newer one. Ignored while there is no trainer.
+        """Make a generator install this version or a newer one. Ignored while there is no trainer.
 
-        A request of the same generator that still waits is joined with this one.
+        A waiting request of the same generator is joined with this one.
         """
         trainer = self._trainer
         if trainer is None:
@@ -260,11 +231,11 @@ class Installations:
             self._carry_out(request)
 
     def drop(self, generator: str) -> None:
-        """A generator is lost, or answers for all requests otherwise."""
+        """Drop the request of a generator that is lost, or answers for all requests otherwise."""
         self._requests.pop(generator, None)
 
     def is_answered(self, worker: GeneratorWorker, version: int) -> bool:
-        """Whether what a generator says to have installed is the answer to its request."""
+        """Return True if a generator's installed version answers its request."""
         request = self._requests.get(worker.name)
         if request is None or request.told is None or version >= request.told.policy_version:
             self._requests.pop(worker.name, None)
@@ -288,11 +259,7 @@ class Installations:
         return False
 
     def note(self, worker: TrainerRank, lineage: int) -> None:
-        """Take note of the trainer, whether it is ready, alive, has published, or not.
-
-        Raises:
-            RunFailed: a node cannot get the weights.
-        """
+        """Note the trainer's state. Raises RunFailed if a node cannot get the weights."""
         offered = None if worker.is_gone else worker.weights
         if self._trainer is not None and (offered is None or lineage != self._trainer.lineage):
             self._requests.clear()
@@ -303,22 +270,16 @@ class Installations:
 
     @property
     def _relays_fetch(self) -> bool:
-        """What is broadcast they fetch only for those whom it did not reach."""
+        """True if relays fetch: broadcasts are fetched only for generators that missed them."""
         if self._trainer is None or self._trainer.offered.broadcast is None:
             return True
         return any(one.told is None for one in self._requests.values())
 
     def look(self, worker: TrainerRank, lineage: int, nodes: Iterable[str | None]) -> None:
-        """Also take note of the relays, and carry out what has become possible.
+        """Note the trainer and the relays, and send what has become possible.
 
-        Args:
-            worker: as in `note`.
-            lineage: as in `note`.
-            nodes: of rank 0 of the trainer and living generators; only they need weights. None:
-                not placed yet.
-
-        Raises:
-            RunFailed: as `note`.
+        `nodes` are those of rank 0 of the trainer and of living generators, None if unplaced; only
+        they need weights. Raises RunFailed as `note`.
         """
         if self.relays.are_used:
             self._checked -= self._fetching.note_relays(set(nodes))
@@ -330,19 +291,19 @@ class Installations:
         self._carry_out_all()
 
     def arrived(self, relay: RelayWorker, message: from_relay.WeightsHere) -> None:
-        """A version is on a node."""
+        """Note that a version is on a node."""
         self._fetching.arrived(relay, message)
         self._carry_out_all()
 
     def failed(self, relay: RelayWorker, message: from_relay.WeightsFailed) -> None:
-        """A relay cannot serve or fetch a version. Raises RunFailed as `look`."""
+        """Note that a relay cannot serve or fetch a version. Raises RunFailed as `look`."""
         trainer = self._trainer
         if message.superseded and trainer is not None and relay.node == trainer.worker.node:
             self.check(trainer.worker)  # a newer version is on its way, or the file is gone
         self._fetching.failed(relay, message)
 
     def check(self, trainer: TrainerRank) -> None:
-        """A generator could not install these weights: if their file is gone, end the trainer."""
+        """End the trainer if the file of weights that a generator could not install is gone."""
         weights = trainer.weights
         if weights is None or trainer.reason or trainer.node is None:
             return
@@ -355,7 +316,7 @@ class Installations:
             self.send(relay.name, to_relay.CheckWeights(weights.path))
 
     def checked(self, relay: RelayWorker, message: from_relay.WeightsChecked) -> None:
-        """A relay has looked for a file of its node: whoever has lost one is replaced."""
+        """Take a relay's check of its node's file: the process that lost its file is restarted."""
         node = relay.node
         if node is not None:
             self._checked.discard(node)
@@ -374,7 +335,6 @@ class Installations:
                 self._carry_out(request)
 
     def _carry_out(self, request: _Request) -> None:
-        """Tell the generator, if its node has the weights."""
         node = request.worker.node
         if node is None or node in self._checked:
             return
@@ -391,7 +351,7 @@ class Installations:
         )
 
     def _ask_for(self, request: _Request, told: WeightManifest) -> None:
-        """A file could not be read: unless another has taken its place, ask the relay for it."""
+        """Handle an unreadable file: unless another has replaced it, ask the relay for it."""
         node = request.worker.node
         relay = None if node is None else self.relays.on(node)
         if node is None or relay is None or self._fetching.manifest_at(node) != told:

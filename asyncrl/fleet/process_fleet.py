@@ -1,4 +1,4 @@
-"""The processes of a run: start them, send to them, find those that died, end them."""
+"""The processes of a run: starts them, sends to them, finds dead ones, ends them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from asyncrl.wire.weights.layout import WeightManifest
 logger = logging.getLogger(__name__)
 
 _ROOM_SECONDS = 10.0
-"""A generator that was not placed for this long is said to wait for room."""
+"""Time without a node after which a generator is reported as waiting."""
 _LATE_SECONDS = 1.0
 """If `deaths` is called this late, the controller itself was suspended or blocked in between."""
 
@@ -45,12 +45,8 @@ _LATE_SECONDS = 1.0
 class Fleet:
     """The trainer and the generators.
 
-    Args:
-        config: how many generators there are, and how long to wait for what.
-        launcher: starts the processes.
-        specs: what the processes are started with, before each gets its own name and index.
-        hub: where the processes connect to.
-        run_key: each process gets its keys from it.
+    `config` has the number of generators and time limits. `specs` are the processes', before each
+    gets its own name and index; `run_key` is the source of their keys.
     """
 
     def __init__(
@@ -68,15 +64,13 @@ class Fleet:
         self._hub = hub
         self._workers: dict[str, TrainerRank | GeneratorWorker] = {}
         self._generators: dict[str, GeneratorWorker] = {}
-        """Those among them."""
         self.relays = Relays(config, launcher, specs.relay, run_key, self._next_index)
         self.installations = Installations(self.relays, run_key, hub.send_soon, self.cut_off)
         run = Path(specs.trainer.run_directory)
         self.files = NodeFiles(self.relays, run_key, hub.send_soon, run)
         self.ranks: list[TrainerRank] = []
-        """The processes of the present trainer, by rank. They are lost and replaced together."""
+        """Processes of the current trainer, by rank. They are lost and replaced together."""
         self.lineage = 0
-        """How many trainers the run had before the present one."""
         self._restarts = self._renamed = self._started = 0
         self._ending = False
         self._last_check = time.monotonic()
@@ -88,15 +82,15 @@ class Fleet:
             self._start_generator(f"generator-{index}", first=True)
 
     async def make_room(self, generators: list[int]) -> None:
-        """As `Launcher.make_room`."""
+        """Call `Launcher.make_room`."""
         await self._launcher.make_room(generators)
 
     def give_room_back(self, worker: GeneratorWorker) -> None:
-        """As `Launcher.give_room_back`, for a generator that was ordered to leave and has ended."""
+        """Call `Launcher.give_room_back` for a generator that left as ordered and has ended."""
         self._launcher.give_room_back(worker.index)
 
     def join(self, index: int) -> str:
-        """Start a generator that the user has ordered and return its name, which no other had."""
+        """Start an ordered generator and return its name, which no other had."""
         name = f"generator-{index}"
         if name in self._workers:
             self._renamed += 1
@@ -104,7 +98,7 @@ class Fleet:
         return self._start_generator(name, first=False)
 
     def leave(self, worker: GeneratorWorker) -> None:
-        """Give a generator no more work; one that is not ready yet is ended."""
+        """Give a generator no more work; end it if it is not ready yet."""
         worker.leave_by = time.monotonic() + self._config.leave_seconds
         if not worker.is_ready:
             worker.handle.end(by_force=False)
@@ -121,7 +115,6 @@ class Fleet:
         return [index for index in range(len(taken) + count) if index not in taken][:count]
 
     def _next_index(self) -> int:
-        """Of the next process that is started."""
         self._started += 1
         return self._started
 
@@ -173,17 +166,17 @@ class Fleet:
             self._hub.send_soon(worker.name, message)
 
     def configure(self, config: LauncherConfig) -> None:
-        """Have other limits; the number of generators is another order's."""
+        """Set other limits; the number of generators does not change."""
         self._config = self.relays.config = config
 
     @property
     def config(self) -> LauncherConfig:
-        """How many generators there are, and how many processes may be replaced."""
+        """The limits in force."""
         return self._config
 
     @property
     def trainer(self) -> TrainerRank:
-        """Rank 0 of the present trainer, the one that was started last."""
+        """Rank 0 of the current trainer, the one that was started last."""
         return self.ranks[0]
 
     @property
@@ -199,9 +192,9 @@ class Fleet:
         rebuild_kv: bool = False,
         verify: tuple[to_generator.Verify, ...] = (),
     ) -> None:
-        """Have a generator install this version or a newer one; ignored while there is no trainer.
+        """Make a generator install this version or a newer one, as soon as it is on its node.
 
-        It is told as soon as the weights are on its node.
+        Ignored while there is no trainer.
         """
         self.installations.note(self.trainer, self.lineage)
         self.installations.install(
@@ -209,7 +202,7 @@ class Fleet:
         )
 
     def look_after_weights(self) -> None:
-        """Send on what the trainer has published since. Raises RunFailed where that cannot be."""
+        """Send on what the trainer has published since. Raises RunFailed if that is impossible."""
         readers = [self.trainer, *self.every_generator]  # other ranks do not read what it publishes
         nodes = (one.node for one in readers if not one.is_gone)
         self.installations.look(self.trainer, self.lineage, nodes)
@@ -225,7 +218,7 @@ class Fleet:
 
     @property
     def has_generators(self) -> bool:
-        """Whether any generator is alive, ready or not, that does not leave."""
+        """True if a generator is alive, ready or not, and not leaving."""
         return bool(self.ordered)
 
     @property
@@ -235,11 +228,11 @@ class Fleet:
 
     @property
     def all_ready(self) -> bool:
-        """Whether every living process can take work."""
+        """True if every living process can take work."""
         return all(worker.is_ready for worker in self.alive)
 
     def is_ready(self, name: str) -> bool:
-        """Whether a process can take work."""
+        """Return True if a process can take work."""
         worker = self._find(name)
         return worker is not None and worker.is_ready and not worker.is_gone
 
@@ -248,7 +241,7 @@ class Fleet:
         return ", ".join(worker.name for worker in self.alive if not worker.is_ready)
 
     def what_starts(self) -> str:
-        """What a start waits for: the processes that are not ready, and what each logged last."""
+        """Describe the processes that are not ready, and what each logged last."""
         return what_starts(self.alive)
 
     def everyone(self) -> Iterable[TrainerRank | GeneratorWorker]:
@@ -256,7 +249,7 @@ class Fleet:
         return self._workers.values()
 
     def metrics_targets(self) -> dict[str, Target]:
-        """Where each process serves its metrics."""
+        """Metrics endpoint of each process."""
         return {
             worker.name: Target(worker.metrics_port, worker.handle.address)
             for worker in [*self.alive, *self.relays.alive]
@@ -264,7 +257,7 @@ class Fleet:
         }
 
     def heard_from(self, name: str) -> TrainerRank | GeneratorWorker | RelayWorker | None:
-        """Note that a process is alive; None if there is no process of this name."""
+        """Note that a process is alive, and return it, if it is known."""
         worker = self._find(name)
         if worker is not None:
             worker.heard = time.monotonic()
@@ -274,18 +267,16 @@ class Fleet:
         return self._workers.get(name) or self.relays.get(name)
 
     def start_relays(self) -> list[str]:
-        """Start a relay where one is missing. As `Relays.start_missing`."""
+        """Start missing relays (`Relays.start_missing`)."""
         nodes = (worker.node for worker in self.alive)
         return [] if self._ending else self.relays.start_missing(nodes)
 
     def deaths(self, *, is_held: bool = False) -> list[tuple[Worker, str]]:
         """Processes that died since the last call, each once, and how. Kills silent ones.
 
-        Time in which this was not called does not count as silence. None after `kill_all`.
-
-        Args:
-            is_held: the run is paused or has no trainer, so leaving generators cannot finish or
-                deliver what they have; the time since the last call is no delay of theirs.
+        Time in which this was not called does not count as silence. None after `kill_all`. With
+        `is_held` the run is paused or has no trainer, so leaving generators cannot finish or
+        deliver their samples: the time since the last call does not count as their delay.
         """
         now = time.monotonic()
         missed, self._last_check = now - self._last_check, now
@@ -317,10 +308,10 @@ class Fleet:
                 self._hub.abandon(worker.name)
 
     def _forgive(self, now: float, missed: float, *, is_held: bool) -> None:
-        """The time since the last call may be nobody's silence and no delay."""
+        """Do not count the time since the last call as silence or delay, if it was neither."""
         if missed > _LATE_SECONDS:
-            # The controller was suspended (Ctrl-Z) or blocked (a slow disk), so it could not hear
-            # anybody; that is not the silence of others.
+            # The controller was suspended (Ctrl-Z) or blocked (a slow disk): it could not receive
+            # anything; that is not the silence of others.
             for worker in [*self.alive, *self.relays.alive]:
                 worker.heard = min(now, worker.heard + missed)
         if is_held or missed > _LATE_SECONDS:
@@ -329,7 +320,7 @@ class Fleet:
                     one.leave_by += missed
 
     def without_room(self) -> list[GeneratorWorker]:
-        """Generators for which there has been no room for a while, each once."""
+        """Generators without a node for a while, each once."""
         late = time.monotonic() - _ROOM_SECONDS
         found = [
             one
@@ -343,7 +334,7 @@ class Fleet:
     def restart(self, lost: GeneratorWorker) -> str | None:
         """Start a generator in place of a lost one and return its name.
 
-        None when the run is ending or `launcher.max_restarts` are used up.
+        None if the run ends or `launcher.max_restarts` are used up.
         """
         if not self._may_replace(with_machine=lost.handle.lost_with_machine):
             return None
@@ -351,7 +342,7 @@ class Fleet:
         return self._start_generator(f"{base}.{self._restarts + self._renamed}", first=False)
 
     def _may_replace(self, *, with_machine: bool) -> bool:
-        """Whether a process may be replaced; counts it, unless its machine was taken away."""
+        """Return True if a process may be replaced; counts it, unless its machine was lost."""
         if self._ending:
             return False
         if with_machine:
@@ -365,12 +356,10 @@ class Fleet:
     def restart_trainer(
         self, lost: TrainerRank, resume_from: int | None, fence: str = ""
     ) -> str | None:
-        """Start a trainer in place of a lost one and return its name; None as for `restart`.
+        """Start a trainer in place of a lost one, or of one of its ranks; return its name.
 
-        Args:
-            lost: the trainer that it replaces, or one of its ranks.
-            resume_from: the step of the checkpoint that it continues from; None: from the model.
-            fence: its word (`asyncrl.trainer.checkpoint.trainer_lease`).
+        `resume_from` is a checkpoint's step, None for the model; `fence` its token
+        (`asyncrl.trainer.checkpoint.trainer_lease`). None as for `restart`.
         """
         if not self._may_replace(with_machine=lost.handle.lost_with_machine or lost.gives_way):
             return None
@@ -381,11 +370,11 @@ class Fleet:
         return " and ".join(worker.name for worker in self.ranks)
 
     def refuse(self, name: str, reason: Reason, text: str) -> None:
-        """Refuse a message that was decoded; it counts like a frame that was not."""
+        """Refuse a decoded message; it counts like a frame that could not be decoded."""
         self._hub.refusals.refuse(name, FrameRefused(reason, text))
 
     def cut_off(self, name: str, why: str) -> None:
-        """Kill a process whose messages make no sense; `deaths` reports it with this reason."""
+        """Kill a process that sends invalid messages; `deaths` reports it with this reason."""
         worker = self._find(name)
         if worker is not None and not worker.is_gone:
             worker.reason = why
@@ -398,12 +387,10 @@ class Fleet:
             worker.handle.end(by_force=True)
 
     async def shut_down(self) -> None:
-        """Tell every process to end, the trainer after a checkpoint, and wait until all have.
+        """End every process, the trainer after a checkpoint, and wait until all have ended.
 
-        The relays end last: the others may speak through them.
-
-        Raises:
-            WaitTimeout: some did not end in time and were killed, or files were not copied in time.
+        The relays end last: the others may send through them. Raises WaitTimeout if some did not
+        end in time and were killed, or files were not copied in time.
         """
         async with attended(self._hub, self.relays, lambda: self._ending, self.alive):
             killed = await end_all(self.alive, self._hub, self._config, told=self._ending)

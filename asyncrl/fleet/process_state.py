@@ -1,4 +1,4 @@
-"""One process of a run as the controller knows it, and how it is found to have ended."""
+"""One process of a run as the controller knows it, and how its end is detected."""
 
 from __future__ import annotations
 
@@ -14,30 +14,26 @@ from asyncrl.wire.messages import from_generator, from_relay, from_trainer
 from asyncrl.wire.weights.layout import WeightManifest
 
 _RELAY_SHARE, _RELAY_SECONDS = 0.25, 10.0
-"""Of `launcher.silence_seconds`, and at least, for a relay. Who speaks through a silent relay is
-silent too, and must be heard through its replacement before its own limit."""
+"""A relay's share of `launcher.silence_seconds`, and its minimum. Processes behind a silent relay
+are silent too, and must be heard through its replacement before their own limit."""
 
 
 @dataclass(slots=True)
 class Worker:
-    """One process from its start to its end; each role has a subclass with what it reports."""
+    """One process from its start to its end; each role has a subclass with its reports."""
 
     spec: ChildSpec
     handle: ProcessHandle
     heard: float = field(default_factory=time.monotonic)
-    """When its last message came (monotonic seconds)."""
+    """Time of its last message, in monotonic seconds, as `started`."""
     started: float = field(default_factory=time.monotonic)
-    """When it was ordered (monotonic seconds)."""
     is_said_to_wait: bool = False
-    """The user was told that there is no room for it yet."""
     is_ready: bool = False
     is_gone: bool = False
     has_left: bool = False
-    """It ended because it was ordered to leave."""
     has_waited: bool = False
-    """There was no room for it so far."""
+    """True while it has never been placed on a node."""
     reason: str = ""
-    """Why it ended, in its own words."""
     metrics_port: int | None = None
 
     @property
@@ -47,22 +43,22 @@ class Worker:
 
     @property
     def role(self) -> Role:
-        """What it does in the run."""
+        """Its role in the run."""
         return self.spec.role
 
     @property
     def node(self) -> str | None:
-        """The node that it is on; None while it is not placed."""
+        """Its node, once it is placed."""
         return self.handle.node
 
     @property
     def waits_for_room(self) -> bool:
-        """Whether it was ordered, and the launcher has no node for it yet."""
+        """True if it was ordered, and the launcher has no node for it yet."""
         return not self.is_ready and self.node is None
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it was ordered to leave, which only generators are."""
+        """True if it was ordered to leave, which only generators are."""
         return False
 
     @property
@@ -81,15 +77,13 @@ class TrainerRank(Worker):
 
     spec: TrainerSpec
     gives_way: bool = False
-    """It was told to end because the machine of another rank is taken away."""
+    """True if it was ended because another rank is losing its machine."""
     policy_version: int = -1
-    """Version of its weights; -1: not known yet."""
+    """Version of its weights; -1 if unknown."""
     weights: WeightManifest | None = None
-    """The newest weights that it published."""
     data_address: str = ""
-    """Where it takes trajectories."""
     ready_message: from_trainer.TrainerReady | None = None
-    """What it said when it could take samples; it is ready when all ranks can."""
+    """Its report that it can take samples; it is ready when all ranks can."""
     report: from_trainer.TrainerReport | None = None
 
     def ready(self, policy_version: int, metrics_port: int | None) -> None:
@@ -105,26 +99,24 @@ class GeneratorWorker(Worker):
 
     spec: GeneratorSpec
     leave_by: float | None = None
-    """When it is killed if it was ordered to leave (monotonic seconds). Later where the run was
-    paused or had no trainer meanwhile."""
+    """When it is killed if it was ordered to leave (monotonic seconds). Later if the run was paused
+    or had no trainer since."""
     was_overdue: bool = False
-    """It was killed because it did not leave in time."""
     policy_version: int = -1
-    """Version of its weights; -1: not known yet."""
+    """Version of its weights; -1 if unknown."""
     slots: int = 0
-    """Samples that it decodes at once."""
     report: from_generator.GeneratorReport | None = None
     reported: float = 0.0
-    """When its last report came (monotonic seconds)."""
+    """Time of its last report, in monotonic seconds."""
 
     @property
     def index(self) -> int:
-        """Its number, which its replacements have too."""
+        """Its number, shared by its replacements."""
         return self.spec.index
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it was ordered to leave."""
+        """True if it was ordered to leave."""
         return self.leave_by is not None
 
     def ready(self, policy_version: int, slots: int, metrics_port: int | None) -> None:
@@ -141,7 +133,7 @@ class RelayWorker(Worker):
 
     spec: RelaySpec
     ready_message: from_relay.RelayReady | None = None
-    """What it said when it was ready: where its parts listen."""
+    """Its report when it was ready: where its parts listen."""
 
     @property
     def waits_for_room(self) -> bool:
@@ -156,7 +148,7 @@ class RelayWorker(Worker):
 
 
 def what_starts(workers: Iterable[Worker]) -> str:
-    """What a start waits for: those that are not ready, and what each logged last."""
+    """Describe the processes that are not ready, and what each logged last."""
     logged = [
         f"{one.name} (its log ends with: {one.handle.log_tail(1)})"
         for one in workers
@@ -166,7 +158,7 @@ def what_starts(workers: Iterable[Worker]) -> str:
 
 
 def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | None:
-    """How a process ended; None if it lives. Kills one that was silent for too long."""
+    """Return how a process ended, if it did. Kills one that was silent for too long."""
     code = worker.handle.exit_code()
     if code is not None:
         if _was_to_end(worker) and code in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
@@ -214,16 +206,13 @@ def _was_to_end(worker: Worker) -> bool:
 
 
 def left_early(worker: Worker, ranks: Sequence[TrainerRank]) -> bool:
-    """Whether a rank has left and others have not: they still complete the checkpoint of all.
-
-    All were told to leave at once, so none of them is lost.
-    """
+    """Return True if a rank left and others, which complete the checkpoint of all, have not."""
     is_rank = any(worker is one for one in ranks)
     return is_rank and worker.has_left and any(one.handle.exit_code() is None for one in ranks)
 
 
 def _without_room(worker: Worker, now: float, limits: LauncherConfig) -> str | None:
-    """Why a generator that no node has room for is given up; `Fleet.deaths` lets it wait."""
+    """Return why an unplaced generator is given up; `Fleet.deaths` lets it wait."""
     waited = now - worker.heard
     if waited <= limits.cluster.place_seconds:
         return None

@@ -1,8 +1,7 @@
-"""The relays of a run: one process on each node that has others, where the launcher says so.
+"""The relays of a run: one process on each node that has others, if the launcher wants it.
 
-A lost relay is replaced as long as its node has processes. It counts against a limit of its own
-(`max_relay_restarts` of `launcher.ray` or `launcher.agents`): generators and the trainer go on
-meanwhile.
+A lost relay is replaced as long as its node has processes. It counts against a separate limit
+(`max_relay_restarts` of `launcher.ray` or `launcher.agents`): generators and the trainer continue.
 """
 
 from __future__ import annotations
@@ -22,19 +21,11 @@ from asyncrl.wire import RunKey
 _PAUSE_SECONDS = 1.0
 """Shortest time between two starts of a relay on one node."""
 _NOT_READY_SECONDS = 5.0
-"""The same where the last one was never ready: its node may be gone, which is known soon."""
+"""The same if the last one was never ready: its node may be gone, which is soon known."""
 
 
 class Relays:
-    """Starts relays, and knows which node has which.
-
-    Args:
-        config: how many may be replaced.
-        launcher: starts them.
-        spec: what they are started with, before each gets its own name and index.
-        run_key: each gets its keys from it.
-        next_index: numbers the processes of the run in the order of their start.
-    """
+    """Starts relays, and knows each node's; `next_index` numbers the run's processes."""
 
     def __init__(
         self,
@@ -51,15 +42,14 @@ class Relays:
         self._run_key = run_key
         self._workers: dict[str, RelayWorker] = {}
         self._of_nodes: dict[str, list[RelayWorker]] = {}
-        """All that each node ever had, the present one last."""
+        """All relays that each node ever had, the current one last."""
         self._started: dict[str, float] = {}
-        """When the last one of each node was (monotonic seconds)."""
+        """When the last relay of each node was started (monotonic seconds)."""
         self._restarts: dict[str, int] = {}
-        """Of each node that is not known to be lost."""
 
     @property
     def are_used(self) -> bool:
-        """Whether each node with processes of the run has one."""
+        """True if each node with processes of the run has one."""
         return self._launcher.uses_relays
 
     @property
@@ -68,16 +58,16 @@ class Relays:
         return [worker for worker in self._workers.values() if not worker.is_gone]
 
     def get(self, name: str) -> RelayWorker | None:
-        """The relay of this name, lost ones included."""
+        """Return the relay of this name, lost ones included."""
         return self._workers.get(name)
 
     def on(self, node: str) -> RelayWorker | None:
-        """The living relay of a node."""
+        """Return the living relay of a node."""
         workers = self._of_nodes.get(node)
         return workers[-1] if workers and not workers[-1].is_gone else None
 
     def names_on(self, node: str) -> list[str]:
-        """Of all relays that a node ever had."""
+        """Names of all relays that a node ever had."""
         return [worker.name for worker in self._of_nodes.get(node, ())]
 
     def by_node(self) -> dict[str, RelayWorker]:
@@ -86,13 +76,10 @@ class Relays:
         return {node: one for node, one in found.items() if one.state == "ready"}
 
     def start_missing(self, nodes: Iterable[str | None]) -> list[str]:
-        """Start a relay on each of these nodes that has none; sentences about replacements.
+        """Start a relay on each of these nodes that has none; return sentences about replacements.
 
-        Args:
-            nodes: those of the run's living processes; None: not placed yet.
-
-        Raises:
-            RunFailed: one would have to be replaced, and that is not allowed any more.
+        `nodes` are those of the run's living processes, None if unplaced. Raises RunFailed if one
+        would have to be replaced, and that is not allowed any more.
         """
         said: list[str] = []
         if not self.are_used:
@@ -109,7 +96,7 @@ class Relays:
         return said
 
     def note_lost(self, worker: Worker) -> None:
-        """A process was lost: if it was with its node, that relays failed there was no fault."""
+        """Forget relay failures on a node that was lost with this process: it caused them."""
         if worker.handle.lost_with_machine and worker.node is not None:
             self._restarts.pop(worker.node, None)
 

@@ -1,4 +1,4 @@
-"""Tell processes to end, wait until they have, and kill those that take too long."""
+"""Orders processes to end, waits for them, and kills those that take too long."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ from asyncrl.wire import Hub, Unreachable
 from asyncrl.wire.messages import to_generator, to_relay, to_trainer
 
 STOP_SECONDS = 60.0
-"""Longest wait for a process to end after it was asked to. Then it is killed."""
+"""Longest wait for a process to end after the request. Then it is killed."""
 KILL_SECONDS = 10.0
-"""Longest wait for killed processes."""
 _ATTEND_SECONDS = 0.2
-"""Between two looks at relays."""
 _POLL_SECONDS = 0.02
-"""Time between two looks at processes that are to end."""
 
 
 _SHUTDOWN: dict[Role, Struct] = {
@@ -38,7 +35,7 @@ _SHUTDOWN: dict[Role, Struct] = {
 async def end_all(
     workers: Sequence[Worker], hub: Hub[Any], limits: LauncherConfig, *, told: bool
 ) -> dict[str, float]:
-    """Tell these to end, unless they were told or killed, and wait. Returns as `wait_for_end`."""
+    """End these unless they were ordered or killed before, and wait. Returns as `wait_for_end`."""
     for worker in () if told else workers:
         try:
             if not worker.is_ready:
@@ -51,10 +48,10 @@ async def end_all(
 
 
 def wait_for_end(workers: Sequence[Worker], limits: LauncherConfig) -> dict[str, float]:
-    """Wait until all have ended; those that exceeded their limit, and after how many seconds.
+    """Wait until all have ended; return those that exceeded their limit, and the seconds.
 
-    Each gets `STOP_SECONDS`, the trainer twice `launcher.checkpoint_seconds` more: for a
-    checkpoint that it is writing, and for the last one. Then it is killed.
+    Each gets `STOP_SECONDS`, the trainer twice `launcher.checkpoint_seconds` more: for a checkpoint
+    that it is writing, and for the last one. Then it is killed.
     """
     began = time.monotonic()
     remaining = list(workers)
@@ -91,13 +88,9 @@ def raise_if_late(killed: Mapping[str, float], left: str) -> None:
 async def attended(
     hub: Hub[Any], relays: Relays, is_over: Callable[[], bool], workers: Sequence[Worker]
 ) -> AsyncIterator[None]:
-    """Meanwhile hear what ending processes say, and replace the relays that they speak through.
+    """Receive ending processes' messages in the block, and replace the relays that they use.
 
-    Args:
-        hub: of the controller.
-        relays: of the run.
-        is_over: whether no process is to be started any more.
-        workers: the processes.
+    `is_over` returns True when no process may be started any more.
     """
 
     async def attend() -> None:
@@ -108,7 +101,7 @@ async def attended(
                 for relay in relays.alive:
                     relay.is_gone = relay.handle.exit_code() is not None
                 living = [one for one in workers if one.handle.exit_code() is None]
-                with suppress(RunFailed):  # no more of them: the others are killed in time
+                with suppress(RunFailed):  # none is replaced any more; others are killed in time
                     relays.start_missing([] if is_over() else [one.node for one in living])
 
     if not relays.are_used:

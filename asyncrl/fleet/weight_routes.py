@@ -1,18 +1,19 @@
-"""Which node fetches new weights from which. Pure: events in, orders out, no clock, no sockets.
+"""Decides which node fetches new weights from which. Pure: no clock, no sockets.
 
     published ──► Serve (the relay of the trainer's node), Fetch, Fetch, ... (the others, a chain)
     arrived   ──► the version can be installed on that node; if a newer one was published: Fetch
     failed    ──► Fetch again ──► GiveUp (the relay is to be replaced) ──► Hopeless (the run fails)
 
-The nodes stand in a row, each behind those that it asks: the nearest first, the trainer's last.
+The nodes form a row, each behind those that it asks: the nearest first, the trainer's last.
 
-- A node that others have left because it was slow or silent stands last in the next row.
-- A node that fetches a version ends that before it begins with a newer one, so that it gets on even
-  if versions come faster than it can fetch them. Versions of a lost trainer are given up.
+- A node that others have left because it was slow or silent is last in the next row.
+- A node that fetches a version ends that before it begins with a newer one, so that it makes
+  progress even if versions come faster than it can fetch them. Versions of a lost trainer are given
+  up.
 - A joiner, or a relay that replaces another one, asks the nearest nodes that have the version.
-- When the source of a version is replaced, what is on its way begins anew: its address changed.
-- A node that is told that nobody has the version any longer waits for the next one, or asks again
-  at `again`: news of a newer one may be on its way.
+- When the source of a version is replaced, fetches begin anew: its address changed.
+- If no peer still has the version, the node waits for the next one, or asks again at `again`: the
+  announcement of a newer one may be on its way.
 """
 
 from __future__ import annotations
@@ -32,14 +33,13 @@ class RelayPlace:
 
     name: str
     source: str
-    """Where it serves weights of its node's trainer."""
     node: str
-    """Where it serves weights that its node has received."""
+    """Address of the weights that its node has received."""
 
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """This relay is on the trainer's node: it serves the version."""
+    """The relay on the trainer's node serves the version."""
 
     relay: str
     manifest: WeightManifest
@@ -55,7 +55,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """This relay fetches the version."""
+    """The relay fetches the version."""
 
     relay: str
     manifest: WeightManifest
@@ -66,7 +66,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """This relay failed too often; another one may do better."""
+    """The relay failed too often; another one may do better."""
 
     relay: str
     reason: str
@@ -85,19 +85,14 @@ Order = Serve | Forget | Fetch | GiveUp | Hopeless
 
 @dataclass(slots=True)
 class _Node:
-    """A node with a ready relay."""
-
     relay: RelayPlace
     here: WeightManifest | None = None
-    """Of the newest whole file on it."""
+    """Manifest of the newest complete file on it."""
     version: str = ""
-    """What nodes call that version (`asyncrl.wire.weights.chunks.name_of`)."""
+    """Name of that version (`asyncrl.wire.weights.chunks.name_of`)."""
     fetching: str = ""
-    """The version that is on its way."""
     attempt: int = -1
-    """Number of the last order."""
     waits: bool = False
-    """Nobody had the version that it asked for."""
 
 
 @dataclass(slots=True)
@@ -107,18 +102,14 @@ class WeightRoutes:
     _newest: WeightManifest | None = None
     _name: str = ""
     _home: str | None = None
-    """The trainer's node."""
     _nodes: dict[str, _Node] = field(default_factory=dict)
     _row: list[str] = field(default_factory=list)
-    """Every node that ever had a relay."""
     _left: set[str] = field(default_factory=set)
-    """Nodes that were left since the last version was published."""
     _failures: dict[str, int] = field(default_factory=dict)
-    """Of each node, since a version last arrived there."""
     _attempts: int = 0
 
     def manifest_at(self, node: str) -> WeightManifest | None:
-        """The newest weights of the present trainer that processes of a node can read; or None."""
+        """The current trainer's newest weights that processes of a node can read, if any."""
         if self._newest is None or node == self._home:
             return self._newest
         one = self._nodes.get(node)
@@ -127,7 +118,7 @@ class WeightRoutes:
         return one.here
 
     def relay_ready(self, node: str, relay: RelayPlace) -> list[Order]:
-        """A node has a relay, in place of an earlier one or not."""
+        """Note a node's relay, a first one or a replacement."""
         self._nodes[node] = _Node(relay)
         if node not in self._row:
             self._row.append(node)
@@ -138,21 +129,21 @@ class WeightRoutes:
         return self._serve() + self._fetch_all()
 
     def relay_lost(self, node: str) -> None:
-        """A node has no relay, and no file of it, until `relay_ready`. Its children notice."""
+        """Forget a node's relay and its file, until `relay_ready`. Its children notice."""
         self._nodes.pop(node, None)
 
     def published(self, manifest: WeightManifest, home: str) -> list[Order]:
-        """The trainer on this node has published a version."""
+        """Note a version that the trainer on this node has published."""
         if self._newest is None or trainer_of(manifest) != trainer_of(self._newest):
             self._drop_all()
         self._newest, self._name, self._home = manifest, name_of(manifest), home
-        self._failures.pop(home, None)  # nothing arrives there; what is asked of it is new
+        self._failures.pop(home, None)  # nothing arrives there; its next order is new
         self._row.sort(key=lambda node: node in self._left)
         self._left.clear()
         return self._serve() + self._fetch_all()
 
     def trainer_lost(self) -> list[Order]:
-        """The versions of the trainer are gone; another trainer may publish others."""
+        """Forget the versions of the lost trainer; another one may publish others."""
         home = self._nodes.get(self._home) if self._home is not None else None
         self._drop_all()
         self._newest, self._name, self._home = None, "", None
@@ -161,13 +152,10 @@ class WeightRoutes:
     def arrived(
         self, relay: str, attempt: int, manifest: WeightManifest, left: set[str]
     ) -> list[Order]:
-        """A version is on a node.
+        """Note that a version is on a node.
 
-        Args:
-            relay: of the node.
-            attempt: number of the order; answers to others than the last one are ignored.
-            manifest: of the file on the node.
-            left: relays that it left on the way.
+        `attempt` is the number of the order; answers to others than the last one are ignored.
+        `left` are relays that the node's relay left on the way.
         """
         node = self._asked(relay, attempt)
         if node is None:
@@ -179,7 +167,7 @@ class WeightRoutes:
         return self._fetch(node)
 
     def failed(self, relay: str, attempt: int, reason: str, *, superseded: bool) -> list[Order]:
-        """An order could not be carried out; `superseded`: nobody has the version any longer."""
+        """Note that an order failed; `superseded`: no node has the version any longer."""
         node = self._asked(relay, attempt)
         if node is None:
             return []
@@ -197,7 +185,7 @@ class WeightRoutes:
         return self._fetch(node)
 
     def again(self) -> list[Order]:
-        """Time has passed: nodes that were told that nobody has the newest version ask again."""
+        """Retry, after some time, on nodes that found the newest version nowhere."""
         orders: list[Order] = []
         for node in self._row:
             if node in self._nodes and self._nodes[node].waits:
@@ -206,14 +194,13 @@ class WeightRoutes:
         return orders
 
     def _asked(self, relay: str, attempt: int) -> str | None:
-        """The node whose relay was given this order last."""
+        """Return the node whose relay got this order last."""
         for node, one in self._nodes.items():
             if (one.relay.name, one.attempt) == (relay, attempt):
                 return node
         return None
 
     def _drop_all(self) -> None:
-        """No version of the trainer is used any more, and none that is on its way."""
         for one in self._nodes.values():
             one.here, one.version, one.fetching, one.attempt = None, "", "", -1
 
@@ -225,7 +212,7 @@ class WeightRoutes:
         return [Serve(home.relay.name, self._newest, home.attempt)]
 
     def _fetch_all(self) -> list[Order]:
-        """Orders for all nodes. The first in the row is asked by the second, and so on."""
+        """Each node asks those before it in the row."""
         orders: list[Order] = []
         for node in self._row:
             if node in self._nodes:
@@ -234,7 +221,6 @@ class WeightRoutes:
         return orders
 
     def _fetch(self, node: str) -> list[Order]:
-        """The order for a node that could begin with the newest version now."""
         one = self._nodes[node]
         if self._newest is None or node == self._home or one.fetching or one.waits:
             return []
@@ -247,7 +233,7 @@ class WeightRoutes:
     def _parents(self, node: str) -> tuple[tuple[str, str], ...]:
         """Nodes that have the newest version, nearest first; then the source.
 
-        Nodes before this one may also have it on its way: no two nodes wait for each other.
+        Nodes before this one may also be fetching it: no two nodes wait for each other.
         """
         here = self._row.index(node)
         found = []

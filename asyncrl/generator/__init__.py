@@ -7,26 +7,26 @@ A sample is in one of six states, each with one owner:
     running    the same                               a request of the engine: an attempt
     answered   `turns.environment_turns.Episodes`     an environment that answers; no slot
     held       `sample_table.Samples.held`            its trajectory, a task for its reward
-    sent       `deliveries.Deliveries`                a message that is not acknowledged
-    forgotten  nobody
+    sent       `deliveries.Deliveries`                an unacknowledged message
+    forgotten  none
 
-`sample_runner.SampleGenerator` takes a sample from waiting to held, `sample_table.Samples` starts
-and forgets samples and holds them, `process` gives each command to one of these.
+`sample_runner.SampleGenerator` takes a sample from waiting to held, `sample_table.Samples` starts,
+holds and forgets samples, `process` dispatches commands to them.
 
     event                    in          then
-    Generate                 -           waiting, with the tokens of before a resume to verify
+    Generate                 -           waiting; tokens from before a resume are to be verified
     an attempt may begin     waiting     running
     stop, turn limit         running     answered with an environment, else held
     length, deadline         running     held
-    interrupted              running     waiting: its slot or its KV is needed, weights are new
+    interrupted              running     waiting: its slot or its KV is needed, or weights are new
     it answered              answered    waiting for the next turn, or held
     it cannot go back        answered    waiting, without its tokens: it starts over
-    Verify, if too old       running     interrupted; its tokens are verified in the next attempt
+    Verify, if too old       running     interrupted; the next attempt verifies its tokens
                              answered    the same once it has answered
                              held        waiting, to verify its tokens; else reported once more
     Deliver                  held        sent once its reward is known
     no answer in time        sent        sent once more
-    Acknowledged             sent        forgotten; the controller is told
+    Acknowledged             sent        forgotten, and reported to the controller
     Rewind (trainer lost)    running     waiting; versions of the lost trainer are forgotten
                              held        held, the same
                              sent        forgotten: its group is generated again

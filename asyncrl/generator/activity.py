@@ -1,4 +1,4 @@
-"""Records what a generator does on its time line, and what its slots are used for.
+"""Records a generator's activity on its timeline, and the use of its slots.
 
     activity = Activity(timeline, metrics, slots_file=run / "slots" / "generator-0.jsonl")
     activity.note(GeneratorState(slots=64, running=9, primary=3, verifying=2, run_ahead=4))
@@ -28,41 +28,32 @@ class GeneratorState:
     """
 
     slots: int = 0
-    """Requests that the engine can run at once."""
     running: int = 0
-    """Requests that hold a slot now (`EngineStats.running`)."""
     primary: int = 0
-    """Samples in generation for a step that is due."""
     verifying: int = 0
-    """Samples with tokens to verify, of which none has been accepted yet."""
+    """Samples with tokens to verify, none of which has been accepted yet."""
     run_ahead: int = 0
-    """Samples in generation for later steps."""
     evaluating: int = 0
-    """Held-out samples in generation."""
     rewarding: int = 0
-    """Samples that wait for a reward worker or are with one (`SampleRewards.pending`)."""
+    """Samples waiting for a reward worker or being scored (`SampleRewards.pending`)."""
     environment: int = 0
-    """Samples whose environment has to answer before they need a slot; not in the counts above."""
+    """Samples that need no slot yet; not in the counts above."""
     installing: int | None = None
-    """Policy version whose weights are being swapped in, while the engine is stopped for it."""
+    """Policy version being swapped in, while the engine is stopped for it."""
     paused: bool = False
-    """The user has paused the run."""
     held: int = 0
-    """Finished samples that are not delivered."""
     delivered_step: int = -1
-    """Newest step for which this generator has delivered a sample."""
     policy_version: int = -1
-    """Version of the weights installed here."""
 
 
 def cause_of_waiting(state: GeneratorState) -> str:
-    """Say what a generator waits for when its engine has nothing to generate or to score.
+    """Return what a generator waits for when its engine has nothing to generate or score.
 
-    `resume`: the user has paused it. `environment`: samples in generation wait for the answers of
-    their environments. `rewards`: reward workers have samples of this generator while
-    its engine is idle. `new weights`: step b has its samples from here, and version b+1 is not
-    installed. `other samples`: the samples held here are not needed yet, because their group or
-    their step is incomplete. `prompts`: none of these; the scheduler has admitted nothing.
+    `resume`: the user has paused it. `environment`: samples in generation wait for their
+    environments. `rewards`: samples of this generator are being scored while its engine is idle.
+    `new weights`: step b has its samples from here, and version b+1 is not installed. `other
+    samples`: the samples held here are not needed yet, because their group or step is incomplete.
+    `prompts`: none of these; the scheduler has admitted nothing.
     """
     if state.paused:
         return "resume"
@@ -76,10 +67,10 @@ def cause_of_waiting(state: GeneratorState) -> str:
 
 
 def kind_of(state: GeneratorState) -> SpanKind:
-    """The one kind of activity that the time line shows for a state, the most important first.
+    """Return the activity that the timeline shows for a state, the most important first.
 
-    Evaluation comes before training samples, because it happens only now and then. `VERIFYING`
-    means that some tokens wait for verification; other samples may be generated at the same time.
+    Evaluation, being rare, comes before training samples. `VERIFYING` means that some tokens wait
+    for verification; other samples may be generated at the same time.
     """
     if state.installing is not None:
         return SpanKind.TRANSFERRING_WEIGHTS
@@ -95,12 +86,12 @@ def kind_of(state: GeneratorState) -> SpanKind:
 
 
 def slots_of(state: GeneratorState) -> dict[str, int]:
-    """Number of slots in use by `SlotUse`; idle slots are left out.
+    """Count slots by `SlotUse`, without idle ones.
 
-    The engine reports how many requests hold a slot, not which. They are attributed in the order of
-    their priority: verification, due samples, evaluation, run-ahead. The remainder (requests that
-    have just ended) counts as due. Of the empty slots, one counts as `environment` for each sample
-    that waits for its environment.
+    The engine reports how many requests hold a slot, not which. Slots are attributed by priority:
+    verification, due samples, evaluation, run-ahead; the remainder (requests that have just ended)
+    counts as due. One empty slot counts as `environment` for each sample that waits for its
+    environment.
     """
     if state.installing is not None or state.paused:
         return {SlotUse.STOPPED.value: state.slots}
@@ -121,12 +112,9 @@ def slots_of(state: GeneratorState) -> dict[str, int]:
 
 
 class Activity:
-    """Records a generator's time line and its slot-seconds. Used from one event loop.
+    """Records a generator's timeline and slot-seconds. Used from one event loop.
 
-    Args:
-        timeline: where spans go; its owner flushes and closes it.
-        metrics: gets the slot-seconds.
-        slots_file: where the use of slots is recorded; None: nowhere.
+    The timeline's owner flushes and closes it.
     """
 
     def __init__(
@@ -149,7 +137,6 @@ class Activity:
         self._slots.close()
 
     def _record(self) -> None:
-        """Record the state that has lasted until now."""
         now, state = self._timeline.now(), self._state
         if state is not None and now > self._since:
             kind = kind_of(state)

@@ -1,4 +1,4 @@
-"""Background tasks of a process, and its end."""
+"""Background tasks of a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ logger = logging.getLogger("asyncrl.generator")
 
 
 class BackgroundTasks:
-    """Tasks that run next to a process's loops. If one fails, the process ends with its error.
+    """Tasks that run beside a process's loops. If one fails, the process ends with its error.
 
     Errors after that, or after `end`, are ignored: they follow from closing what tasks use.
     """
@@ -37,7 +37,7 @@ class BackgroundTasks:
 
     @property
     def ended(self) -> bool:
-        """Whether the process is to end."""
+        """True if the process must end."""
         return self._ended.is_set()
 
     def end(self) -> None:
@@ -45,11 +45,11 @@ class BackgroundTasks:
         self._ended.set()
 
     async def wait_for_end(self) -> None:
-        """Wait for `end`, or for a task that fails."""
+        """Wait for `end`, or for a task to fail."""
         await self._ended.wait()
 
     def cancel(self) -> None:
-        """Cancel what is running."""
+        """Cancel the running tasks."""
         for task in self._tasks:
             task.cancel()
 

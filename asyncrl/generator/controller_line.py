@@ -1,4 +1,4 @@
-"""A generator's line to the controller."""
+"""A generator's connection to the controller."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("asyncrl.generator")
 
 @dataclass(frozen=True, slots=True)
 class ControllerLine:
-    """The socket to the controller, and the name under which this generator speaks."""
+    """The socket to the controller, and the name under which this generator sends."""
 
     generator: str
     line: Line[to_generator.ToGenerator]
@@ -23,15 +23,10 @@ class ControllerLine:
     async def send(
         self, message: from_generator.FromGenerator, *, urgent: bool | None = None
     ) -> None:
-        """Queue a message; those of one turn of the event loop travel together.
+        """Queue a message; those of one event loop iteration travel together.
 
-        Args:
-            message: to the controller.
-            urgent: whether a device waits for it; None: as its type says
-                (`asyncrl.wire.sessions.end`).
-
-        Raises:
-            Unreachable: the queue is full.
+        `urgent`: a device waits for it; by default decided by its type
+        (`asyncrl.wire.sessions.end`). Raises Unreachable if the queue is full.
         """
         self.line.send_soon(message, urgent=urgent)
 
@@ -40,7 +35,7 @@ class ControllerLine:
         return await self.line.receive()
 
     async def report_failed_sample(self, sample: SampleId, error: Exception) -> None:
-        """Report that a sample cannot be generated or rewarded, and log why."""
+        """Report and log why a sample cannot be generated or rewarded."""
         logger.error("sample %s failed: %s", sample, error)
         await self.send(
             from_generator.SampleFailed(

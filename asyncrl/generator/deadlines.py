@@ -1,4 +1,4 @@
-"""The deadline of samples: `scheduler.sample_deadline_seconds`, biased, on request."""
+"""The optional, biased deadline of samples: `scheduler.sample_deadline_seconds`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from asyncrl.scheduler.config import SchedulerConfig
 
 
 class Deadlines:
-    """Ends samples whose generation takes too long with the tokens that they have.
+    """Ends samples whose generation takes too long, with the tokens that they have.
 
     A sample's time runs from its first token. Verification has no deadline: none of its tokens
     would be usable.
-
-    Args:
-        samples: in generation.
     """
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
 
     def end_overdue(self) -> None:
-        """Interrupt the samples that are past the deadline; they end with reason `deadline`."""
+        """Interrupt samples past the deadline; they end with reason `deadline`."""
         now = time.monotonic()
         for generation in self._samples.in_generation:
             started, seconds = generation.first_token_at, generation.deadline_seconds
@@ -33,14 +30,14 @@ class Deadlines:
                 self._samples.interrupt(generation)
 
     def extend(self, seconds: float) -> None:
-        """Give every sample so many more seconds: the engine was paused for that long."""
+        """Extend every sample's deadline by the time for which the engine was paused."""
         for generation in self._samples.in_generation:
             if generation.first_token_at is not None:
                 generation.first_token_at += seconds
 
 
 def deadline_warning(config: SchedulerConfig) -> str | None:
-    """The warning that a run with a deadline prints at its start; None without one."""
+    """Return the warning of a run with a deadline, if it has one."""
     seconds = config.sample_deadline_seconds
     if seconds is None:
         return None

@@ -1,4 +1,4 @@
-"""Deliveries: held samples go to the trainer and stay here until it has acknowledged them."""
+"""Delivers held samples to the trainer, and keeps them until it has acknowledged them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,18 @@ from asyncrl.wire.messages.frames import encode_trajectory
 
 
 class TrainerLines:
-    """One line to each rank.
-
-    Args:
-        lines: by rank, at least one.
-    """
+    """One connection to each rank of the trainer, by rank."""
 
     def __init__(self, lines: Sequence[Line[data.ToGeneratorData]]) -> None:
         self._lines = list(lines)
         self._receiving: dict[int, asyncio.Task[data.ToGeneratorData]] = {}
 
     def to(self, rank: int) -> Line[data.ToGeneratorData]:
-        """The line to a rank."""
+        """Return the connection to a rank."""
         return self._lines[rank]
 
     async def receive(self) -> data.ToGeneratorData:
-        """The next message of any rank. A call may be cancelled; no message is lost by that."""
+        """Receive the next message of any rank. Cancelling a call loses no message."""
         if len(self._lines) == 1:
             return await self._lines[0].receive()
         for rank, line in enumerate(self._lines):
@@ -51,36 +47,27 @@ class TrainerLines:
 logger = logging.getLogger("asyncrl.generator")
 
 RESEND_SECONDS = 10.0
-"""A delivery that is not acknowledged within this time is sent again; then after twice the time."""
+"""An unacknowledged delivery is resent after this time; then after twice the time."""
 
 
 @dataclass(slots=True)
 class _Unacknowledged:
-    """A delivery that the trainer has not acknowledged yet."""
-
     delivery: data.TrajectoryDelivery
     sent: float
-    """When it was last sent (monotonic seconds)."""
+    """Time of the last send, in monotonic seconds; `began` is that of the first."""
     began: float
-    """When it was first sent."""
     rank: int
-    """Of the trainer, that it is for."""
     times: int = 1
-    """How often it was sent."""
     patience: float = field(default_factory=lambda: RESEND_SECONDS)
-    """Seconds from then until it is sent again. They double each time: the socket keeps what it
-    cannot send, so what is sent to a trainer that does not read takes memory."""
+    """Seconds until it is resent, doubled each time: the socket keeps what it cannot send, so
+    messages to a trainer that does not read take memory."""
 
 
 class Deliveries:
-    """Sends samples to the trainer, again until each is acknowledged.
+    """Sends samples to the trainer until each is acknowledged.
 
-    Args:
-        held: finished samples by id; a delivered one is removed.
-        trainer: the lines to the trainer's ranks.
-        controller: is told of acknowledged and of failed samples.
-        records: count deliveries and record a few samples.
-        lenient_reuse: remembers what was delivered; None unless configured.
+    `held` has the finished samples by id; delivered ones are removed. Acknowledged and failed
+    samples are reported to the controller.
     """
 
     def __init__(
@@ -101,20 +88,19 @@ class Deliveries:
         self._unacknowledged: dict[SampleId, _Unacknowledged] = {}
         self._lineage = 0
         self.newest_step = -1
-        """The newest step for which something was delivered; -1: none."""
 
     @property
     def unacknowledged(self) -> int:
-        """Samples that were delivered and not acknowledged yet."""
+        """Number of delivered samples without acknowledgement."""
         return len(self._unacknowledged)
 
     def discard(self, samples: Sequence[SampleId]) -> None:
-        """Send these samples no more."""
+        """Stop sending these samples."""
         for sample in samples:
             self._unacknowledged.pop(sample, None)
 
     def rewind(self, lineage: int) -> None:
-        """Another trainer has replaced a lost one: forget what was sent to that one."""
+        """Forget what was sent to a lost trainer, which another one has replaced."""
         self._lineage, self.newest_step = lineage, -1
         self._unacknowledged.clear()
         if self._recorder is not None:
@@ -124,7 +110,7 @@ class Deliveries:
         """Send samples of one group once all their rewards are computed.
 
         If a sample cannot be delivered, the controller leaves its group out of the step. A command
-        from before a rewind is dropped, also while it waits for rewards: the sample stays here.
+        from before a rewind is dropped, even while it waits for rewards: the sample stays here.
         """
         ready: list[tuple[HeldSample, Reward]] = []
         for sample in command.samples:
@@ -146,7 +132,6 @@ class Deliveries:
                 self._send(held, reward, command)
 
     def _send(self, held: HeldSample, reward: Reward, command: to_generator.Deliver) -> None:
-        """Send a sample; those of a group travel together."""
         step = command.step
         line = self._trainer.to(command.rank)
         if command.data_address:
@@ -169,7 +154,7 @@ class Deliveries:
         line.send_soon(delivery)
 
     async def receive_answers(self) -> None:
-        """Report acknowledged samples and resend the others. Runs until it is cancelled."""
+        """Report acknowledged samples and resend the others, until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RESEND_SECONDS):

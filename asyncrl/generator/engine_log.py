@@ -1,7 +1,7 @@
-"""The log of a generator's engine, `RUN/engine/NAME.jsonl`: one line for each report.
+"""The log of a generator's engine, `RUN/engine/NAME.jsonl`: one line per report.
 
-The simulator fits its cost model to these lines (docs/simulation.md). Counters only grow within one
-process; the counters of a replaced generator start again at 0.
+The simulator fits its cost model to these lines (docs/simulation.md). Counters grow within one
+process; those of a replaced generator restart at 0.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ from asyncrl.wire.records.step import EngineStats
 
 
 class EngineRecord(msgspec.Struct, frozen=True):
-    """The state at one moment."""
+    """One line of the log."""
 
     time: float
-    """Seconds since 1970."""
+    """Unix seconds."""
     engine: EngineStats
-    """As in `GeneratorReport`."""
     rewards_waiting: int = 0
-    """Samples whose reward is not computed yet."""
     lengths: list[int] = []
     """Response lengths of the samples finished since the previous line."""
 
 
 class EngineLog:
-    """Writes the lines. Used by one event loop."""
+    """Writes the log. Used by one event loop."""
 
     def __init__(self, path: Path) -> None:
         self._writer = RetryingJsonlWriter(path)

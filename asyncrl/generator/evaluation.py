@@ -1,15 +1,15 @@
 """Held-out samples: generated, rewarded, reported and forgotten.
 
-Before and after training weights do not change, and a sample is generated under those installed.
-During training it must follow the policy of one version v from its first token on:
+Before and after training, weights do not change, and a sample is generated under the installed
+ones. During training it must follow the policy of one version v from its first token on:
 
     begun under earlier weights ──► v is installed: tokens verified, rest generated ──► reported
     (run-ahead, where tokens can        │
      be verified; else it waits)        └── a newer version is there: it is installed when the
                                             samples of v are finished, or dropped
 
-What becomes of a sample never depends on its length or its text: the samples of a round are all
-reported, or the round is given up (docs/decisions/0063).
+A sample's fate never depends on its length or its text: the samples of a round are all reported, or
+the round is given up (docs/decisions/0063).
 """
 
 from __future__ import annotations
@@ -30,32 +30,25 @@ from asyncrl.wire.messages import from_generator, to_generator
 from asyncrl.wire.messages.to_generator import FixedVersion
 
 AFTER_DUE = 2**31 - 1
-"""`GenerateRequest.order` of held-out samples that are due: after those of the step in training."""
+"""`GenerateRequest.order` of due held-out samples: after those of the step in training."""
 
 _PIECE_SECONDS = 0.5
-"""While an installation is held back, the time in which the run is not paused is counted so."""
+"""While an installation is held back, unpaused time is counted in pieces of this length."""
 
 
 @dataclass(slots=True, eq=False)
 class _HeldOut:
-    """A held-out sample of a run that trains."""
-
     round: int
     fixed: FixedVersion
     task: asyncio.Task[None] | None = None
     generation: SampleGeneration | None = None
-    """While it is generated or verified."""
 
 
 class Evaluation:
     """Generates held-out samples.
 
-    Args:
-        generator: of their tokens.
-        controller: is told of each.
-        version: of the weights that are installed; -1: they are no policy of the run.
-        compared: waits until these have been compared with the trainer's.
-        recorder: of samples that are shown; None: none is.
+    `version` is that of the installed weights, -1 if they are not a policy of the run. `compared`
+    waits until these have been compared with the trainer's.
     """
 
     def __init__(
@@ -75,19 +68,18 @@ class Evaluation:
         self._fixed: set[_HeldOut] = set()
         self._changed = asyncio.Event()
         self._held_seconds = 0.0
-        """How long weights were held back for the present round, up to `_holding_since`."""
         self._holding_since: float | None = None
-        """When they began to be, once more (monotonic seconds); None: they are not."""
+        """Monotonic seconds."""
 
     @property
     def running(self) -> int:
-        """Held-out samples in generation or with a reward worker, without those that wait."""
+        """Held-out samples in generation or being scored, without waiting ones."""
         waiting = sum(one.generation is None for one in self._fixed)
         return len(self._tasks) - waiting
 
     @property
     def in_generation(self) -> list[SampleGeneration]:
-        """Those of a run that trains; they give way to due samples, as run-ahead does."""
+        """Held-out samples of a training run; they yield to due samples, as run-ahead does."""
         return [one.generation for one in self._fixed if one.generation is not None]
 
     def start(self, command: to_generator.Evaluate, tasks: BackgroundTasks) -> asyncio.Task[None]:
@@ -110,7 +102,7 @@ class Evaluation:
         self._changed.set()
 
     async def abandon(self, round_number: int | None = None) -> None:
-        """Forget every held-out sample that is not reported, or those of one round."""
+        """Forget every unreported held-out sample, or those of one round."""
         tasks = (
             list(self._tasks)
             if round_number is None
@@ -121,7 +113,7 @@ class Evaluation:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def installed(self, version: int) -> None:
-        """Weights were installed: verify the samples that are due, drop those that are too late."""
+        """Verify the samples that new weights made due, and drop those that are too late."""
         self._changed.set()
         for one in list(self._fixed):
             if one not in self._fixed:
@@ -137,10 +129,7 @@ class Evaluation:
                 self._generator.interrupt(generation)
 
     async def finish_before(self, version: int, is_paused: Callable[[], bool]) -> None:
-        """Wait until this version may be installed: no sample of an earlier one is unfinished.
-
-        Samples that take longer than the round's `hold_seconds` are dropped, with their round.
-        """
+        """Wait until no sample of an earlier version is left; drop them after `hold_seconds`."""
         while unfinished := self._unfinished(version):
             present = self._version()
             left = min(one.fixed.hold_seconds for one in unfinished) - self._held_seconds
@@ -160,19 +149,17 @@ class Evaluation:
             self._held_seconds, self._holding_since = self._held_so_far(), None
 
     def _held_so_far(self) -> float:
-        """Seconds for which weights were held back for the present round."""
         since = self._holding_since
         return self._held_seconds + (0.0 if since is None else time.monotonic() - since)
 
     def _unfinished(self, version: int) -> list[_HeldOut]:
-        """Samples of the version that is installed, if that is older than this one."""
         present = self._version()
         if version <= present:
             return []
         return [one for one in self._fixed if one.fixed.policy_version == present]
 
     async def _miss(self, one: _HeldOut, reason: str) -> None:
-        """Give up the samples of this one's round, and say so once."""
+        """Give up the samples of this one's round, and report that once."""
         name = self._controller.generator
         await self._controller.send(
             from_generator.EvaluationMissed(name, one.round, f"{name} {reason}")
@@ -180,19 +167,13 @@ class Evaluation:
         await self.abandon(one.round)
 
     async def _evaluate(self, command: to_generator.Evaluate) -> None:
-        """Generate one held-out sample and report its reward.
-
-        Raises:
-            AsyncrlError: the reward failed.
-            EngineError: the engine failed or cannot serve the sample.
-        """
+        """Generate a held-out sample and report its reward. Raises AsyncrlError or EngineError."""
         held = await self._generator.generate(
             SampleGeneration(_id(command), command.prompt, command.seed, purpose="eval")
         )
         await self._report(command, held)
 
     async def _evaluate_fixed(self, command: to_generator.Evaluate, one: _HeldOut) -> None:
-        """Likewise, under one version. Raises as `_evaluate`."""
         target = one.fixed.policy_version
         if not one.fixed.ahead:
             await self._is_installed(target)
@@ -241,7 +222,6 @@ class Evaluation:
             one.generation = None
 
     async def _is_installed(self, version: int) -> None:
-        """Wait for this version. It ends by cancellation if it is never installed."""
         while self._version() < version:
             self._changed.clear()
             await self._changed.wait()

@@ -1,4 +1,4 @@
-"""Lenient reuse: rollouts of earlier epochs begin new ones by SPEC-RL's rule, biased, on request.
+"""Optional, biased reuse of earlier epochs' rollouts, by SPEC-RL's rule.
 
     reuse = LenientReuse.from_config(config.cache)  # None unless cache.reuse is lenient
     reuse.remember(trajectory)  # when it is delivered
@@ -9,12 +9,12 @@ prompt had when it was last trained on. Each token x is kept with probability mi
 where p is the current policy and q the one that drew x. The first rejected token is replaced by a
 draw from p, and generation continues from there (arXiv 2509.23232).
 
-Kept tokens carry p's log-probability and p's version, so their staleness is 0. They still do not
-follow p: the policy was trained on these very draws, the residual is missing, and l distorts the
-rest (docs/exactness.md).
+Kept tokens carry p's log-probability and version, so their staleness is 0. They still do not follow
+p: the policy was trained on these very draws, the residual is missing, and l distorts the rest
+(docs/exactness.md).
 
-Each generator remembers what it delivered itself, in memory. A sample that another generator
-generates in the next epoch, or that follows a resume, begins empty. That costs only speed.
+Each generator remembers in memory what it delivered. A sample that moves to another generator, or
+that follows a resume, begins empty, which costs only speed.
 """
 
 from __future__ import annotations
@@ -30,17 +30,15 @@ from asyncrl.rollout.trajectory import FloatArray, IntArray, KeptTokens, Traject
 TOKEN_BYTES = 8
 """Bytes of a remembered token: its id and its log-probability. The rule needs no top-K."""
 MAX_BYTES = 1 << 30
-"""Of what a generator remembers."""
 ENTRY_BYTES = 512
-"""Python's overhead for each remembered trajectory, rounded up; a test measures it."""
+"""Python's overhead per remembered trajectory, rounded up; a test measures it."""
 
 
 class LenientReuse:
     """Remembers the last trajectory of each sample of each prompt, within a memory budget.
 
-    Args:
-        lenience: l of the rule, > 0.
-        max_bytes: the budget, overheads included; the least recently used trajectory goes first.
+    `lenience` is l of the rule, > 0. The least recently used trajectory goes first; `max_bytes`
+    includes overheads.
     """
 
     def __init__(self, *, lenience: float, max_bytes: int) -> None:
@@ -48,13 +46,11 @@ class LenientReuse:
         self._max_bytes = max_bytes
         self._remembered: OrderedDict[tuple[str, int], tuple[IntArray, FloatArray]] = OrderedDict()
         self.nbytes = 0
-        """Memory in use, estimated with the two constants above."""
         self.dropped = 0
-        """Trajectories dropped to stay within the budget, those larger than the budget included."""
 
     @classmethod
     def from_config(cls, config: CacheConfig) -> Self | None:
-        """As configured; None by default, where earlier rollouts only serve as drafts."""
+        """Create it as configured; None by default, where earlier rollouts only serve as drafts."""
         if config.reuse != "lenient":
             return None
         return cls(lenience=config.lenience, max_bytes=MAX_BYTES)
@@ -63,10 +59,10 @@ class LenientReuse:
         return len(self._remembered)
 
     def remember(self, trajectory: Trajectory) -> None:
-        """Remember a trajectory in place of the previous one of this sample.
+        """Remember a trajectory instead of the previous one of this sample.
 
-        One with observed tokens is not remembered: the rule has no sense for them, and a new
-        environment would not answer as the old one did.
+        Those with observed tokens are skipped: the rule does not apply to them, and a new
+        environment would answer differently.
         """
         if trajectory.finish_reason == "abort":
             return
@@ -89,7 +85,7 @@ class LenientReuse:
             self.dropped += 1
 
     def tokens_to_verify(self, prompt_id: str, sample: int) -> KeptTokens | None:
-        """The tokens that this sample begins with; None if none are remembered."""
+        """Return the tokens that this sample begins with, if any are remembered."""
         found = self._remembered.get((prompt_id, sample))
         if found is None:
             return None
@@ -116,7 +112,7 @@ def _size(tokens: int) -> int:
 
 
 def lenient_warning(config: CacheConfig) -> str | None:
-    """The warning that a run with lenient reuse prints at its start; None for the default."""
+    """Return the warning of a run with lenient reuse, if configured."""
     if config.reuse != "lenient":
         return None
     return (

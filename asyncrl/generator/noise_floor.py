@@ -3,17 +3,15 @@
     noise_floor.consider(trajectory, tasks)  # whenever a sample has been generated to its end
     noise_floor.measured.share  # what verification rejects although nothing has changed
 
-A response that the present policy drew is submitted for verification under that same policy, as it
-would be after an update, and the verdict is dropped. With exact arithmetic every token would be
-accepted. What is rejected is lost at every real verification too.
+A response that the current policy drew is verified under that same policy, as it would be after an
+update, and the verdict is dropped. Exact arithmetic would accept every token; what is rejected is
+lost at every real verification, too.
 
 The measurement changes no sample. The request names no tree of the cache, so it is neither drafted
-from nor fed to it. Its random numbers are not used for anything else. It is not counted as
-verification, and what it draws after a rejection is dropped (the engine counts that as generated).
-It has the priority of run-ahead, so it never takes a slot that a due sample waits for, and its
-stream is ended after the verdict. At most one runs at a time, and one response in `every` is
-chosen, by its id: a choice by time would prefer short responses. Its cost is that of scoring this
-response once more. New weights end it.
+from nor fed to it; its random numbers have no other use; it is not counted as verification, and its
+stream ends after the verdict. It has the priority of run-ahead, so it never takes a slot that a due
+sample waits for. At most one runs at a time, and one response in `every` is chosen, by its id: a
+choice by time would prefer short responses. New weights end it.
 """
 
 from __future__ import annotations
@@ -33,22 +31,14 @@ from asyncrl.wire.records.noise_floor import NoiseFloor
 logger = logging.getLogger("asyncrl.generator")
 
 EVERY = 64
-"""One response in so many is verified again. Scoring a token costs no more than generating it, so
+"""One response in this many is verified again. Scoring a token costs no more than generating it, so
 this costs at most 1/64 of the engine's time."""
 _PRIORITY = 1
-"""Of the requests: after all due samples, like run-ahead for the next version."""
 _SECONDS = 60.0
-"""Longest time that a measurement waits for a slot and for its verdict."""
 
 
 class NoiseFloorProbe:
-    """Verifies some finished responses again and adds up what is rejected.
-
-    Args:
-        engine: draws and verifies.
-        sampling: of all samples; the seed is not used.
-        every: one response in so many is verified again; None: no response.
-    """
+    """Verifies one in `every` finished responses again and adds up rejections. None: off."""
 
     def __init__(self, engine: Engine, sampling: SamplingParams, every: int | None) -> None:
         self._engine = engine
@@ -57,19 +47,18 @@ class NoiseFloorProbe:
         self._task: asyncio.Task[None] | None = None
         self._held = False
         self.measured = NoiseFloor()
-        """Of this generator, since its start."""
 
     @property
     def running(self) -> bool:
-        """Whether a response is being verified again."""
+        """True while a response is being verified again."""
         return self._task is not None
 
     def consider(self, trajectory: VerifiableTrajectory, tasks: BackgroundTasks) -> None:
-        """Verify a finished sample again, concurrently, if it is chosen and fit for it.
+        """Verify a finished sample again, concurrently, if it is chosen and suitable.
 
-        It is fit if the installed policy drew or verified every token that is not observed, at
-        least one of them drawn, in one context. Later tokens of a policy that changed on the way
-        follow KV of older weights.
+        It is suitable if the installed policy drew or verified every unobserved token, drew at
+        least one, and all are in one context. If the policy changed on the way, later tokens follow
+        KV of older weights.
         """
         if self._held or self._task is not None or not self._is_chosen(trajectory.id):
             return
@@ -89,7 +78,7 @@ class NoiseFloorProbe:
             await asyncio.wait([self._task])
 
     def cancel(self) -> None:
-        """Drop the measurement that is running, if there is one."""
+        """Drop a running measurement."""
         if self._task is not None:
             self._task.cancel()
 
@@ -111,7 +100,7 @@ class NoiseFloorProbe:
     def _request(
         self, trajectory: VerifiableTrajectory, first: int, version: int
     ) -> GenerateRequest:
-        """Verify the tokens from the `first` on; tokens before it were verified when they came."""
+        """Request verification of the tokens from `first` on; earlier ones are verified already."""
         sample = trajectory.id
         observed = np.flatnonzero(~trajectory.trained[:first])
         return GenerateRequest(
@@ -140,7 +129,6 @@ class NoiseFloorProbe:
             self.measured += _compared(request.kept, verdict)
 
     async def _verdict(self, request: GenerateRequest) -> TokenChunk | None:
-        """The first chunk with tokens, which holds all accepted ones; None if there is none."""
         verdict = None
         async for chunk in self._engine.generate(request):
             if verdict is None and len(chunk.tokens):
@@ -151,7 +139,6 @@ class NoiseFloorProbe:
 
 
 def _compared(kept: KeptTokens, verdict: TokenChunk) -> NoiseFloor:
-    """What verification did to one response."""
     verified = np.flatnonzero(verdict.provenance == Provenance.VERIFIED)
     accepted, judged = len(verified), int((~kept.observed).sum())
     rejected = judged - accepted
@@ -167,6 +154,6 @@ def _compared(kept: KeptTokens, verdict: TokenChunk) -> NoiseFloor:
 
 
 def _hash(*parts: object) -> int:
-    """A 63-bit number; as a seed, no sample is drawn or judged with it."""
+    """63-bit hash, used as a seed of nothing else."""
     text = ":".join(str(part) for part in ("noise floor", *parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

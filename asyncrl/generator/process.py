@@ -2,23 +2,20 @@
 
 commands    consumes: commands of the controller. produces: calls of the collaborators below.
             waits for: the controller. bounded by: the scheduler's limit on work in flight.
-samples     consumes: token chunks. produces: held trajectories. (`generation`)
+samples     consumes: token chunks. produces: held trajectories. (`sample_runner`)
             waits for: the engine. bounded by: max_tokens, a deadline if one is set.
 deliveries  consumes: rewards, acknowledgements. produces: trajectories for the trainer, again
             if they are not acknowledged. (`deliveries`)
             waits for: reward workers, the trainer. bounded by: the timeout of rewards,
             RESEND_SECONDS.
-weights     consumes: published weights, the news that policies are gone with their trainer.
+weights     consumes: published weights, and rewinds to an earlier policy.
             produces: an engine with a new version, relabelled tokens.
             waits for: the engine's current step. (`weight_installs`)
-reports     consumes: counters. produces: `GeneratorReport`, metrics, the time line; preemption
+reports     consumes: counters. produces: `GeneratorReport`, metrics, the timeline; preemption
             and deadlines. waits for: the clock. bounded by: REPORT_SECONDS.
 
-A finished trajectory stays here until the trainer has acknowledged it. The controller is told only
-its length and its oldest version. So tokens cross the machine once, and a later decision can still
-have a finished sample verified or discarded.
-
-Preemption: run-ahead gives its slots back when due samples need them.
+A finished trajectory stays here until the trainer has acknowledged it; the controller receives only
+its length and oldest version. So a later decision can still verify or discard it.
 """
 
 from __future__ import annotations
@@ -62,15 +59,10 @@ def choose_preemptions(
     """Choose the run-ahead samples to interrupt so that due samples without a slot get one.
 
     Verification of a held sample mostly takes one engine step. Such samples therefore count as at
-    most a quarter of a large engine's slots and take turns in these.
+    most a quarter of a large engine's slots and take turns in these. With `kv_full`, due samples
+    wait for KV space, so free slots do not help.
 
-    Args:
-        generations: all samples that a generator is generating.
-        slots: of its engine.
-        kv_full: due samples wait for KV space, so free slots do not help.
-
-    Returns:
-        Samples in order: those of the latest steps first.
+    Returns the samples of the latest steps first.
     """
     waiting = [
         one
@@ -90,12 +82,7 @@ def choose_preemptions(
 class Preemption:
     """Interrupts run-ahead for due samples; it resumes when there are free slots.
 
-    Args:
-        engine: its slots and its KV space are shared out.
-        samples: in generation.
-        evaluation: held-out samples of a run that trains.
-        metrics: count the preemptions.
-        kv_limit: share of the KV space in use from which on waiting requests wait for KV space.
+    `kv_limit` is the share of KV space in use from which on waiting requests wait for KV space.
     """
 
     def __init__(
@@ -126,13 +113,7 @@ class Preemption:
 
 
 class Rescoring:
-    """Answers `Rescore`. The engine computes every position of these requests afresh.
-
-    Args:
-        engine: scores.
-        sampling: the run's.
-        controller: gets the answer.
-    """
+    """Answers `Rescore`. The engine recomputes every position of these requests."""
 
     def __init__(
         self, engine: Engine, sampling: SamplingParams, controller: ControllerLine
@@ -171,7 +152,7 @@ class Rescoring:
 
 REPORT_SECONDS = 0.5
 _NOTES_PER_REPORT = 10
-"""The time line must see when an engine runs out of work and when work comes back."""
+"""The timeline must see when an engine runs out of work and when work returns."""
 
 _Concurrent = to_generator.InstallWeights | to_generator.Deliver | to_generator.Rescore
 
@@ -179,17 +160,10 @@ _Concurrent = to_generator.InstallWeights | to_generator.Deliver | to_generator.
 class GeneratorProcess:
     """Dispatches commands to its collaborators and reports. Use once: `await process.run()`.
 
-    Args:
-        engine: started.
-        generator: generates samples with that engine.
-        controller: the line to the controller.
-        trainer: the line to the trainer, or to its rank 0.
-        records: where numbers and samples are recorded.
-        lenient_reuse: rollouts of earlier epochs, see `lenient_reuse`.
-        kv_limit: see `Preemption`.
-        stops_on_wrong_policy, starts_with_policy: see `weight_installs`.
-        here: see `unfinished_files`.
-        other_ranks: the lines to the trainer's ranks from 1 on.
+    `controller` and `trainer` (rank 0) are connections, as are `other_ranks` (from 1 on). `engine`
+    is started. The other arguments are those of `lenient_reuse`, `Preemption` (`kv_limit`),
+    `weight_installs` (`stops_on_wrong_policy`, `starts_with_policy`) and `unfinished_files`
+    (`here`).
     """
 
     def __init__(
@@ -247,7 +221,7 @@ class GeneratorProcess:
         self._one_install = asyncio.Lock()
 
     async def run(self, *, metrics_port: int | None) -> None:
-        """Serve until told to shut down. Raises the error that ended a loop or a task."""
+        """Serve until the shutdown command. Raises the error that ended a loop or a task."""
         await self._controller.send(
             from_generator.GeneratorReady(
                 self._controller.generator,
@@ -313,7 +287,6 @@ class GeneratorProcess:
         self.deliveries.discard(samples)
 
     def _start(self, command: _Concurrent) -> None:
-        """Carry out a command concurrently with those that follow it."""
         match command:
             case to_generator.InstallWeights():
                 self._generator.noise_floor.cancel()
@@ -332,7 +305,6 @@ class GeneratorProcess:
             await self._evaluation.abandon(command.round)
 
     async def _install(self, command: to_generator.InstallWeights) -> None:
-        """Install weights, after the held-out samples of the version before them."""
         version = command.manifest.policy_version
         async with self._one_install:
             await self._evaluation.finish_before(version, lambda: self._paused_at is not None)
@@ -340,13 +312,12 @@ class GeneratorProcess:
             await self._installs.install(command)
 
     async def _installed(self, version: int) -> None:
-        """A version is in use: held-out samples of it are due."""
         await self._evaluation.installed(version)
         if self._evaluation.in_generation:
             self._preemption.make_room()
 
     async def _deliver(self, command: to_generator.Deliver) -> None:
-        """Deliver no token of weights that are not known to be the trainer's."""
+        """Deliver, but no token of weights that are not known to be the trainer's."""
         await self._installs.compared()
         for group in {sample.group for sample in command.samples}:
             await self._unfinished.copied(group)
@@ -364,7 +335,7 @@ class GeneratorProcess:
         self._note()  # a verification may be over within the next engine step
 
     async def _rewind(self, command: to_generator.Rewind) -> None:
-        """Nothing else is dispatched meanwhile: later commands are of the new lineage."""
+        """Rewind, and dispatch nothing until it is done: later commands are of the new lineage."""
         self._generator.noise_floor.cancel()
         self.deliveries.rewind(command.lineage)
         await self._evaluation.abandon()
@@ -406,7 +377,6 @@ class GeneratorProcess:
             self.deadlines.end_overdue()
 
     def _note(self) -> None:
-        """Record the present state on the time line."""
         stats = self._engine.stats()
         generations = self.samples.needing_slots
         verifying = sum(one.awaits_verification for one in generations)

@@ -1,7 +1,4 @@
-"""What a generator reports: `GeneratorReport` for the controller, metrics, the engine's log.
-
-Records a few samples for the report, spread evenly over the run.
-"""
+"""A generator's reports: `GeneratorReport` for the controller, metrics, log, recorded samples."""
 
 from __future__ import annotations
 
@@ -28,9 +25,9 @@ from asyncrl.wire.messages.from_generator import GeneratorReport
 class SampleRecorder:
     """Writes one sample of every n-th step to `samples.jsonl`, with the history of each token.
 
-    The sample is chosen by its number, so every generator of a run knows it, and its text has no
-    influence: the first to be delivered would more often be a short one. A step whose chosen sample
-    is in a group that failed has no record. Of an evaluation the controller chooses, likewise.
+    The sample is chosen by its number, so every generator of a run knows it, and independently of
+    its text: the first one delivered would more often be short. If the chosen sample's group
+    failed, the step has no record. The controller chooses the sample of an evaluation, likewise.
     """
 
     def __init__(self, directory: Path, tokenizer: Any, config: RunConfig) -> None:
@@ -44,12 +41,12 @@ class SampleRecorder:
         self._labels = config.reward_labels
 
     def consider(self, held: HeldSample, *, reward: Reward, step: int) -> None:
-        """Record this sample if it is the chosen one of a step that is to be recorded."""
+        """Record this sample if it is the chosen one of a recorded step."""
         if step % self._every == 0 and self._is_chosen(held.trajectory.id, step):
             self._record(held, reward, step)
 
     def evaluated(self, held: HeldSample, *, reward: Reward, shown_of: str) -> None:
-        """Record a sample of an evaluation, of this set."""
+        """Record a sample of an evaluation of this set."""
         if self._is_on:
             self._record(held, reward, held.trajectory.oldest_version, shown_of)
 
@@ -83,7 +80,7 @@ class SampleRecorder:
         )
 
     def _is_chosen(self, sample: SampleId, step: int) -> bool:
-        """Whether a sample is recorded of this step: another place in group and step each time.
+        """Return True if this is a step's recorded sample: its place in group and step rotates.
 
         With dynamic sampling a step has other groups, so none or several may have this place.
         """
@@ -93,7 +90,7 @@ class SampleRecorder:
         return is_in_place and sample.sample == record % self._group_size
 
     def rewind(self) -> None:
-        """The run returned to an earlier step, and the controller rewrote the file."""
+        """Reopen the file: the run returned to an earlier step, and the controller rewrote it."""
         self._log.close()
         self._log = SampleLog(self._path)
 
@@ -104,29 +101,17 @@ class SampleRecorder:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorRecords:
-    """Where a generator records what it does."""
+    """Sinks of a generator's records."""
 
     metrics: GeneratorMetrics
     activity: Activity
-    """Its time line and the use of its slots."""
     engine_log: EngineLog | None = None
-    """A line for each report; None: not recorded."""
     samples: SampleRecorder | None = None
-    """A few whole samples for people to read; None: not recorded."""
     traces: SampleTraces | None = None
-    """Spans of traced groups; None: nothing is traced."""
 
 
 class GeneratorReports:
-    """Collects the counters of one generator.
-
-    Args:
-        name: of the generator.
-        engine: its engine.
-        generator: counts verified tokens; its rewards and its noise floor are reported too.
-        metrics: follow the counters.
-        log: gets a line for each report; None: no log.
-    """
+    """Collects the counters of one generator."""
 
     def __init__(
         self,
@@ -155,11 +140,9 @@ class GeneratorReports:
     ) -> GeneratorReport:
         """Update the metrics, log the counters and return them for the controller.
 
-        Args:
-            held: finished samples that were not delivered.
-            unacknowledged: samples that were delivered and not acknowledged yet.
-            due_wait: longest wait of a due sample for a slot, seconds.
-            in_environments: samples that wait for their environment.
+        `held` samples are finished and not delivered, `unacknowledged` ones delivered; `due_wait`
+        is the longest wait of a due sample for a slot, in seconds; `in_environments` wait for their
+        environment.
         """
         self._metrics.due_wait.set(due_wait)
         self._metrics.environment_waiting.set(in_environments)

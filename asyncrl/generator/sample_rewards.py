@@ -25,30 +25,30 @@ from asyncrl.wire.records.reward_counts import RewardCounts
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A sample's turns in words."""
+    """The text of a sample's turns."""
 
     response: str
-    """The policy's turns, one after the other."""
+    """The policy's turns, concatenated."""
     turns: list[dict[str, Any]]
-    """`role` ("assistant" or "environment"), `content` and `context`, the number of the context
-    (from 0) that the text is in. An observation that begins a context is its whole prompt."""
+    """`role` ("assistant" or "environment"), `content` and `context`, the number of the text's
+    context (from 0). An observation that begins a context is its whole prompt."""
     conversations: list[list[dict[str, Any]]]
-    """Of each context its chat messages, from the first to the policy's last turn in it."""
+    """Chat messages of each context, up to the policy's last turn in it."""
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What is added to the example."""
+        """Columns that are added to the example."""
         return {"turns": self.turns, "conversations": self.conversations}
 
 
 def exchange_of(
     trajectory: Trajectory, episode: Episode, decode: Callable[[list[int]], str]
 ) -> Exchange:
-    """A finished sample in words; `decode` leaves special tokens out.
+    """Decode a finished sample; `decode` leaves special tokens out.
 
-    The first and every other text is the policy's. A conversation has the messages that the
-    environment gave, and earlier turns as messages also where the chat template shortens them
-    (`environment.history: template`).
+    The first and every other text is the policy's. A conversation has the environment's messages,
+    and unshortened earlier turns even where the chat template shortens them (`environment.history:
+    template`).
     """
     runs = runs_of(trajectory.tokens, ~trajectory.trained)
     said = [decode(one.tolist()) for one in runs]
@@ -64,21 +64,13 @@ def exchange_of(
 
 
 def _up_to(turn: int, episode: Episode, said: Sequence[str]) -> list[dict[str, Any]]:
-    """The conversation that a turn (from 0) ends."""
     if turn < len(episode.turns):
         return [*episode.before(turn), episode.turns[turn].message]
     return [*episode.before(turn), {"role": "assistant", "content": said[2 * turn]}]
 
 
 class SampleRewards:
-    """Computes the rewards of samples in the reward workers.
-
-    Args:
-        pool: started reward workers.
-        decode: the text of response tokens.
-        metrics: gets the seconds of each reward.
-        environment: adds its reward; None: there is none.
-    """
+    """Computes the rewards of samples in the reward workers; `environment` adds its own."""
 
     def __init__(
         self,
@@ -95,12 +87,12 @@ class SampleRewards:
 
     @property
     def pending(self) -> int:
-        """Samples that wait for a reward worker or are with one."""
+        """Samples waiting for a reward worker or being scored."""
         return self._pool.waiting + self._pool.running
 
     @property
     def counts(self) -> RewardCounts:
-        """What went wrong so far, failures counted as zero included."""
+        """Failures so far, those counted as zero included."""
         counts = self._pool.counts
         if self._environment is None or not self._environment.failures:
             return counts
@@ -131,9 +123,9 @@ class SampleRewards:
     async def _score_episode(
         self, prompt: PromptPayload, trajectory: Trajectory, episode: Episode
     ) -> Reward:
-        """The functions' terms and the environment's; 0 if the environment has failed.
+        """Add the functions' terms and the environment's; 0 if the environment failed.
 
-        Functions get the text of the policy's turns, one after the other, and the whole exchange as
+        Functions get the concatenated text of the policy's turns, and the whole exchange as
         `example["turns"]` and `example["conversations"]`.
         """
         pool = self._environment
@@ -162,6 +154,6 @@ class SampleRewards:
         return Reward(value, (*functions.terms, earned))
 
     def close(self) -> None:
-        """Cancel the rewards that are being computed."""
+        """Cancel the running rewards."""
         for task in self._tasks:
             task.cancel()

@@ -18,22 +18,16 @@ from asyncrl.wire.records.environment_counts import EnvironmentCounts
 from asyncrl.wire.records.step import TokenCounts
 
 _MAX_ENGINE_ABORTS = 8
-"""How often an engine may end a sample without being asked to before that is an error."""
+"""Unrequested aborts by the engine per sample, beyond which it is an error."""
 
 _INTERRUPT_SECONDS = 60.0
-"""Longest wait for an engine to end interrupted requests."""
 
 
 class SampleGenerator:
     """Generates samples with an engine, in as many attempts as each needs.
 
-    Args:
-        engine: draws the tokens.
-        rewards: computes the rewards of finished samples.
-        sampling: of every request; the seed is the sample's.
-        noise_floor_every: see `noise_floor`; None: it is not measured.
-        traces: of training samples; None: nothing is traced.
-        episodes: answer the turns of samples; None: a sample is one turn.
+    `sampling` is that of every request, except the seed, which is the sample's. Without `episodes`
+    a sample is one turn. `noise_floor_every` is None if that is not measured.
     """
 
     def __init__(
@@ -50,7 +44,6 @@ class SampleGenerator:
         self._episodes = episodes
         self._traces = traces
         self.sampling = sampling
-        """Of every request; the seed is the sample's."""
         self._attempts_allowed = _event_that_is_set()
         self._engine_unpaused = _event_that_is_set()
         self._attempts = 0
@@ -63,17 +56,17 @@ class SampleGenerator:
 
     @property
     def tokens(self) -> TokenCounts:
-        """What only the generator can count: `verified`, `rejected` and `outside_top_k`."""
+        """Counts that only the generator has: `verified`, `rejected` and `outside_top_k`."""
         return self._verified + TokenCounts(outside_top_k=self._outside_top_k)
 
     @property
     def environment(self) -> EnvironmentCounts:
-        """What was done with environments."""
+        """Counts of environments."""
         return EnvironmentCounts() if self._episodes is None else self._episodes.counts
 
     @property
     def held_out_in_environments(self) -> int:
-        """Held-out samples whose environment has to answer before they need a slot."""
+        """Held-out samples that wait for their environment before they need a slot."""
         return sum(one.waits_for_environment for one in self._held_out.values())
 
     def hold_attempts(self) -> None:
@@ -85,11 +78,7 @@ class SampleGenerator:
         self._attempts_allowed.set()
 
     async def attempts_ended(self) -> None:
-        """Wait until no attempt at a training sample is running. Interrupt them all before.
-
-        Raises:
-            EngineError: the engine did not end its requests.
-        """
+        """Interrupt all attempts at training samples and wait for their end. Raises EngineError."""
         try:
             async with asyncio.timeout(_INTERRUPT_SECONDS):
                 await self._no_attempt.wait()
@@ -99,7 +88,6 @@ class SampleGenerator:
             ) from error
 
     async def _attempt_is_allowed(self, generation: SampleGeneration) -> None:
-        """Wait until the next attempt may begin."""
         while True:
             while not self._attempts_allowed.is_set():
                 await self._attempts_allowed.wait()
@@ -108,7 +96,7 @@ class SampleGenerator:
             await self._engine_unpaused.wait()
 
     def set_engine_paused(self, paused: bool) -> None:
-        """Tell whether the engine is paused: a paused engine may be unable to verify."""
+        """Set whether the engine is paused: a paused engine may be unable to verify."""
         if paused:
             self._engine_unpaused.clear()
             self.noise_floor.hold()
@@ -117,7 +105,7 @@ class SampleGenerator:
             self.noise_floor.allow()
 
     def interrupt(self, generation: SampleGeneration) -> None:
-        """End the running attempt, if there is one; `end_attempt` says what follows."""
+        """End the running attempt, if there is one; `end_attempt` decides what follows."""
         if generation.request_id is not None and not generation.interrupting:
             generation.interrupting = True
             self._engine.interrupt(generation.request_id)
@@ -125,15 +113,13 @@ class SampleGenerator:
                 generation.trace.interrupt()
         answering = generation.answering
         if answering is not None and (generation.expired or generation.will_start_over):
-            answering.cancel()  # what it says is not used
+            answering.cancel()  # its answer is not used
 
     async def generate(self, generation: SampleGeneration) -> HeldSample:
         """Generate all tokens of a sample; its reward is computed after this returns.
 
-        Raises:
-            RequestError: the engine cannot serve the sample.
-            EngineError: the engine failed or was closed.
-            EnvironmentFailed: the environment failed, and `rewards.on_error` is `stop`.
+        Raises RequestError if the engine cannot serve the sample; EngineError if it failed or was
+        closed; EnvironmentFailed if `rewards.on_error` is `stop`.
         """
         if generation.purpose == "eval":
             self._held_out[id(generation)] = generation
@@ -154,7 +140,7 @@ class SampleGenerator:
             await self._open(generation)
             generation.begin_pending_verification()
             await self._attempt_is_allowed(generation)
-            generation.begin_pending_verification()  # one may have been requested meanwhile
+            generation.begin_pending_verification()  # one may have been requested by now
             if _must_open(generation):
                 continue  # it starts over
             if generation.is_overdue:
@@ -186,8 +172,8 @@ class SampleGenerator:
     async def _begin(self, generation: SampleGeneration) -> None:
         """Open the environment; drop tokens to verify if it could not go back to any turn.
 
-        That is decided before a token is looked at. What an environment has said before the run was
-        resumed is known only if it says the same again.
+        This is decided before a token is looked at. An environment's words from before a resume are
+        known only if it repeats them.
         """
         if self._episodes is None:
             return
@@ -199,12 +185,11 @@ class SampleGenerator:
         if episode is None or generation.tokens_to_verify is None:
             return
         if is_new and episode.failed:
-            generation.tokens_to_verify = None  # they followed what it said before
+            generation.tokens_to_verify = None  # they followed its earlier answers
         elif not (episode.traits.replay == "deterministic" if is_new else episode.goes_back):
             generation.start_over()
 
     async def _open(self, generation: SampleGeneration) -> None:
-        """Open the environment, if the sample begins or begins again."""
         if self._episodes is None or not _must_open(generation):
             return
         _end_session(self._engine, generation)
@@ -218,7 +203,7 @@ class SampleGenerator:
     async def _answer(
         self, episodes: Episodes, generation: SampleGeneration, end: FinishReason | None
     ) -> FinishReason | None:
-        """Have the environment answer the turn that has ended; how the sample ends, if it does."""
+        """Let the environment answer the ended turn; return how the sample ends, if it does."""
         cut_off = None if generation.turn_has_ended(end, self.sampling.max_tokens) else end
         episode = generation.episode
         if cut_off is not None and (
@@ -234,11 +219,10 @@ class SampleGenerator:
         finally:
             generation.answering = None
         if end == "deadline" and generation.episode is not None:
-            generation.episode.close()  # it is answering still
+            generation.episode.close()  # it is still answering
         return None if end is None else generation.end_attempt(end)
 
     async def _attempt(self, generation: SampleGeneration) -> FinishReason:
-        """Serve one request to its end and append its tokens as they come."""
         request = generation.next_request(self.sampling)
         generation.request_id, generation.interrupting = request.request_id, False
         generation.requested_at = time.monotonic()
@@ -276,7 +260,6 @@ class SampleGenerator:
 
 
 def _check_aborts(generation: SampleGeneration, count: int) -> None:
-    """Raise EngineError if the engine ended a sample's requests too often by itself."""
     if count > _MAX_ENGINE_ABORTS:
         raise EngineError(
             f"sample {generation.sample}: the engine aborted its request {count} times without "
@@ -291,12 +274,11 @@ def _event_that_is_set() -> asyncio.Event:
 
 
 def _must_open(generation: SampleGeneration) -> bool:
-    """Whether its environment must be opened before a token is drawn."""
     episode = generation.episode
     return episode is not None and not episode.opened and not episode.failed
 
 
 def _end_session(engine: Engine, generation: SampleGeneration) -> None:
-    """No turn follows what the sample has said so far: the engine may forget it."""
+    """Let the engine forget the sample's turns: none follows them."""
     if session := session_of(generation):
         engine.end_session(session)

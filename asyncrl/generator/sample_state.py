@@ -6,16 +6,15 @@
                  └───── resumed ◄────────────────────┘
 
 With an environment, an attempt that ends by `stop` ends a turn. The environment answers while the
-sample has no slot, and the next attempt follows its answer (`episodes`).
+sample has no slot, and the next attempt follows its answer (`turns.environment_turns`).
 
-Each attempt is one request to the engine. An interrupted sample resumes from the tokens that it
-has. They are a prefix where they stay as they are (its slot was needed, or its KV is rebuilt), and
-tokens to verify where they are too old.
+Each attempt is one request to the engine. An interrupted sample resumes from its tokens. They are a
+prefix if they stay valid (its slot was needed, or its KV is rebuilt), and tokens to verify if they
+are too old.
 
-The place where an attempt is interrupted must not depend on the tokens that would have followed.
-Closing the engine's stream would violate that: it loses the tokens that were drawn and not reported
-yet, and an engine reports early when it draws a stop token. `Engine.interrupt` instead ends the
-stream with every token that was drawn (docs/decisions/0011).
+The place of an interruption must not depend on the tokens that would have followed. Closing the
+engine's stream loses drawn tokens, and an engine reports early when it draws a stop token. So
+`Engine.interrupt` ends the stream with every drawn token (docs/decisions/0011).
 """
 
 from __future__ import annotations
@@ -51,19 +50,16 @@ class HeldSample:
     trajectory: VerifiableTrajectory
     prompt: PromptPayload
     reward: asyncio.Task[Reward]
-    """Computed after the sample has left its slot; raises AsyncrlError."""
     deadline_seconds: float | None = None
-    """That it has if it is generated on."""
     episode: Episode | None = None
-    """What it and its environment have said; None: it has no environment."""
 
     def close(self) -> None:
-        """It will not be verified any more: end its environment."""
+        """End its environment: it will not be verified any more."""
         if self.episode is not None:
             self.episode.close()
 
     def without_versions_after(self, version: int) -> HeldSample:
-        """The same sample, now that the policies of later versions are gone."""
+        """The same sample without later versions, whose policies are gone."""
         trajectory = self.trajectory.without_versions_after(version)
         return self if trajectory is self.trajectory else replace(self, trajectory=trajectory)
 
@@ -77,56 +73,45 @@ class PendingVerification(NamedTuple):
 
 @dataclass(slots=True)
 class SampleGeneration:
-    """The state of one sample in generation; see the diagram of this module. It does no I/O."""
+    """The state of one sample in generation; see the module's diagram. It does no I/O."""
 
     sample: SampleId
     prompt: PromptPayload
     seed: int
-    """Of the next attempts. A verification brings a seed with which none of the tokens to verify
-    was drawn."""
+    """Seed of the next attempts. A verification brings a seed with which none of its tokens was
+    drawn."""
     priority: int = 0
     """0: due. Greater: run-ahead, for that much later steps."""
     tokens_to_verify: KeptTokens | None = None
-    """Earlier tokens that are verified before any new token is drawn."""
     min_version: int = -1
     """Verification was requested under weights of at least this version; -1: never."""
     previously_held: HeldSample | None = None
-    """The sample as it was before this verification. Its reward holds if no token changes."""
+    """The sample before this verification. Its reward holds if no token changes."""
     deadline_seconds: float | None = None
-    """Longest time from its first token on (`deadlines`); None: there is none."""
     purpose: str = "train"
-    """Prefix of the request ids."""
     order: int = 0
-    """`GenerateRequest.order`, unless it is trained on: then its group is."""
+    """`GenerateRequest.order` of an untrained sample; a trained one has its group's."""
     lineage: int = 0
-    """Of the trainer that it was last rewound for."""
+    """Lineage of the trainer for which it was last rewound."""
     builder: TrajectoryBuilder = None  # type: ignore[assignment]  # set below
-    """The tokens so far."""
     pending_verification: PendingVerification | None = None
     request_id: str | None = None
-    """The engine's request, while an attempt is running."""
     interrupting: bool = False
-    """The running attempt was told to end."""
     has_slot: bool = False
-    """The running attempt has reported a token, as engines do in the first steps of a request."""
+    """True once the running attempt has reported a token, which engines do in a request's first
+    steps."""
     requested_at: float = 0.0
-    """When the running attempt was requested, in monotonic seconds."""
+    """Monotonic seconds, as `first_token_at`."""
     first_token_at: float | None = None
-    """When the first token came, in monotonic seconds."""
     expired: bool = False
-    """Its deadline has passed: it ends with the tokens that it has."""
+    """True if its deadline has passed: it ends with its current tokens."""
     attempts: int = 0
-    """Attempts since the last verification began."""
     trace: AttemptTrace | None = None
-    """Of the running attempt, if its group is traced."""
     environment_seed: int | None = None
-    """Its environment's seed follows from this; None: from `seed`."""
+    """`seed` by default."""
     episode: Episode | None = None
-    """What it and its environment have said; None: it has not begun, or has no environment."""
     answering: asyncio.Task[FinishReason | None] | None = None
-    """While its environment answers a turn."""
     opening: bool = False
-    """Its environment is being made."""
 
     def __post_init__(self) -> None:
         if self.environment_seed is None:
@@ -134,7 +119,7 @@ class SampleGeneration:
         self.clear_tokens()
 
     def clear_tokens(self) -> None:
-        """Begin with no token, after the prompt that its environment has given, if it has."""
+        """Begin without tokens, after its environment's prompt if there is one."""
         prompt = decode_tokens(self.prompt.tokens)
         if self.episode is not None and len(self.episode.prompt):
             prompt = self.episode.prompt
@@ -142,15 +127,15 @@ class SampleGeneration:
 
     @property
     def waits_for_environment(self) -> bool:
-        """Whether it needs no slot now, because its environment has to answer first."""
+        """True if it needs no slot now, because its environment has to answer first."""
         return self.answering is not None or self.opening
 
     @property
     def will_start_over(self) -> bool:
-        """Whether the verification that was requested drops all tokens, whatever they are.
+        """True if the requested verification drops all tokens, whatever they are.
 
-        So for environments that can never go back, and for nobody else: to ask one that goes back
-        again would prefer answers that come quickly (docs/decisions/0087).
+        This applies only to environments that can never go back: asking one again that can would
+        prefer answers that come quickly (docs/decisions/0087).
         """
         pending, episode = self.pending_verification, self.episode
         if pending is None or episode is None:
@@ -159,15 +144,15 @@ class SampleGeneration:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether its deadline passed between two attempts: it ends with the tokens it has."""
+        """True if its deadline passed between two attempts: it ends with its current tokens."""
         return self.expired and len(self.builder) > 0 and not self.awaits_verification
 
     def start_over(self) -> None:
         """Drop all tokens, to be generated anew with another session of the environment.
 
-        The seed stays. A verification brings another one; what was lost with a process is drawn
-        with the same numbers again, since others would be rarer in long samples than in short ones
-        (docs/decisions/0082).
+        The seed stays. A verification brings another one; what was lost with a process is redrawn
+        with the same numbers, since losses would otherwise redraw long samples more often than
+        short ones (docs/decisions/0082).
         """
         self.tokens_to_verify = self.previously_held = None
         self.first_token_at, self.expired = None, False
@@ -177,23 +162,22 @@ class SampleGeneration:
 
     @property
     def keeps_slot(self) -> bool:
-        """Whether the running attempt has a slot that it was not told to give back."""
+        """True if the running attempt has a slot and was not interrupted."""
         return self.has_slot and not self.interrupting
 
     @property
     def awaits_verification(self) -> bool:
-        """Whether its next request is to verify tokens."""
+        """True if its next request verifies tokens."""
         verification = self._verification
         return self.pending_verification is not None or (
             verification is not None and verification.to_verify_now() is not None
         )
 
     def request_verification(self, seed: int, min_version: int) -> bool:
-        """The sample is due: have its tokens verified if any is older than `min_version`.
+        """Verify the tokens of a due sample if any is older than `min_version`.
 
-        Returns:
-            Whether the running attempt must be interrupted: because its tokens are too old, or
-            because it waits for a slot with the low priority of run-ahead.
+        Returns True if the running attempt must be interrupted: its tokens are too old, or it waits
+        for a slot with the low priority of run-ahead.
         """
         if self.min_version >= min_version:
             return False
@@ -208,12 +192,12 @@ class SampleGeneration:
         return False
 
     def _is_outdated(self, min_version: int) -> bool:
-        """Whether its oldest token is older than this version, or it has no token."""
+        """Return True if its oldest token is older than this version, or it has no token."""
         oldest = self.builder.oldest_version
         return oldest is None or oldest < min_version
 
     def begin_pending_verification(self) -> None:
-        """Before an attempt: turn the tokens into tokens to verify, if that was requested."""
+        """Turn the tokens into tokens to verify before an attempt, if that was requested."""
         if self.pending_verification is None:
             return
         (seed, min_version), self.pending_verification = self.pending_verification, None
@@ -230,7 +214,7 @@ class SampleGeneration:
             self.clear_tokens()
 
     def unfinished(self) -> KeptTokens | None:
-        """Between two attempts: the tokens to verify if the run is resumed; None if none."""
+        """The tokens to verify if the run is resumed, if any. Call it between two attempts."""
         if len(self.builder):
             return self._all_kept()
         kept = self.tokens_to_verify
@@ -248,11 +232,11 @@ class SampleGeneration:
         return None if kept is None else Verification(kept, self.builder)
 
     def rewind(self, version: int, lineage: int, *, versions_gone: int) -> None:
-        """Between two attempts: the policies after this version are gone.
+        """Forget the policies after this version. Call it between two attempts.
 
-        Its tokens stay, and so does its seed: it continues where it was, with random numbers of
-        places that it has not reached yet. What was verified under a policy that is gone is
-        verified again when it is due, with another seed.
+        Its tokens and seed stay: it continues with random numbers of positions that it has not
+        reached yet. Tokens verified under a forgotten policy are verified again when it is due,
+        with another seed.
         """
         self.builder.forget_versions_after(version)
         if self.previously_held is not None:
@@ -262,7 +246,7 @@ class SampleGeneration:
         self.lineage = lineage
 
     def next_request(self, sampling: SamplingParams) -> GenerateRequest:
-        """The engine request of the next attempt, after the tokens that there are."""
+        """Build the engine request of the next attempt, after the current tokens."""
         name = f"{self.purpose}-{self.sample}"
         if self.min_version >= 0:
             name += f"-v{self.min_version}"
@@ -292,29 +276,28 @@ class SampleGeneration:
         return request
 
     def _last_token(self, max_tokens: int) -> int:
-        """The length that the context's response may have at the end of this turn."""
         builder, room = self.builder, self._room(max_tokens)
         limit = None if self.episode is None else self.episode.max_turn_tokens
         began = builder.turn_start - builder.context_start
         return room if limit is None else min(room, began + limit)
 
     def _room(self, max_tokens: int) -> int:
-        """The length that the context's response may have: a longer prompt leaves less."""
+        """Length limit of the context's response: a longer prompt leaves less."""
         begun = len(self.builder) - self.builder.context_start
         return max(1, max_tokens - self.builder.used_tokens + begun)
 
     def turn_has_ended(self, end: FinishReason | None, max_tokens: int) -> bool:
-        """Whether an attempt's end is one of a turn: a stop, or the limit of this turn alone."""
+        """Return True if an attempt's end is a turn's: a stop, or the limit of this turn alone."""
         if end != "length":
             return end == "stop"
         length = len(self.builder) - self.builder.context_start
         return length == self._last_token(max_tokens) < self._room(max_tokens)
 
     def end_attempt(self, reason: FinishReason) -> FinishReason | None:
-        """How the sample ends now that an attempt has ended; None if another attempt follows.
+        """Return how the sample ends with this attempt; None if another attempt follows.
 
-        The attempt may have drawn its stop token while a verification was requested. If no token
-        is too old, that is the sample's end: another attempt would continue after the stop token.
+        The attempt may have drawn its stop token while a verification was requested. If no token is
+        too old, that is the sample's end: another attempt would continue after the stop token.
         """
         pending = self.pending_verification
         if pending is not None and self._is_outdated(pending.min_version):
@@ -327,8 +310,8 @@ class SampleGeneration:
     def known_reward(self, trajectory: Trajectory) -> asyncio.Task[Reward] | None:
         """The reward of the sample before its verification, if that changed nothing.
 
-        A sample that a deadline has ended while its environment was answering may end otherwise
-        now, with the same tokens and another reward.
+        A sample that a deadline ended while its environment was answering may now end otherwise,
+        with the same tokens and another reward.
         """
         before = self.previously_held
         if before is None or before.trajectory.finish_reason != trajectory.finish_reason:
@@ -337,7 +320,7 @@ class SampleGeneration:
         return before.reward if same else None
 
     def verification_counts(self) -> TokenCounts:
-        """How many tokens a request has verified and rejected; 0 if none was judged."""
+        """Count the tokens that a request verified and rejected; 0 if none was judged."""
         verification = self._verification
         if verification is None or len(self.builder) == self.builder.context_start:
             return TokenCounts()
@@ -346,5 +329,5 @@ class SampleGeneration:
 
 
 def session_of(generation: SampleGeneration) -> str:
-    """`GenerateRequest.session` of its turns; "": it has only one."""
+    """`GenerateRequest.session` of its turns; "" if it has only one."""
     return "" if generation.episode is None else f"{generation.purpose}-{generation.sample}"

@@ -22,12 +22,8 @@ from asyncrl.wire.messages.frames import digest_of, encode_trajectory
 class Samples:
     """Starts, verifies, interrupts and discards samples, and holds the finished ones.
 
-    Args:
-        generator: generates them.
-        controller: is told of each sample that is finished or failed.
-        reports: count the finished samples.
-        tasks: run the generation of each sample.
-        lenient_reuse: rollouts of earlier epochs to begin with; None unless configured.
+    Finished and failed samples are reported to the controller. `lenient_reuse` provides rollouts of
+    earlier epochs to begin with, if configured.
     """
 
     def __init__(
@@ -39,7 +35,7 @@ class Samples:
         lenient_reuse: LenientReuse | None,
     ) -> None:
         self.tells_rewards = False
-        """Whether the controller is told of each reward (dynamic sampling)."""
+        """True if rewards are reported to the controller (dynamic sampling)."""
         self._generator = generator
         self._controller = controller
         self._reports = reports
@@ -48,25 +44,24 @@ class Samples:
         self._generating: dict[SampleId, tuple[SampleGeneration, asyncio.Task[None]]] = {}
         self._lineage = 0
         self.held: dict[SampleId, HeldSample] = {}
-        """Finished and not delivered, by id."""
 
     @property
     def in_generation(self) -> list[SampleGeneration]:
-        """All samples that are not finished."""
+        """All unfinished samples."""
         return [generation for generation, _ in self._generating.values()]
 
     @property
     def needing_slots(self) -> list[SampleGeneration]:
-        """Those that have a slot or wait for one, and for no environment."""
+        """Samples that have a slot or wait for one."""
         return [one for one in self.in_generation if not one.waits_for_environment]
 
     @property
     def in_environments(self) -> int:
-        """Samples whose environment has to answer before they need a slot."""
+        """Samples that wait for their environment before they need a slot."""
         return len(self._generating) - len(self.needing_slots)
 
     def longest_due_wait(self, now: float) -> float:
-        """Seconds for which a due sample has been waiting for its first token; 0 if none is."""
+        """Longest wait of a due sample for its first token, in seconds; 0 if none waits."""
         waits = (
             now - one.requested_at
             for one in self.in_generation
@@ -75,12 +70,7 @@ class Samples:
         return max(waits, default=0.0)
 
     def generate(self, command: to_generator.Generate, restored: KeptTokens | None) -> None:
-        """Start to generate a sample, unless it is known already.
-
-        Args:
-            command: the sample.
-            restored: its tokens from before the run was resumed.
-        """
+        """Start a sample unless it is known; `restored` are its tokens from before a resume."""
         sample, prompt = command.sample, command.prompt
         if sample in self._generating or sample in self.held:
             return
@@ -95,7 +85,7 @@ class Samples:
         self._start(generation)
 
     async def verify(self, sample: SampleId, seed: int, min_version: int) -> None:
-        """Have the tokens of a sample verified, if any is older than `min_version`.
+        """Verify the tokens of a sample, if any is older than `min_version`.
 
         A held sample that needs no verification is reported once more.
         """
@@ -127,18 +117,16 @@ class Samples:
         self._generator.interrupt(generation)
 
     def interrupt_all(self) -> None:
-        """Interrupt every sample; none is resumed before `resume_all`."""
+        """Interrupt every sample; none resumes before `resume_all`."""
         self._generator.hold_attempts()
         for generation in self.in_generation:
             self.interrupt(generation)
 
     async def rewind(self, version: int, lineage: int, *, newest: int) -> None:
-        """The policies after this version are gone. No sample is resumed before `resume_all`.
+        """Forget the policies after this version. No sample resumes before `resume_all`.
 
-        Args:
-            version: the last one that is not gone.
-            lineage: of the trainer that continues from it.
-            newest: version of the engine's weights.
+        `lineage` is the trainer's that continues from it; `newest` is the version of the engine's
+        weights.
         """
         self.interrupt_all()
         await self._generator.attempts_ended()
@@ -154,14 +142,11 @@ class Samples:
         """Interrupt all samples, and copy the tokens of those that are wanted.
 
         Tokens are copied after an interruption because an engine reports the end of an answer
-        earlier than other tokens: that no end is reported would tell something of the tokens that
-        follow (docs/decisions/0011). No sample is resumed before `resume_all`.
+        earlier than other tokens: an unreported end would reveal something of the tokens that
+        follow (docs/decisions/0011). No sample resumes before `resume_all`.
 
-        Returns:
-            Each sample that has tokens, finished or not, with the id of its prompt.
-
-        Raises:
-            EngineError: the engine did not end its requests.
+        Returns each sample that has tokens, finished or not, with the id of its prompt. Raises
+        EngineError if the engine did not end its requests.
         """
         self.interrupt_all()
         await self._generator.attempts_ended()
@@ -211,7 +196,6 @@ class Samples:
             self._tasks.start(self._tell_reward(held, digest, urgent=urgent))
 
     async def _tell_reward(self, held: HeldSample, digest: bytes, *, urgent: bool) -> None:
-        """Tell the reward of a reported sample once it is known, if the sample is still held."""
         sample = held.trajectory.id
         try:
             reward = await asyncio.shield(held.reward)
@@ -233,7 +217,6 @@ class Samples:
         self._generating[generation.sample] = generation, task
 
     async def _run(self, generation: SampleGeneration) -> None:
-        """Generate one sample, hold it and report it."""
         sample = generation.sample
         try:
             held = await self._generator.generate(generation)

@@ -1,4 +1,4 @@
-"""What a generator does with samples of traced groups, as spans: attempts, rewards, deliveries."""
+"""Spans of traced groups' samples in a generator: attempts, rewards, deliveries."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AttemptTrace:
             self._attributes["asyncrl.finish_reason"] = chunk.finish_reason
 
     def interrupt(self) -> None:
-        """Note that it was told to end."""
+        """Note its interruption."""
         self._note("interrupt")
 
     def end(self) -> None:
@@ -64,23 +64,19 @@ class AttemptTrace:
 
 
 class SampleTraces:
-    """Spans of one generator.
-
-    Args:
-        tracer: of the process.
-    """
+    """Spans of one generator."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
     def attempt(self, sample: SampleId, request: GenerateRequest) -> AttemptTrace | None:
-        """An attempt begins; None if its group is not traced."""
+        """Begin the trace of an attempt, if its group is traced."""
         if not self._tracer.is_traced(sample.group):
             return None
         return AttemptTrace(self._tracer, sample, request)
 
     def rewarding(self, sample: SampleId, reward: asyncio.Task[Reward]) -> None:
-        """The reward of a sample begins to be computed."""
+        """Trace the computation of a sample's reward."""
         if not self._tracer.is_traced(sample.group):
             return
         began = self._tracer.now()
@@ -99,14 +95,7 @@ class SampleTraces:
         reward.add_done_callback(record)
 
     def delivered(self, sample: SampleId, began: float, *, step: int, times: int) -> None:
-        """The trainer has acknowledged a sample.
-
-        Args:
-            sample: which.
-            began: when it was first sent (monotonic seconds).
-            step: for which step.
-            times: how often it was sent.
-        """
+        """Trace an acknowledged delivery, `began` at its first sending (monotonic seconds)."""
         if self._tracer.is_traced(sample.group):
             more: dict[str, Value] = {"asyncrl.step": step, "asyncrl.times_sent": times}
             self._tracer.of_sample("deliver", sample, began, self._tracer.now(), more)

@@ -50,7 +50,7 @@ from asyncrl.wire.transport.refusals import Refusals
 
 
 async def run_generator(spec: GeneratorSpec, keys: GeneratorKeys) -> None:
-    """Start the configured engine and reward workers, and generate until told to shut down."""
+    """Start the configured engine and reward workers, and generate until the shutdown command."""
     async with bring_up(spec, keys, to_generator.ToGenerator, GeneratorMetrics, _failure) as child:
         check_given_gpus(spec)
         config, closing = child.config, child.closing
@@ -143,7 +143,6 @@ async def run_generator(spec: GeneratorSpec, keys: GeneratorKeys) -> None:
 
 
 def _engine_config(config: RunConfig, number: int) -> EngineConfig:
-    """Of one generator, with room for an adapter that is served apart from the model."""
     engine, lora = config.engine.of_generator(number), config.trainer.lora
     if lora.serve != "adapter":
         return engine
@@ -152,7 +151,6 @@ def _engine_config(config: RunConfig, number: int) -> EngineConfig:
 
 
 def _cache_place(spec: GeneratorSpec, config: RunConfig, tokenizer: Any) -> CachePlace:
-    """Where this generator keeps its cache: shared with the others, saved for a resumed run."""
     exchange = None
     if config.launcher.generators > 1:
         exchange = str(exchange_directory(spec.run_id, Path(spec.weights_directory)))
@@ -167,10 +165,10 @@ def _cache_place(spec: GeneratorSpec, config: RunConfig, tokenizer: Any) -> Cach
 
 
 def _failure(spec: GeneratorSpec, error: BaseException) -> from_generator.Failure | None:
-    """The message to the controller about an error; None for an unexpected error.
+    """Build the controller's message about an error; None for an unexpected error.
 
-    A replacement is built from the same settings as the process that died, which started: if the
-    replacement cannot start, the user's settings are not at fault.
+    A replacement has the settings of the dead process, which did start: if the replacement cannot
+    start, the user's settings are not at fault.
     """
     if not isinstance(error, AsyncrlError | EngineError | MonitoringError | WireError):
         return None

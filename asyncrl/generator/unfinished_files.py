@@ -1,4 +1,4 @@
-"""Unfinished samples on the disk: saved with each checkpoint, or moved by one that leaves."""
+"""Unfinished samples on disk: saved with each checkpoint, or moved by a generator that leaves."""
 
 from __future__ import annotations
 
@@ -21,22 +21,16 @@ from asyncrl.wire.messages.unfinished_samples import (
 )
 
 _Found = tuple[SampleId, str, KeptTokens]
-"""A sample, the id of its prompt, its tokens."""
 
 logger = logging.getLogger("asyncrl.generator")
 
 
 class UnfinishedFiles:
-    """Saves and restores the tokens of samples that are not delivered.
+    """Saves and restores the tokens of undelivered samples.
 
-    None of this can end the run: without a file, samples are generated again.
-
-    Args:
-        installs: copies the tokens of all samples, between two installations of weights.
-        tasks: write in the background.
-        controller: is told when samples are released.
-        forget: drops samples, finished or not.
-        here: where a file is on this node that the controller names (`GeneratorSpec.here`).
+    Failures do not end the run: without a file, samples are generated again. `installs` copies the
+    tokens between two installations of weights; `tasks` write in the background; `forget` drops
+    samples; `here` maps the controller's path of a file to this node's (`GeneratorSpec.here`).
     """
 
     def __init__(
@@ -56,13 +50,12 @@ class UnfinishedFiles:
         self._copied = asyncio.Event()
         self._copied.set()
         self._first_group = 0
-        """The first group that the last save is for."""
 
     def save(self, command: to_generator.SaveUnfinished) -> None:
-        """Copy the tokens of all samples and write them, without holding up other commands.
+        """Copy the tokens of all samples and write them, without blocking other commands.
 
-        An installation of weights may have to end before they can be copied. What is delivered then
-        waits for it (`copied`). Nothing is saved while an earlier file is not finished.
+        An installation of weights may have to end first; deliveries then wait for the copy
+        (`copied`). Nothing is saved while an earlier file is unfinished.
         """
         if self._saving is not None and not self._saving.done():
             logger.warning("%s is not written: an earlier one still is", command.file)
@@ -74,8 +67,7 @@ class UnfinishedFiles:
     async def copied(self, group: int) -> None:
         """Wait until a sample of this group may leave: its tokens are copied, if they are to be.
 
-        A file without the samples that were finished and delivered first would have too few short
-        ones.
+        A file without the samples that were finished and delivered first would lack short ones.
         """
         if group >= self._first_group:
             await self._copied.wait()
@@ -91,10 +83,9 @@ class UnfinishedFiles:
         await self._write(command, found)
 
     def release(self, command: to_generator.Release) -> None:
-        """Copy the tokens of these samples, forget the samples, write the tokens, and say so.
+        """Copy the tokens of these samples, forget the samples, write the tokens, and report it.
 
-        Other commands are not held up by that. None of them is for these samples, except to discard
-        them.
+        Other commands are not blocked. None of them is for these samples, except to discard them.
         """
         self._tasks.start(self._release(command))
 
@@ -114,7 +105,7 @@ class UnfinishedFiles:
         )
 
     async def read(self, command: to_generator.Generate) -> KeptTokens | None:
-        """The tokens that a sample begins with; None if there are none or they are unusable."""
+        """Read the tokens that a sample begins with, if there are usable ones."""
         if command.unfinished is None:
             return None
         try:
@@ -131,7 +122,6 @@ class UnfinishedFiles:
     async def _write(
         self, command: to_generator.SaveUnfinished | to_generator.Release, found: Sequence[_Found]
     ) -> str:
-        """Write the file of a command; why not, if it cannot be written."""
         samples = [UnfinishedSample.of(*one) for one in found]
         path, version = self._here(command.file), command.policy_version
         try:

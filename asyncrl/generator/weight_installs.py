@@ -24,21 +24,17 @@ logger = logging.getLogger("asyncrl.generator")
 class WeightInstalls:
     """Stages published weights while the engine generates, then swaps them in and compares them.
 
-    The comparison reads the weights several times as long as the swap takes, so it runs while
-    tokens are drawn with them. No trajectory is delivered until it is done (`compared`).
+    The comparison takes several times as long as the swap, so it runs while tokens are drawn with
+    the new weights. No trajectory is delivered until it is done (`compared`).
 
     Args:
-        engine: gets the weights.
-        samples: are interrupted where their KV must be rebuilt.
-        controller: is told of each installation.
-        metrics: gets the seconds of each installation.
         on_change: called when the engine stops for an installation and when it resumes.
         verify: requests the verification of samples.
-        installed: is told of each version as soon as it is in use.
-        stops_on_wrong_policy: whether the process ends when the engine turns out to decode with
-            other weights than the trainer has. Then no token drawn with them can be delivered.
-        starts_with_policy: whether the engine's first weights are the run's first policy. They are
-            not if training starts from an adapter, which engines are given with the first version.
+        installed: called with each version as soon as it is in use.
+        stops_on_wrong_policy: end the process when the engine turns out to decode with other
+            weights than the trainer has. No token drawn with them can be delivered.
+        starts_with_policy: the engine's first weights are the run's first policy. They are not if
+            training starts from an adapter, which engines receive with the first version.
     """
 
     def __init__(
@@ -65,32 +61,29 @@ class WeightInstalls:
         self._lock = asyncio.Lock()
         self._lineage = 0
         self._are_gone = not starts_with_policy
-        """The engine's weights are of a policy that is gone, or that the run never had: nothing is
-        generated with them."""
+        """True if the engine's weights are of a lost policy, or one that the run never had: nothing
+        is generated with them."""
         if self._are_gone:
             samples.interrupt_all()
         self._compared = asyncio.Event()
         self._compared.set()
         self.installing: int | None = None
-        """Policy version that is being swapped in now; None while none is."""
 
     async def install(self, command: to_generator.InstallWeights) -> None:
         """Swap to these weights and report the version installed afterwards.
 
-        Weights of a lost trainer are not installed after `rewind`, and not answered for.
+        After `rewind`, weights of a lost trainer are neither installed nor answered for. With
+        `rebuild_kv` the KV of running samples is recomputed under the new weights. If the trainer
+        has published newer weights, or has ended and removed these, the engine keeps its version;
+        the command to install other ones follows.
 
-        With `rebuild_kv` the KV of running samples is computed again under the new weights. If the
-        trainer has published newer weights in place of these, or has ended and removed them, the
-        engine keeps its version; the command to install other ones follows.
-
-        Raises:
-            EngineError: the engine refused the weights or failed.
-            WrongPolicyError: it decodes with other ones; nothing is generated any more.
+        Raises EngineError if the engine refused the weights or failed; WrongPolicyError if it
+        decodes with other ones: then nothing is generated any more.
         """
         started = time.monotonic()
         async with self._lock:
             if command.lineage < self._lineage:
-                return  # of a trainer that is lost; the answer to `Rewind` is the answer
+                return  # a lost trainer's; the answer to `Rewind` covers it
             before = self._engine.stats().policy_version, await self._engine.fingerprint()
             if await self._swap(command):
                 await self._verify(command)
@@ -104,7 +97,6 @@ class WeightInstalls:
         )
 
     async def _swap(self, command: to_generator.InstallWeights) -> bool:
-        """Stage and install; False if newer weights have been published in place of these."""
         version = command.manifest.policy_version
         try:
             await self._engine.stage_weights(command.manifest)
@@ -126,7 +118,6 @@ class WeightInstalls:
         return True
 
     async def _verify(self, command: to_generator.InstallWeights) -> None:
-        """Begin with what became due, before the weights are compared and reported."""
         for verification in command.verify:
             if verification.min_version <= self.version:
                 await self._request_verification(verification)
@@ -143,7 +134,6 @@ class WeightInstalls:
     async def _compare(
         self, manifest: WeightManifest, before: tuple[int, Fingerprint]
     ) -> WrongPolicy | None:
-        """What is wrong with the weights that the engine decodes with now."""
         if manifest.fingerprint is None:
             return None
         return compare_weights(
@@ -165,13 +155,10 @@ class WeightInstalls:
             raise WrongPolicyError(wrong.text)
 
     async def rewind(self, command: to_generator.Rewind) -> None:
-        """The policies after a version are gone: relabel their tokens and stop using their weights.
+        """Relabel tokens of policies after a version, which are gone, and stop using their weights.
 
         If the engine has such weights, every sample stops until other weights are installed; its KV
-        is then computed again.
-
-        Raises:
-            EngineError: the engine did not end its requests.
+        is then recomputed. Raises EngineError if the engine did not end its requests.
         """
         version, lineage = command.policy_version, command.lineage
         async with self._lock:
@@ -188,7 +175,7 @@ class WeightInstalls:
     async def unfinished(
         self, wanted: Callable[[SampleId], bool]
     ) -> list[tuple[SampleId, str, KeptTokens]]:
-        """As `Samples.unfinished`, between two installations. The samples are resumed."""
+        """Call `Samples.unfinished` between two installations, and resume the samples."""
         async with self._lock:
             try:
                 return await self._samples.unfinished(wanted)
@@ -198,5 +185,5 @@ class WeightInstalls:
 
     @property
     def version(self) -> int:
-        """The version that samples are generated with; -1 while none is."""
+        """The version that samples are generated with; -1 if none."""
         return -1 if self._are_gone else self._engine.stats().policy_version

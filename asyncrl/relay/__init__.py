@@ -1,10 +1,10 @@
-"""The relay of a node: passes what its processes send and need between nodes.
+"""The relay of a node: passes messages, weights and files of its processes between nodes.
 
     control.py   control messages of this node's processes, gathered on their way
     files.py     files of nodes that do not see the run's folder, copied into it
     setup.py     builds them, dispatches the controller's commands, and reports
 
-Each part has messages of its own (`asyncrl.wire.messages.to_relay`, `from_relay`) and sockets of
-its own, whose addresses `RelayReady` names. A relay decides nothing about tokens. It can be killed
-and replaced without loss: the generators go on meanwhile.
+Each part has its own messages (`asyncrl.wire.messages.to_relay`, `from_relay`) and sockets, whose
+addresses `RelayReady` names. A relay decides nothing about tokens. It can be killed and replaced
+without loss: the generators continue.
 """

@@ -3,14 +3,14 @@
     children ◄── ipc ──► relay ◄── one TCP connection, bundles ──► controller
 
 up      consumes: frames of children. produces: bundles. (`asyncrl.wire.sessions.peers`)
-        waits for: children. bounded by: GATHER_SECONDS, or at once for what is urgent.
+        waits for: children. bounded by: GATHER_SECONDS, or at once if urgent.
 down    consumes: bundles of the controller. produces: frames for children, and the relay's own
         messages. waits for: the controller.
 
-It keeps nothing: sessions between the children and the controller (`asyncrl.wire.sessions`) send
-again what a relay or a connection has lost. So what it cannot pass on is dropped, counted and
-logged. It checks no passes and decodes no message of a child; the controller does. The relay itself
-speaks in a session too (`line`), as one of its children.
+It keeps nothing: sessions between the children and the controller (`asyncrl.wire.sessions`) resend
+what a relay or a connection has lost. So what it cannot pass on is dropped, counted and logged. It
+checks no passes and decodes no message of a child; the controller does. The relay itself also has a
+session (`line`), as one of its children.
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ logger = logging.getLogger("asyncrl.relay")
 
 QUEUED = 256
 """Bundles that wait for the controller's connection, and frames for each child. More are dropped:
-they come again when they can be taken."""
+they are resent when there is room."""
 _HEARTBEAT_SECONDS = 1.0
 _DEAD_SECONDS = 4.0
-"""A TCP connection on which the controller's end is silent for so long is made anew."""
+"""A TCP connection whose other end is silent for this long is replaced."""
 _LOG_SECONDS = 5.0
 _TURN = 64
-"""Frames that are passed on before the other direction gets a turn."""
 
 
 class RelayLine(Generic[In]):
@@ -61,7 +60,6 @@ class RelayLine(Generic[In]):
         self.session: SessionEnd[In] = SessionEnd(
             incoming, max_bytes=LINE_BYTES, transmit=self._transmit
         )
-        """Its end of the session."""
         self._ready: deque[In] = deque()
         self._arrived = asyncio.Event()
         self.refusals = Refusals()
@@ -90,11 +88,7 @@ class RelayLine(Generic[In]):
         return self._ready.popleft()
 
     async def receive_within(self, seconds: float, *, what: str) -> In:
-        """Wait for the next message, at most this long.
-
-        Raises:
-            NoReply: nothing came; the message names what was waited for.
-        """
+        """Wait for the next message, at most this long. Raises NoReply, naming `what`."""
         try:
             async with asyncio.timeout(seconds):
                 return await self.receive()
@@ -111,23 +105,16 @@ class RelayLine(Generic[In]):
             self._arrived.set()
 
     def close(self) -> None:
-        """Send what is queued."""
+        """Send queued messages."""
         self.session.close()
 
 
 class ControlRelay:
-    """Passes frames on. Use: make it, `await run()` with the relay's other loops, `close()`.
+    """Passes frames on. Use: create it, `await run()` with the relay's other loops, `close()`.
 
-    Args:
-        address: where the node's children connect to.
-        secret: CURVE secret key for it (`HubKeys.secret` of the relays' hub).
-        controller: address of the controller.
-        keys: of the relay, to the controller.
-        incoming: union of the messages that the controller may send to the relay itself.
-        metrics: count what is passed on.
-
-    Raises:
-        KeyUnusable: there is no key; then nothing listens.
+    The node's children connect to `address`, whose CURVE key is `secret` (`HubKeys.secret` of the
+    relays' hub). `incoming` is the union of the controller's messages to the relay itself. Raises
+    KeyUnusable if there is no key; then nothing listens.
     """
 
     def __init__(
@@ -169,17 +156,15 @@ class ControlRelay:
         self._children.bind(address)
         self._lines: dict[bytes, RelayLine[Any]] = {}
         self.line: RelayLine[Any] = self.line_of(keys, incoming)
-        """The relay's own."""
         self._metrics = metrics
         if metrics is not None:
             metrics.watch_session(self.line.session)
             metrics.watch_gathered(lambda: self._gatherer.waiting)
         self.dropped = 0
-        """Bundles and frames that could not be passed on."""
         self._logged = float("-inf")
 
     def line_of(self, keys: LineKeys, incoming: Any) -> RelayLine[Any]:
-        """A line for somebody in this process, who speaks in a session of his own."""
+        """Create a line for another part of this process, with a separate session."""
         line = self._lines[keys.identity] = RelayLine(self, keys, incoming)
         return line
 
@@ -193,14 +178,14 @@ class ControlRelay:
         passed = 0
         while True:
             identity, *parts = await self._children.recv_multipart()
-            with contextlib.suppress(FrameRefused):  # its sender's session will miss it
+            with contextlib.suppress(FrameRefused):  # its sender's session will resend it
                 self.gather(identity, join(parts, max_bytes=HUB_BYTES + EXTRA_BYTES))
             passed += 1
             if passed % _TURN == 0:
                 await asyncio.sleep(0)
 
     def gather(self, identity: bytes, frame: bytes) -> None:
-        """Have a frame leave for the controller when it is time."""
+        """Queue a frame for the controller, to leave when it is due."""
         loop = asyncio.get_running_loop()
         self._gatherer.add(identity, frame, loop.time(), urgent=is_urgent(frame))
         due = self._gatherer.due
@@ -249,7 +234,6 @@ class ControlRelay:
             self._metrics.bundles.of(direction).inc(bundles)
 
     def _note(self, error: BaseException | None, receiver: str) -> None:
-        """Count what could not be passed on, and say so now and then."""
         if error is None:
             return
         self.dropped += 1
@@ -264,7 +248,7 @@ class ControlRelay:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Close the sockets; what waits for the controller is still sent for at most a second."""
+        """Close the sockets; messages to the controller are still sent for at most a second."""
         for line in self._lines.values():
             line.close()
         if self._timer is not None:

@@ -1,12 +1,7 @@
 """The files part of a relay: serves its node's folder, copies those of others.
 
-file_rules    which files, how they change, whose they are
-file_server   answers other relays
-file_client   asks one of them
-mirror        the copies on the disk
-pull          copies what other nodes have written, round after round
-
-Serves the files of a node's folder of the run to other relays.
+mirror  which files, how they change, whose they are; the copies on the disk
+pull    copies what other nodes have written, round after round
 
 serve   consumes: requests of relays that hold a key. produces: one answer to each, in order.
         waits for: a request, then the disk, in a thread. bounded by: PART_BYTES for an answer,
@@ -50,14 +45,7 @@ _REQUEST_BYTES = 4096
 
 
 class FileServer:
-    """One folder. Make it within the event loop.
-
-    Args:
-        root: the folder.
-        address: to bind; port `*`: any that is free.
-        keys: of the socket.
-        may_remove: whether others may have unfinished samples removed that they have copied.
-    """
+    """Serves one folder; with `may_remove` others may remove unfinished samples they copied."""
 
     def __init__(
         self, root: Path, address: str, keys: HubKeys, *, may_remove: bool = False
@@ -74,7 +62,7 @@ class FileServer:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """Address that is bound."""
         return self._hub.address
 
     async def serve(self) -> None:
@@ -102,7 +90,7 @@ class FileServer:
 def answer_to(
     root: Path, request: files.ToServer, fetched: Mapping[str, int] | None = None
 ) -> files.FromServer:
-    """The answer to a request; reads the disk. `fetched` as in `FileServer`."""
+    """Answer a request; reads the disk. `fetched` as in `FileServer`."""
     others = fetched or {}
     work: Callable[[], files.FromServer]
     match request:
@@ -155,20 +143,15 @@ def _removed(root: Path, request: files.RemoveFile) -> files.FileRemoved:
 logger = logging.getLogger("asyncrl.relay")
 
 FOLDER_FILE = ".folder"
-"""In a node's folder: its id."""
 _NAMING_SECONDS = 1.0
-"""Another relay that sees the folder has written the id in it by then, or was killed."""
+"""Time in which another relay that sees the folder has written the id, or was killed."""
 
 
 class RelayFiles:
-    """Make it within the event loop.
+    """Serves, copies and fetches files. Create it within the event loop.
 
-    Args:
-        root: the run's folder of this node.
-        shares: whether that is the run's folder itself, as the controller sees it.
-        address: to bind; port `*`: any that is free.
-        keys: of the socket.
-        say: queues a message for the controller.
+    `root` is the run's folder of this node; with `shares` it is the folder that the controller
+    sees. The port of `address` may be `*`, any free one. `say` queues a message for the controller.
     """
 
     def __init__(
@@ -199,17 +182,17 @@ class RelayFiles:
 
     @property
     def sent_bytes(self) -> int:
-        """Of files, so far."""
+        """Bytes of files served so far."""
         return self._server.sent_bytes
 
     @property
     def pulled_bytes(self) -> int:
-        """Of other nodes' files, so far."""
+        """Bytes of other nodes' files copied so far."""
         return self._puller.pulled_bytes
 
     @property
     def nodes(self) -> tuple[int, int]:
-        """As `Puller.nodes`."""
+        """`Puller.nodes`."""
         return self._puller.nodes
 
     def pull(self, order: to_relay.PullFiles) -> None:
@@ -259,7 +242,7 @@ class RelayFiles:
         task.add_done_callback(self._tasks.discard)
 
     def remove(self) -> None:
-        """The run has ended and has copies of all: remove this node's folder."""
+        """Remove this node's folder at the end of the run, which has copies of all."""
         if not self._shares:
             shutil.rmtree(self._root, ignore_errors=True)
 
@@ -272,7 +255,6 @@ class RelayFiles:
 
 
 def _id_of(root: Path) -> str:
-    """The id of a folder, which it keeps."""
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = root / FOLDER_FILE
     with contextlib.suppress(FileExistsError), path.open("x", encoding="ascii") as file:

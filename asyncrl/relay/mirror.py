@@ -1,20 +1,17 @@
 """The copies of one node's files in the run's folder, or in another node's.
 
-What grows is copied from where the copy ends, and written to the place in the file that it has at
-its source. So a copy that was interrupted anywhere continues there, and if two relays copy at once,
-they write the same bytes to the same place. A file may have had contents before, of an earlier
-start of the run: RUN/.pulled/FOLDER.jsonl says how many bytes.
+A growing file is copied from where the copy ends, to the same offset as at its source. So an
+interrupted copy continues there, and two relays may copy at once. A file may have older contents,
+of an earlier start of the run: RUN/.pulled/FOLDER.jsonl has their size. The lines of samples.jsonl
+go to RUN/.pulled/FOLDER.samples first, then to RUN/samples.jsonl, which has those of all nodes.
 
-The lines of samples.jsonl go to RUN/.pulled/FOLDER.samples first, then to RUN/samples.jsonl, which
-has those of all nodes.
-
-Which files of a run's folder relays copy, how, and whose they are. Opens none but these.
+Relays copy only these files of a run's folder:
 
     logs/NAME.log  timeline/NAME.jsonl  engine/NAME.jsonl  slots/NAME.jsonl     they only grow
     samples.jsonl                                                                it only grows
     cache/NAME.snapshot  unfinished/FOLDER/NAME.bin                              replaced as a whole
 
-NAME is a process. Nothing else is served or written: no key, no configuration, no checkpoint.
+NAME is a process. Nothing else is opened, served or written, least of all keys or checkpoints.
 """
 
 from __future__ import annotations
@@ -41,14 +38,13 @@ _FOLDERS = ("logs", "timeline", "engine", "slots", "cache", "unfinished")
 
 
 class Kind(Enum):
-    """How a file changes."""
+    """The way a file changes."""
 
     GROWS = 1
-    """Bytes are appended; those that are there stay."""
+    """Bytes are appended; existing ones stay."""
     SAMPLES = 2
     """The same, and the lines of all nodes belong to one file."""
     WHOLE = 3
-    """It is replaced."""
 
 
 _RULES = (
@@ -59,16 +55,12 @@ _RULES = (
 )
 
 
-class PathRefused(ValueError):  # noqa: N818 - says what happened
+class PathRefused(ValueError):  # noqa: N818 - names the event
     """A path that relays do not copy."""
 
 
 def rule_of(path: str) -> tuple[Kind, str]:
-    """How a file changes, and the process whose it is (empty: that of several).
-
-    Raises:
-        PathRefused: relays do not copy such a file.
-    """
+    """Return how a file changes, and its process (empty if several). Raises PathRefused."""
     if path == SAMPLES:
         return Kind.SAMPLES, ""
     for pattern, kind in _RULES:
@@ -78,7 +70,7 @@ def rule_of(path: str) -> tuple[Kind, str]:
 
 
 def files_of(root: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """The files below a folder that relays copy, links left out."""
+    """Yield the files below a folder that relays copy, without links."""
     candidates = [root / SAMPLES]
     for folder in _FOLDERS:
         top = root / folder
@@ -99,16 +91,10 @@ def files_of(root: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 @contextlib.contextmanager
 def folder_below(root: Path, path: str, *, make: bool) -> Iterator[int]:
-    """A descriptor of the folder of a file below a folder; no link is followed on the way.
+    """Open the folder of a file below a folder, without following links; return a descriptor.
 
-    Args:
-        root: the folder.
-        path: of the file.
-        make: folders that are missing.
-
-    Raises:
-        PathRefused: relays do not copy such a file.
-        OSError: there is no such folder.
+    Raises PathRefused for a file that is not copied; OSError without the folder, unless `make` is
+    set.
     """
     rule_of(path)
     at = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
@@ -126,11 +112,10 @@ def folder_below(root: Path, path: str, *, make: bool) -> Iterator[int]:
 
 
 def open_below(root: Path, path: str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
-    """A descriptor of a file below a folder, found as `folder_below` finds its folder.
+    """Open a file below a folder, as `folder_below` does its folder; return a descriptor.
 
-    Raises:
-        PathRefused: relays do not copy such a file.
-        OSError: it cannot be opened, or is none.
+    Raises PathRefused if relays do not copy such a file; OSError if it cannot be opened, or is not
+    a file.
     """
     with folder_below(root, path, make=bool(flags & os.O_CREAT)) as folder:
         name = path.rpartition("/")[2]
@@ -152,16 +137,11 @@ class _Base(msgspec.Struct, frozen=True):
 
     path: str
     bytes: int
-    """That the copy had before."""
+    """Size of the copy's older contents."""
 
 
 class Mirror:
-    """Every method may wait for the disk.
-
-    Args:
-        root: where the copies go.
-        folder: id of the folder that is copied.
-    """
+    """Copies of one node's folder, by its id. Every method may wait for the disk."""
 
     def __init__(self, root: Path, folder: str) -> None:
         self._root = root
@@ -171,7 +151,7 @@ class Mirror:
         self._replaced: dict[str, FileInfo] = {}
 
     def held(self, path: str) -> int:
-        """How many bytes of a file that grows are here. Raises OSError."""
+        """Bytes of a growing file that are here. Raises OSError."""
         if path == SAMPLES:
             size = self._size(self._notes / f"{self._folder}.samples")
             if size:
@@ -181,7 +161,7 @@ class Mirror:
         return 0 if base is None else max(0, self._size(self._root / path) - base)
 
     def add(self, path: str, offset: int, data: bytes) -> None:
-        """Add what follows `held` bytes. Raises OSError."""
+        """Append to the `held` bytes. Raises OSError."""
         if path == SAMPLES:
             self._notes.mkdir(mode=0o700, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
@@ -198,7 +178,7 @@ class Mirror:
             self._merge_samples()
 
     def has(self, info: FileInfo) -> bool:
-        """Whether this version of a file that is replaced as a whole is here."""
+        """Return True if this version of a file that is replaced as a whole is here."""
         try:
             found = (self._root / info.path).lstat()
         except OSError:
@@ -208,19 +188,19 @@ class Mirror:
         return (found.st_size, found.st_mtime_ns) == (info.size, info.changed)
 
     def replace(self, info: FileInfo, copy: Path) -> None:
-        """A copy is whole: it takes its name. Raises OSError."""
+        """Rename a complete copy into place. Raises OSError."""
         os.utime(copy, ns=(info.changed, info.changed))
         with folder_below(self._root, info.path, make=True) as folder:
             os.replace(copy, info.path.rpartition("/")[2], dst_dir_fd=folder)
         self._replaced[info.path] = info
 
     def remove_remains(self) -> None:
-        """Remove what a killed relay has left. Raises OSError."""
+        """Remove a killed relay's leftovers. Raises OSError."""
         for copy in self._notes.glob(f"*{_PART}"):
             copy.unlink(missing_ok=True)
 
     def copy_for(self, path: str) -> Path:
-        """An empty file of the disk, in which a copy is made. Raises OSError."""
+        """Create an empty file for a copy. Raises OSError."""
         rule_of(path)
         self._notes.mkdir(mode=0o700, exist_ok=True)
         copy = self._notes / f"{self._folder}-{secrets.token_hex(8)}{_PART}"
@@ -235,7 +215,7 @@ class Mirror:
             return 0
 
     def _base(self, path: str) -> int:
-        """How many bytes the file had before the first copy; noted before the first copy."""
+        """Size of the file's older contents, recorded before the first copy."""
         bases = self._all_bases()
         if path in bases:
             return bases[path]
@@ -251,7 +231,7 @@ class Mirror:
             notes.flush()
             os.fsync(notes.fileno())
         self._bases = None
-        return self._all_bases()[path]  # of two relays, what the first one noted holds
+        return self._all_bases()[path]  # if two relays record it, the first record counts
 
     def _all_bases(self) -> dict[str, int]:
         if self._bases is None:
@@ -265,7 +245,7 @@ class Mirror:
         return self._bases
 
     def _merge_samples(self) -> None:
-        """Append the whole lines that have come to RUN/samples.jsonl, each once."""
+        """Append new whole lines to RUN/samples.jsonl, each once."""
         source, mark = (self._notes / f"{self._folder}.{end}" for end in ("samples", "merged"))
         merged = 0
         with contextlib.suppress(FileNotFoundError, ValueError):
@@ -280,7 +260,7 @@ class Mirror:
         try:
             size = os.fstat(target).st_size
             tail = os.pread(target, _TAIL_BYTES + len(new), max(0, size - _TAIL_BYTES - len(new)))
-            known = set(tail.splitlines(keepends=True))  # of a relay that ended before the mark
+            known = set(tail.splitlines(keepends=True))  # by a relay that ended before the mark
             lines = b"".join(x for x in new.splitlines(keepends=True) if x not in known)
             if tail and not tail.endswith(b"\n"):
                 lines = b"\n" + lines  # a writer was cut off by a full disk
@@ -292,7 +272,7 @@ class Mirror:
 
 
 def _whole_lines(file: int) -> int:
-    """Remove an incomplete line at the end, which a killed writer left; the size then."""
+    """Remove an incomplete last line, which a killed writer left; return the size."""
     size = os.fstat(file).st_size
     tail = os.pread(file, _TAIL_BYTES, max(0, size - _TAIL_BYTES))
     keep = size - len(tail) + tail.rfind(b"\n") + 1

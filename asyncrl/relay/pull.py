@@ -6,9 +6,7 @@ one task for each node   consumes: what its relay lists. produces: copies (`mirr
                          for all of them together, ANSWER_SECONDS for an answer.
 
 A node that does not answer, and a disk that refuses, delay that node's copies only: the next round
-continues where the last one ended, also in another relay process.
-
-Asks another relay for files: one request at a time, each with a limit.
+continues where the last one ended, even in another relay process.
 """
 
 from __future__ import annotations
@@ -31,16 +29,12 @@ ANSWER_SECONDS = 10.0
 T = TypeVar("T")
 
 
-class FileUnavailable(WireError):  # noqa: N818 - says what is the case
+class FileUnavailable(WireError):  # noqa: N818 - names the state
     """The other relay does not serve the file, or does not answer; the text says which."""
 
 
 class FileClient:
-    """A connection to one relay's files. Make it within the event loop.
-
-    Args:
-        server: where the other relay serves its folder.
-    """
+    """A connection to one relay's files, one request at a time. Create it within the event loop."""
 
     def __init__(self, server: files.Server) -> None:
         self.server = server
@@ -49,15 +43,15 @@ class FileClient:
         self._one_at_a_time = asyncio.Lock()
 
     async def list(self) -> tuple[files.FileInfo, ...]:
-        """The files that it serves. Raises FileUnavailable."""
+        """List the served files. Raises FileUnavailable."""
         return (await self._ask(files.ListFiles(self._next()), files.FileList)).files
 
     async def read(self, path: str, offset: int, size: int = files.PART_BYTES) -> files.FilePart:
-        """A part of a file. Raises FileUnavailable."""
+        """Read a part of a file. Raises FileUnavailable."""
         return await self._ask(files.ReadFile(self._next(), path, offset, size), files.FilePart)
 
     async def remove(self, file: files.FileInfo) -> None:
-        """Have a file that was copied removed there. Raises FileUnavailable."""
+        """Remove a copied file at its source. Raises FileUnavailable."""
         request = files.RemoveFile(self._next(), file.path, file.size, file.changed)
         await self._ask(request, files.FileRemoved)
 
@@ -96,21 +90,15 @@ class FileClient:
 logger = logging.getLogger("asyncrl.relay")
 
 PULL_SECONDS = 1.0
-"""Pause between two rounds."""
 RETRY_SECONDS = 5.0
-"""Pause after a round that failed."""
 _BREATH_SECONDS = 0.2
-"""The same at the end of a run, when somebody waits for it."""
+"""Pause at the end of a run, which waits for the last round."""
 BYTES_PER_SECOND = 100e6
 _ORDER = {Kind.GROWS: 0, Kind.SAMPLES: 1, Kind.WHOLE: 2}
 
 
 class Pace:
-    """Limits the bytes a second of everybody who asks.
-
-    Args:
-        bytes_per_second: the limit.
-    """
+    """Limits the total bytes per second of all callers."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._seconds_per_byte = 1.0 / bytes_per_second
@@ -126,13 +114,7 @@ class Pace:
 
 
 class Copying:
-    """The files of one node. `round` copies what is new.
-
-    Args:
-        root: where the copies go.
-        source: the node.
-        pace: of all nodes.
-    """
+    """Copies the files of one node, at the common pace of all nodes."""
 
     def __init__(self, root: Path, source: FileSource, pace: Pace) -> None:
         self.source = source
@@ -142,11 +124,10 @@ class Copying:
         self._refused: set[str] = set()
 
     async def round(self) -> int:
-        """Copy everything that is new; the bytes that came.
+        """Copy everything that is new; return the bytes copied.
 
-        Raises:
-            FileUnavailable: the relay does not answer, or a file was not served.
-            OSError: a copy cannot be written. Other files were tried all the same.
+        Raises FileUnavailable if the relay does not answer, or a file was not served; OSError if a
+        copy cannot be written. Other files were tried all the same.
         """
         found = sorted(
             (file for file in await self._client.list() if self._is_theirs(file.path)),
@@ -171,7 +152,7 @@ class Copying:
         return copied
 
     def _is_theirs(self, path: str) -> bool:
-        """Whether a file is one that relays copy, of a process of that node."""
+        """Return True if relays copy this file, and it is of a process of that node."""
         try:
             owner = rule_of(path)[1]
         except PathRefused:
@@ -205,12 +186,12 @@ class Copying:
         return copied
 
     async def _moved(self, file: files.FileInfo) -> None:
-        """Unfinished samples are kept by the run's folder alone, which forgets them in time."""
+        """Remove unfinished samples at the source: only the run's folder expires them."""
         if file.path.startswith(UNFINISHED):
             await self._client.remove(file)
 
     def connect_again(self) -> None:
-        """A connection that gets no answers may be broken in a way that nobody sees."""
+        """Replace the connection: one without answers may be broken undetected."""
         self._client.close()
         self._client = FileClient(self.source.server)
 
@@ -220,11 +201,10 @@ class Copying:
 
 
 async def fetch_whole(client: FileClient, mirror: Mirror, file: files.FileInfo, pace: Pace) -> int:
-    """Copy a file as a whole, or not at all; its bytes.
+    """Copy a file as a whole, or not at all; return its bytes.
 
-    Raises:
-        FileUnavailable: it is not served, or was replaced meanwhile.
-        OSError: the copy cannot be written.
+    Raises FileUnavailable if it is not served, or was replaced during the copy; OSError if the copy
+    cannot be written.
     """
     copy = await asyncio.to_thread(mirror.copy_for, file.path)
     try:
@@ -248,11 +228,7 @@ def _append(path: Path, data: bytes) -> None:
 
 
 class Puller:
-    """Copies the files of several nodes. Make it within the event loop.
-
-    Args:
-        root: the run's folder.
-    """
+    """Copies the files of several nodes to the run's folder. Create it within the event loop."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -272,9 +248,9 @@ class Puller:
                 node.copying.source = source
 
     async def finish(self, seconds: float) -> dict[str, str]:
-        """Copy what is left, at most this long; the relays whose files are not all here, and why.
+        """Copy what is left, at most this long; return the relays with missing files, and why.
 
-        The processes of all nodes have ended, so a round that begins now copies all there is.
+        The processes of all nodes have ended, so a round that begins now copies everything.
         """
         goals = {node: node.rounds + 2 for node in self._nodes.values()}
         with contextlib.suppress(TimeoutError):
@@ -288,7 +264,7 @@ class Puller:
 
     @property
     def nodes(self) -> tuple[int, int]:
-        """Nodes whose files are copied, and those of them for which the last round failed."""
+        """Number of nodes whose files are copied, and of those whose last round failed."""
         return len(self._nodes), sum(bool(node.trouble) for node in self._nodes.values())
 
     def close(self) -> None:
@@ -297,20 +273,16 @@ class Puller:
 
 
 class _Node:
-    """The task that copies one node's files."""
-
     def __init__(self, copying: Copying, puller: Puller) -> None:
         self.copying = copying
         self._puller = puller
         self.rounds = 0
-        """Whole rounds so far."""
         self.trouble = ""
-        """Why the last round failed."""
         self._wake, self._rounded = asyncio.Event(), asyncio.Condition()
         self._task = asyncio.create_task(self._run())
 
     async def reach(self, rounds: int) -> None:
-        """Wait for this many whole rounds, without pauses between them."""
+        """Wait for this many completed rounds, without pauses between them."""
         while self.rounds < rounds:
             self._wake.set()
             async with self._rounded:
@@ -332,7 +304,6 @@ class _Node:
             self.copying.close()
 
     async def _round(self) -> float:
-        """One round; the pause after it."""
         name = self.copying.source.server.name
         try:
             self._puller.pulled_bytes += await self.copying.round()
@@ -349,5 +320,4 @@ class _Node:
         return PULL_SECONDS
 
     def end(self) -> None:
-        """Cancel it."""
         self._task.cancel()

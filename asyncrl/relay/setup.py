@@ -1,22 +1,18 @@
-"""Builds a relay and serves the controller. Imports no torch: it is there within a second.
-
-The relay process: one dispatcher and the parts that it starts.
+"""Builds a relay and serves the controller. Imports no torch, so that it starts within a second.
 
 control     consumes: frames of this node's processes and of the controller, and passes them on.
             (`control`)
 commands    consumes: commands of the controller. produces: calls of the parts.
             waits for: the controller.
 weights     consumes: orders to serve and to fetch. produces: files in memory, `WeightsHere`.
-            (in threads of its own)
+            (in threads of `asyncrl.wire.weights.chain`, which report through the event loop)
 files       consumes: orders to copy and to fetch. produces: copies, `FileHere`, `PullFinished`.
             (`files`)
 report      consumes: counters. produces: `RelayReport`.
             waits for: the clock. bounded by: REPORT_SECONDS.
 
-Weights of a node: those of its trainer for other nodes, those of other nodes for its engines.
-
-Both halves are threads (`asyncrl.wire.weights.chain`). What they report is handed to the event
-loop.
+Weights of a node are those of its trainer for other nodes, and those of other nodes for its
+engines.
 """
 
 from __future__ import annotations
@@ -52,21 +48,16 @@ from asyncrl.wire.weights.chain.source import WeightSource
 logger = logging.getLogger("asyncrl.relay")
 
 _TIMING = Timing(limit_seconds=6 * 3600.0)
-"""However long a version takes, as long as chunks of it come."""
+"""A version may take this long, as long as chunks of it come."""
 
 
 class RelayWeights:
-    """Serves, fetches and checks weights. Make it within the event loop.
+    """Serves, fetches and checks weights. Create it within the event loop.
 
-    Args:
-        name: of the relay.
-        address: to bind for the weights of this node's trainer; port `*`: any that is free.
-        node_address: to bind for those that this node has received; empty: as `address`.
-        keys: of both sockets.
-        directory: in memory.
-        files_id: names this relay's files; unique on this machine.
-        say: queues a message for the controller; called in the event loop.
-        metrics: count versions that were fetched.
+    Binds `address` for the weights of this node's trainer (port `*` takes any free one), and
+    `node_address`, by default the same, for received ones. `directory` is in memory; `files_id`
+    identifies this relay's files on this machine. `say` queues a message for the controller; it is
+    called in the event loop.
     """
 
     def __init__(
@@ -100,12 +91,12 @@ class RelayWeights:
 
     @property
     def source_address(self) -> str:
-        """Where the weights of this node's trainer are served."""
+        """Address that serves the weights of this node's trainer."""
         return self._source.address
 
     @property
     def node_address(self) -> str:
-        """Where the weights that this node has received are served."""
+        """Address that serves the weights that this node has received."""
         return self._node.address
 
     def check_threads(self) -> None:
@@ -116,11 +107,11 @@ class RelayWeights:
 
     @property
     def sent_bytes(self) -> int:
-        """Of weights, so far."""
+        """Bytes of weights sent so far."""
         return self._source.sent_bytes + self._node.sent_bytes
 
     def serve(self, order: to_relay.ServeWeights) -> None:
-        """Let other nodes ask for what the trainer of this node has published."""
+        """Serve other nodes what the trainer of this node has published."""
         served = self._source.publish(order.manifest)
 
         def report(done: Future[None]) -> None:
@@ -131,11 +122,11 @@ class RelayWeights:
         served.add_done_callback(report)
 
     def forget(self) -> None:
-        """The trainer of this node is gone, and its files with it."""
+        """Forget the files of this node's trainer, which is gone."""
         self._source.forget()
 
     def fetch(self, order: to_relay.FetchWeights) -> None:
-        """Bring a version here, in place of another one that is on its way."""
+        """Fetch a version, in place of another one that is on its way."""
         fetched = self._node.fetch(order.manifest, order.parents)
 
         def report(done: Future[Received]) -> None:
@@ -170,7 +161,7 @@ class RelayWeights:
             self._metrics.weights_time.observe(got.seconds)
 
     async def check(self, question: to_relay.CheckWeights) -> from_relay.WeightsChecked:
-        """Whether a file of this node is there."""
+        """Report whether a file of this node exists."""
         exists = await asyncio.to_thread(Path(question.path).exists)
         return from_relay.WeightsChecked(question.path, exists)
 
@@ -182,7 +173,6 @@ class RelayWeights:
             self._source.close()
 
     def _later(self, message: msgspec.Struct) -> None:
-        """Say something, from another thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._say, message)
 
@@ -202,13 +192,7 @@ REPORT_SECONDS = 1.0
 class RelayProcess:
     """Dispatches commands to the parts and reports. Use once: `await process.run()`.
 
-    Args:
-        passing: of the control messages of this node's processes, and its own.
-        weights: of this node.
-        files: of this node.
-        metrics: follow the counters.
-        metrics_port: where they are served; None: nowhere.
-        reached_at: the address under which other nodes reach what is bound to this one.
+    `reached_at` maps a bound address to the one that other nodes use.
     """
 
     def __init__(
@@ -229,11 +213,7 @@ class RelayProcess:
         self._files = files
 
     async def run(self) -> None:
-        """Serve until told to shut down.
-
-        Raises:
-            ExceptionGroup: with the error of a loop.
-        """
+        """Serve until the shutdown command. Raises ExceptionGroup with the error of a loop."""
         await self._control.send(
             from_relay.RelayReady(
                 self._reached_at(self._weights.source_address),
@@ -298,7 +278,7 @@ class RelayProcess:
 
 
 async def run_relay(spec: RelaySpec, keys: RelayKeys) -> None:
-    """Start the parts of a relay, and serve until told to shut down."""
+    """Start the parts of a relay, and serve until the shutdown command."""
     registry = new_registry()
     metrics = RelayMetrics.register(registry, spec.name)
     with contextlib.ExitStack() as closing:
@@ -350,6 +330,5 @@ async def run_relay(spec: RelaySpec, keys: RelayKeys) -> None:
 
 
 async def _report(control: RelayLine[Any], error: BaseException) -> None:
-    """Say why this process ends; the traceback of an unexpected error is in its log."""
     if isinstance(error, MonitoringError | WireError):
         await control.send(from_relay.Failure(str(error), user_error=False))

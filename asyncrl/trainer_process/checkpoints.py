@@ -1,20 +1,18 @@
-"""Writes the trainer's checkpoints, and tries again when the disk does not take one.
+"""Writes the trainer's checkpoints in a thread, and retries if the disk refuses one.
 
     step v ──► begin: copy of the state ──► step v + 1, ...
                         └──► samples on the disk ──► written ──► `outcome`: CheckpointWritten
 
-One is written at a time. If another is due meanwhile, training waits for the first. With several
-ranks, rank 0 decides and reports; each writes what it holds.
-
-Writes checkpoints in a thread, and gives up on a disk that hangs.
+One is written at a time. If another becomes due, training waits for the first. With several ranks,
+rank 0 decides and reports; each writes what it holds.
 
     write ──► thread: Learner.write ──► renamed ──► `write` returns
                  │ not within the limit
                  └──► given up: `write` raises, training continues. If the disk ever answers, the
                       thread removes what it has written. Until then no other checkpoint is begun.
 
-Without a copy of the state, the thread reads the weights that training changes afterwards. So a
-checkpoint that was given up never gets its name: `trainer.checkpoint.checkpoint` looks at
+Without a copy of the state, the thread reads weights that training changes afterwards. So a
+checkpoint that was given up is never renamed into place: `trainer.checkpoint.checkpoint` looks at
 `given_up` when all bytes are on the disk.
 """
 
@@ -40,12 +38,11 @@ from asyncrl.wire.messages.from_trainer import CheckpointFailed, CheckpointWritt
 from asyncrl.wire.records.step import TrainedStep
 
 _PIECE_SECONDS = 0.5
-"""The limit is counted in pieces, so that time in which the process was suspended does not."""
+"""The limit is counted in pieces, so that time in which the process was suspended does not
+count."""
 
 
 class _Writing(NamedTuple):
-    """A checkpoint that a thread is writing."""
-
     path: Path
     began: float
     ended: concurrent.futures.Future[None]
@@ -53,12 +50,7 @@ class _Writing(NamedTuple):
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time.
-
-    Args:
-        learner: is saved.
-        limit_seconds: longest time for one checkpoint.
-    """
+    """Writes one checkpoint of the learner at a time, each within `limit_seconds`."""
 
     def __init__(self, learner: Learner, *, limit_seconds: float) -> None:
         self._learner = learner
@@ -66,21 +58,13 @@ class CheckpointWriter:
         self._hanging: _Writing | None = None
 
     def check(self, path: Path) -> None:
-        """Whether a checkpoint may be begun.
-
-        Raises:
-            CheckpointUnwritable: the disk has not answered since one was given up.
-        """
+        """Raise CheckpointUnwritable if the disk is silent since a checkpoint was given up."""
         hanging = self._hanging
         if hanging is not None and not hanging.ended.done():
             raise _unanswered(path, hanging)
 
     async def write(self, path: Path, pending: Pending, steps: Sequence[TrainedStep]) -> None:
-        """Write a pending checkpoint.
-
-        Raises:
-            CheckpointUnwritable: the disk does not take it, or does not answer.
-        """
+        """Write a checkpoint. Raises CheckpointUnwritable if the disk refuses it or does not answer."""
         self.check(path)
         writing = _Writing(path, time.monotonic(), concurrent.futures.Future(), threading.Event())
         # A daemon: a thread that hangs must not keep the process from ending.
@@ -111,7 +95,7 @@ class CheckpointWriter:
 
 
 def _note_late_end(ended: asyncio.Future[None]) -> None:
-    """The disk has answered after all. Nobody awaits the error, so it is retrieved here."""
+    """Retrieve the error of a late answer, which is awaited nowhere else."""
     if not ended.cancelled():
         logger.info("a checkpoint that was given up has ended: %s", ended.exception())
 
@@ -134,16 +118,9 @@ Outcome = CheckpointWritten | CheckpointFailed
 class Checkpoints:
     """Saves the learner to `DIRECTORY/step-NNNNNN`, each version at most once.
 
-    If the disk does not take a checkpoint, or hangs, training continues. Another is tried after 1,
-    2, 4, ... steps, at most `every` apart, and whenever one is due.
-
-    Args:
-        learner: at the version that it was loaded or resumed from, which is not saved again.
-        directory: of all checkpoints of the run.
-        every: steps between two checkpoints.
-        limit_seconds: longest time for one checkpoint.
-        records: metrics and the time line.
-        asynchronous: whether training continues while one is written, from a copy of the state.
+    If the disk refuses a checkpoint or does not answer for `limit_seconds`, training continues. It
+    is retried after 1, 2, 4, ... steps, at most `every` apart, and whenever one is due.
+    `asynchronous`: training continues while one is written, from a copy of the state.
     """
 
     def __init__(
@@ -174,13 +151,13 @@ class Checkpoints:
         self._metrics.checkpointed.set(time.time())  # noqa: TID251 - for dashboards
 
     def configure(self, config: ConfigByStep) -> None:
-        """Take over what the user changed."""
+        """Apply the user's changes."""
         self._every = lambda version: config.at(version).trainer.checkpoint_every
         self._writer.limit_seconds = config.whole.launcher.checkpoint_seconds
         self._metrics.checkpoint_every.set(self._every(self._learner.policy_version))
 
     def finished(self, step: StepFinished) -> None:
-        """Note a step, which the next checkpoint will hold."""
+        """Note a step, which the next checkpoint will contain."""
         self._unsaved.append(
             TrainedStep(
                 step=step.step,
@@ -194,32 +171,28 @@ class Checkpoints:
 
     @property
     def is_due(self) -> bool:
-        """Whether the present version is one of every so many, or is to be tried again."""
+        """True if the current version is a multiple of the interval, or a retry is due."""
         version = self._learner.policy_version
         is_retry = self._retry_at is not None and version >= self._retry_at
         return is_retry or version % self._every(version) == 0
 
     async def outcomes(self) -> AsyncIterator[Outcome]:
-        """What became of each checkpoint, until `close`.
-
-        Raises:
-            Superseded: another trainer was started in place of this one.
-        """
+        """Yield the outcome of each checkpoint, until `close`. Raises Superseded."""
         while (found := await self._outcomes.get()) is not None:
             if isinstance(found, Exception):
                 raise found
             yield found
 
     async def close(self) -> None:
-        """Wait for the one that is being written, for as long as one may take; the last call."""
+        """Wait for the one being written, for as long as one may take; the last call."""
         await self._finish()
         self._outcomes.put_nowait(None)
 
     async def can_begin(self, *, ordered: bool = False) -> bool:
-        """Whether the present version can be saved: it is not saved yet, and the disk answers.
+        """Return True if the current version is not saved yet, and the disk answers.
 
-        Waits for the one that is being written. If there is nothing to save and it was `ordered`,
-        that is an outcome, too.
+        Waits for the one being written. If an `ordered` one has nothing to save, that is an
+        outcome, too.
         """
         began = time.monotonic()
         await self._finish()
@@ -238,7 +211,7 @@ class Checkpoints:
         return True
 
     async def begin(self) -> None:
-        """Begin to save the present version, as rank 0 or as its peer. A collective.
+        """Begin to save the current version, as rank 0 or as its peer. Collective.
 
         Waits until it is written if its state cannot be copied.
         """
@@ -253,7 +226,6 @@ class Checkpoints:
         self._metrics.checkpoint_blocked.inc(time.monotonic() - began)
 
     async def _finish(self) -> None:
-        """Wait until none is being written."""
         if self._writing is not None:
             await asyncio.wait({self._writing})
 

@@ -1,9 +1,9 @@
-"""An algorithm of the user's own: `trainer.algorithm: path/to/file.py:Class` or `my.module:Class`.
+"""A user's algorithm: `trainer.algorithm: path/to/file.py:Class` or `my.module:Class`.
 
     python -m asyncrl.trainer_process.custom_algorithm < CONFIG_JSON
 
-The trainer's process loads the class before it makes the learner. Before a run starts, the
-controller has a process of its own load and try it, by the command above: the last line of its
+The trainer's process loads the class before it creates the learner. Before a run starts, the
+controller loads and tries it in a separate process, by the command above: the last line of its
 standard output is the reason why the class cannot be used, as JSON, or null.
 """
 
@@ -31,12 +31,10 @@ KIND = FunctionKind(
 
 
 def load_own_algorithm(name: str) -> None:
-    """Make the class known to `asyncrl.trainer.algorithms`, if `name` is one of the user's.
+    """Register the class with `asyncrl.trainer.algorithms`, if `name` is one of the user's.
 
-    Exceptions that the user's module raises while it is imported become errors of one paragraph.
-
-    Raises:
-        UserError: there is no such class, or it is no algorithm.
+    Exceptions of the user's module during import become errors of one paragraph. Raises UserError
+    if the class does not exist or is not an algorithm.
     """
     if not is_own(name):
         return
@@ -61,8 +59,7 @@ def load_own_algorithm(name: str) -> None:
 def try_own_algorithm(config: RunConfig) -> None:
     """Load the class, and compute the advantages of a group and the loss of a few tokens.
 
-    Raises:
-        UserError: it cannot be loaded, fails, or does not do what an algorithm does.
+    Raises UserError if it cannot be loaded, fails, or does not behave like an algorithm.
     """
     name, size = config.trainer.algorithm, config.scheduler.group_size
     load_own_algorithm(name)

@@ -1,14 +1,14 @@
-"""Decides which deliveries the trainer keeps: those that were ordered, as they were reported.
+"""Decides which deliveries the trainer keeps: ordered ones that match their report.
 
     controller ── Expect ──►┐
                             ├─► kept: queued and acknowledged
     generator ─ delivery ──►┘   early: its order has not come; it waits, unacknowledged
-                                given back: it has no room to wait; asked for with its order
+                                given back: no room to wait; requested again with its order
                                 refused: it is not what was ordered, or what no run orders
 
-An order and its delivery come over different sockets, and either may be late by any time. So a
-delivery before its order is no fault of its sender, nor is one whose order names another generator:
-that one may be lost, and the new order be on its way. No sockets, no clock.
+An order and its delivery come over different sockets, in any order. So an early delivery is not its
+sender's fault, nor is one whose order names another generator: that one may be lost, and the new
+order on its way. No sockets, no clock.
 """
 
 from __future__ import annotations
@@ -28,30 +28,22 @@ from asyncrl.wire.messages.frames import decode_trajectory, digest_of
 from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
 
 EARLY_BYTES = 64 << 20
-"""Of all deliveries together that wait for their orders."""
 _HEAD_BYTES = 2048
-"""What a delivery takes besides its arrays, at most."""
 _GIVEN_BACK = 1 << 16
-"""Samples that are remembered as given back. A generator that is not asked for one sends it again
-all the same, after a while."""
+"""Number of remembered given-back samples. A generator that is not asked for one resends it anyway,
+after a while."""
 
 
 class Wanted(NamedTuple):
-    """What an order finds of its samples."""
+    """The early samples of an order."""
 
     here: Sequence[TrajectoryDelivery]
-    """They have waited for it; `receive` takes them now."""
     given_back: Sequence[SampleId]
-    """They came before it and were not kept: ask their generator to send them again."""
+    """Samples that came early and were not kept: ask their generator to resend them."""
 
 
-class DeliveryNotKept(Exception):  # noqa: N818 - says what happened
-    """A delivery is refused.
-
-    Args:
-        text: what is wrong with it.
-        was_ordered: whether the run waits for this sample of this generator.
-    """
+class DeliveryNotKept(Exception):  # noqa: N818 - names the event
+    """Refuses a delivery. `was_ordered`: the run waits for this sample of this generator."""
 
     def __init__(self, text: str, *, was_ordered: bool) -> None:
         super().__init__(text)
@@ -59,14 +51,10 @@ class DeliveryNotKept(Exception):  # noqa: N818 - says what happened
 
 
 class Intake:
-    """Compares deliveries with orders and queues those that agree.
+    """Compares deliveries with orders and queues those that match.
 
-    Args:
-        queue: gets what is kept.
-        check: raises BatchError for a trajectory that cannot be trained on now.
-        functions: reward functions of the run.
-        steps: of the run.
-        early_bytes: of all deliveries together that wait for their orders.
+    `check` raises BatchError for a trajectory that cannot be trained on now; `functions` is the
+    number of the run's reward functions; `early_bytes` bounds all early deliveries together.
     """
 
     def __init__(
@@ -86,11 +74,9 @@ class Intake:
         self._orders: dict[SampleId, tuple[Expect, ExpectedSample]] = {}
         self._early: defaultdict[str, dict[SampleId, TrajectoryDelivery]] = defaultdict(dict)
         self._held_bytes: dict[str, int] = {}
-        """Of each generator's early deliveries."""
         self._given_back: OrderedDict[tuple[str, SampleId], int] = OrderedDict()
-        """The step of each."""
         self._lost: set[str] = set()
-        """Generators that are lost. A name is not used again."""
+        """Lost generators, whose names are not reused."""
 
     def expect(self, order: Expect, *, next_step: int) -> Wanted:
         """Note an order, and find its samples that came before it."""
@@ -110,7 +96,7 @@ class Intake:
         return Wanted(here, again)
 
     def withdraw(self, generator: str) -> None:
-        """A generator is lost: its orders hold no more, and what it sent before them is dropped."""
+        """Drop the orders and early deliveries of a lost generator."""
         self._lost.add(generator)
         for sample, (order, _) in list(self._orders.items()):
             if order.generator == generator:
@@ -121,10 +107,9 @@ class Intake:
             del self._given_back[key]
 
     def receive(self, generator: str, delivery: TrajectoryDelivery, *, next_step: int) -> bool:
-        """Take a delivery in; False if its order has not come and it must not be acknowledged yet.
+        """Take a delivery; return False if its order is missing, so that it is not acknowledged.
 
-        Raises:
-            DeliveryNotKept: it is not what was ordered, or nothing that could be.
+        Raises DeliveryNotKept if it is not what was ordered, or could never be ordered.
         """
         sample, ordered = delivery.sample, self._orders.get(delivery.sample)
         if ordered is None or ordered[0].generator != generator:
@@ -146,20 +131,17 @@ class Intake:
         return True
 
     def _hold(self, generator: str, delivery: TrajectoryDelivery) -> None:
-        """Have a delivery wait for its order; give back the newest ones that have no room.
+        """Keep a delivery until its order comes; give back the newest ones that have no room.
 
-        Those of the generator that holds the most are given back, so that none takes the room of
-        another.
-
-        Raises:
-            DeliveryNotKept: no run orders such a thing.
+        Those of the generator that holds the most are given back, so that none takes another's
+        room. Raises DeliveryNotKept for a delivery that no run orders.
         """
         sample = delivery.sample
         try:
             self._refuse_impossible(delivery)
             self._trainable(delivery)
         except (ArithmeticError, BatchError, ValueError) as error:
-            # If it is ordered after all, the run must hear what is wrong with it.
+            # If it is ordered after all, the run must learn what is wrong with it.
             self._give_back(generator, delivery)
             raise DeliveryNotKept(
                 f"sample {sample} of {generator}, which was not ordered: {error}", was_ordered=False
@@ -176,13 +158,11 @@ class Intake:
             self._give_back(most, newest)
 
     def _give_back(self, generator: str, delivery: TrajectoryDelivery) -> None:
-        """Keep only that this delivery has come."""
         self._given_back[generator, delivery.sample] = delivery.step
         if len(self._given_back) > _GIVEN_BACK:
             self._given_back.popitem(last=False)
 
     def _take_early(self, generator: str, sample: SampleId) -> TrajectoryDelivery | None:
-        """A delivery that waits, which does so no more."""
         waiting = self._early.get(generator, {})
         delivery = waiting.pop(sample, None)
         if delivery is not None:
@@ -192,7 +172,7 @@ class Intake:
         return delivery
 
     def forget_before(self, step: int) -> None:
-        """Drop what belongs to earlier steps: orders of groups that failed, what nobody ordered."""
+        """Drop orders of failed groups and unordered deliveries of earlier steps."""
         for sample, (order, _) in list(self._orders.items()):
             if order.step < step:
                 del self._orders[sample]
@@ -203,7 +183,6 @@ class Intake:
             del self._given_back[key]
 
     def _refuse_impossible(self, delivery: TrajectoryDelivery) -> None:
-        """Raise ValueError for a sample that no order can name."""
         group, sample = delivery.sample.group, delivery.sample.sample
         if group < 0 or not 0 <= sample < self._queue.group_size:
             raise ValueError(f"no group of {self._queue.group_size} has this sample")
@@ -213,10 +192,9 @@ class Intake:
     def _compare(
         self, delivery: TrajectoryDelivery, order: Expect, expected: ExpectedSample
     ) -> Trajectory:
-        """The trajectory of a delivery that is what was ordered, and trainable.
+        """Return the trajectory of a delivery that matches its order and can be trained on.
 
-        Raises:
-            ValueError, ArithmeticError, BatchError: it is not.
+        Otherwise raises ValueError, ArithmeticError or BatchError.
         """
         if delivery.step != order.step:
             raise ValueError(f"it is for step {delivery.step}, ordered for step {order.step}")
@@ -232,7 +210,7 @@ class Intake:
         return trajectory
 
     def _trainable(self, delivery: TrajectoryDelivery) -> Trajectory:
-        """The trajectory of a delivery. Raises as `_compare` for one that cannot be trained on."""
+        """Return the trajectory of a delivery. Raises as `_compare` if it cannot be trained on."""
         for reward in (delivery.reward, *delivery.terms):
             if not abs(reward) <= MAX_FLOAT32:
                 raise ValueError(f"its reward {reward} is not finite in float32")
@@ -257,6 +235,6 @@ def _bytes_of(delivery: TrajectoryDelivery) -> int:
 
 
 def _copied(delivery: TrajectoryDelivery) -> TrajectoryDelivery:
-    """The delivery without the frame that it came in, which may be much longer."""
+    """Copy the delivery out of the frame that it came in, which may be much longer."""
     copies = {name: memoryview(bytes(array)) for name, array in _arrays(delivery).items()}
     return replace(delivery, **copies)

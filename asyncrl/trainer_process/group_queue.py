@@ -1,7 +1,6 @@
-"""The trainer's queue: gathers trajectories into groups, by step.
+"""The trainer's queue: gathers trajectories into groups, by step. No sockets, no clock.
 
-It has no sockets and no clock. Each trajectory is handed out at most once, even if it arrives
-twice.
+Each trajectory is returned at most once, even if it arrives twice.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ class WholeGroup(NamedTuple):
     group: int
     trajectories: list[Trajectory]
     rewards: FloatArray
-    """`[group_size]`"""
     generators: list[str]
-    """The process that delivered each sample."""
     terms: list[tuple[float, ...]]
-    """What each reward function returned for each sample; empty for a failed reward."""
+    """Results of the reward functions for each sample; empty for a failed reward."""
 
 
 class _Arrival(NamedTuple):
@@ -35,12 +32,11 @@ class _Arrival(NamedTuple):
 
 
 class GroupQueue:
-    """Groups of `group_size` trajectories. Each whole group is handed out once."""
+    """Groups of `group_size` trajectories. Each whole group is returned once."""
 
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
         self.duplicates = 0
-        """Deliveries that arrived again or too late."""
         self._partial: dict[int, dict[int, _Arrival]] = {}
         self._whole: dict[int, dict[int, dict[int, _Arrival]]] = {}
         self._taken: dict[int, set[int]] = {}
@@ -52,7 +48,7 @@ class GroupQueue:
         return partial + self.group_size * sum(len(groups) for groups in self._whole.values())
 
     def knows(self, sample: SampleId, *, step: int, next_step: int) -> bool:
-        """Whether a sample of this step was queued before, or its step is past."""
+        """Return True if a sample of this step was queued before, or its step is past."""
         group = sample.group
         return (
             step < next_step
@@ -69,16 +65,9 @@ class GroupQueue:
         generator: str,
         next_step: int,
     ) -> bool:
-        """Queue a delivery; False if it is a duplicate or its step is past.
+        """Queue a delivery; return False if it is a duplicate or its step is before `next_step`.
 
-        Args:
-            delivery: the message.
-            trajectory: what `asyncrl.wire.messages.frames.decode_trajectory` gave of it.
-            generator: who sent it.
-            next_step: the step that is trained next.
-
-        Raises:
-            ValueError: its sample index is outside the group.
+        Raises ValueError if the sample index is outside the group.
         """
         group, sample = delivery.sample.group, delivery.sample.sample
         if not 0 <= sample < self.group_size:
@@ -93,15 +82,7 @@ class GroupQueue:
         return True
 
     def take(self, step: int, *, allowed: Collection[int] | None) -> WholeGroup | None:
-        """Take a whole group of this step.
-
-        Args:
-            step: the step being trained.
-            allowed: the groups that may be taken; None: any.
-
-        Returns:
-            None if there is no such group.
-        """
+        """Take a whole group of this step, if there is one; `allowed` limits the choice."""
         groups = self._whole.get(step, {})
         for group in groups:
             if allowed is None or group in allowed:
@@ -120,7 +101,7 @@ class GroupQueue:
     def take_several(
         self, step: int, *, allowed: Collection[int] | None, tokens: int
     ) -> list[WholeGroup]:
-        """Take whole groups of this step until they have so many tokens; at least one if it is."""
+        """Take whole groups of this step until they have this many tokens; at least one if any."""
         taken: list[WholeGroup] = []
         held = 0
         while not taken or held < tokens:
@@ -132,7 +113,7 @@ class GroupQueue:
         return taken
 
     def forget_before(self, step: int) -> None:
-        """Drop what is left of earlier steps: samples of groups that failed."""
+        """Drop leftover samples of earlier steps, whose groups failed."""
         for kept in (self._whole, self._taken):
             for old in [key for key in kept if key < step]:
                 del kept[old]

@@ -1,4 +1,4 @@
-"""Compares the log-probabilities of each generator with the trainer's before they are trained on.
+"""Compares each generator's log-probabilities with the trainer's before they are trained on.
 
     accumulate ─► add: sums by generator, its most suspicious trajectories
     before the optimizer step ─► findings: generators newly beyond what rounding explains, and why
@@ -33,39 +33,29 @@ from asyncrl.wire.records.wrong_policy import WrongPolicy
 from asyncrl.wire.weights.writer import WeightPublisher
 
 _SUSPECTS = 4
-"""Trajectories of a generator that are kept for an explanation."""
 _EXPLAINED = 2
-"""Generators whose cause is looked for in a step. It takes about ten forward passes over the
-suspects of each, and as long as two copies of the weights; what is wrong with many is mostly the
-same."""
+"""Generators whose cause is investigated in a step. It takes about ten forward passes over the
+suspects of each, and memory for two copies of the weights; many generators mostly share one
+cause."""
 PROVISIONAL_STEPS = 20
-"""Of `PolicyCheck`, where engines or trainer are on GPUs."""
+"""`provisional_steps` of `PolicyCheck`, with engines or trainer on GPUs."""
 _MAX_SUSPECT_TOKENS = 1 << 17
-"""Of those that are sent to the controller, with 16 bytes each: 2 of the 16 MiB of a message."""
+"""Bound of tokens sent to the controller, 16 bytes each: 2 of the 16 MiB of a message."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """What is known of one generator's tokens."""
-
     sums: Disagreement = field(default_factory=Disagreement)
     worst: list[tuple[float, int, Trajectory]] = field(default_factory=list)
     """A heap: mean difference, a number that orders equal ones, the trajectory."""
 
 
 class PolicyCheck:
-    """Judges generators by the tokens of a step.
+    """Judges generators by their tokens of a step, or of several until there are MIN_TOKENS.
 
-    A generator with fewer than MIN_TOKENS in a step is judged with those of later steps. Until then
-    what was last found of it holds.
-
-    Args:
-        limits: what rounding explains.
-        policy: the trainer's.
-        publisher: has the weights of the version before.
-        provisional_steps: in so many steps of the run, a finding without a known cause is said and
-            ends nothing: what rounding does on these GPUs is not known before. What still holds
-            afterwards is found again.
+    Until then the last finding of a generator holds. `limits` are of rounding; `publisher` has the
+    previous version's weights. In the first `provisional_steps` a finding without a known cause is
+    only a warning: the rounding of these GPUs is unknown. If it persists, it is found again.
     """
 
     def __init__(
@@ -86,9 +76,8 @@ class PolicyCheck:
         self._disagreed: set[str] = set()
         """Generators beyond the limits when they were last judged."""
         self._of_step: set[str] = set()
-        """Generators whose trajectories are in the step."""
         self.follows = True
-        """Whether no generator of the step that was judged last is beyond the limits."""
+        """True if no generator of the last judged step is beyond the limits."""
         self._count = 0
 
     def add(self, group: WholeGroup, rows: Tensor) -> None:
@@ -96,7 +85,7 @@ class PolicyCheck:
         self._unread.append((group, rows))
 
     def _read(self) -> None:
-        """Take over what was noted; one transfer from the device."""
+        """Read the noted rows in one transfer from the device."""
         unread, self._unread = self._unread, []
         if not unread:
             return
@@ -122,9 +111,9 @@ class PolicyCheck:
             push(record.worst, entry)
 
     def findings(self, version: int) -> list[WrongPolicyFound]:
-        """The generators that are newly found not to follow the trainer's policy.
+        """Return generators that newly deviate from the trainer's policy, and forget the step.
 
-        Forgets the step. Slow if there is one. A generator is found again after it has agreed.
+        Slow if there is one. A generator is found again after it has agreed.
         """
         self._read()
         is_provisional = version < self._provisional_steps
@@ -158,7 +147,6 @@ class PolicyCheck:
     def _explained(
         self, generator: str, record: _Record, version: int, *, look: bool
     ) -> WrongPolicyFound:
-        """The finding about a generator, with its cause if it is to be looked for."""
         sums = record.sums
         suspects = [trajectory for _, _, trajectory in sorted(record.worst, reverse=True)]
         text = (
@@ -174,11 +162,10 @@ class PolicyCheck:
             )
         try:
             return self._with_cause(wrong, suspects)
-        except RuntimeError as error:  # mostly no memory; without the cause, it is still a finding
+        except RuntimeError as error:  # mostly out of memory; the finding holds without a cause
             return _unexplained(wrong, f"could not be looked for: {error}")
 
     def _with_cause(self, wrong: WrongPolicy, suspects: list[Trajectory]) -> WrongPolicyFound:
-        """The finding with the cause that the trainer can tell, or with samples to score again."""
         version = wrong.policy_version
         known = explain(
             self._policy,
@@ -197,7 +184,7 @@ class PolicyCheck:
 
 
 def _how(sums: Disagreement, limits: Limits) -> str:
-    """By how much, and what would be rounding: the mean, or the slope if only that is too large."""
+    """Describe the difference and the limit: the mean, or the slope if only that is too large."""
     if sums.mean > limits.mean:
         return f"by {sums.mean:.2g} nats on average (rounding explains {limits.mean:g})"
     off = 100 * abs(math.expm1(sums.slope))
@@ -225,7 +212,6 @@ def _to_send(policy: Policy, suspects: list[Trajectory]) -> tuple[SuspectSample,
 
 
 def _contexts(one: Trajectory, expected: FloatArray) -> Iterator[SuspectSample]:
-    """The contexts of a trajectory, with what the trainer expects of its trained tokens."""
     whole = np.zeros(len(one.tokens), np.float32)
     whole[one.trained] = expected
     for context in contexts_of(one):

@@ -1,7 +1,7 @@
 """The trainer process: trajectories in, optimizer steps and new weights out.
 
 intake      consumes: deliveries of generators, orders of the controller.
-            produces: acknowledgements, whole groups, refusals. (`intake`)
+            produces: acknowledgements, whole groups, refusals. (`delivery_check`)
             waits for: generators. bounded by: the scheduler's admission of steps.
 commands    consumes: commands of the controller. produces: step plans, the request to end.
             waits for: the controller. bounded by: the number of steps.
@@ -13,15 +13,14 @@ saving      consumes: checkpoints that were begun. produces: CheckpointWritten, 
 report      consumes: counters. produces: `TrainerReport`.
             waits for: the clock. bounded by: REPORT_SECONDS.
 
-A group's gradient is accumulated as soon as the group is whole (with `trainer.mix_groups`, that of
-all that wait, up to a micro-batch), in a repeatable run as soon as all
-groups before it have been accumulated. The optimizer steps when every group of the step's plan has
-been accumulated. Trajectories of later steps wait in the queue. A
-trajectory that arrives twice is acknowledged twice and kept once.
+A group's gradient is accumulated as soon as the group is whole (with `trainer.mix_groups`, with all
+waiting groups, up to a micro-batch); in a repeatable run, after all groups before it. The optimizer
+steps when every group of the step's plan has been accumulated. Trajectories of later steps wait in
+the queue. A trajectory that arrives twice is acknowledged twice and kept once.
 
-A trainer of several ranks has a process for each, which is told its own groups. What all ranks do
-together, steps and checkpoints, follows from the commands, which all get in the same order: a plan
-is carried out by all or by none, and a checkpoint is of the step after the last plan before it.
+A trainer of several ranks has a process for each, which receives its own groups. Common actions,
+steps and checkpoints, follow from the commands, which all ranks get in the same order: a plan is
+executed by all or by none, and a checkpoint is of the step after the last plan before it.
 """
 
 from __future__ import annotations
@@ -51,21 +50,14 @@ class TrainerProcess:
     """The loops of the trainer. Use once: `await process.run()`.
 
     Args:
-        steps: trains.
-        queue: gathers trajectories.
-        intake: fills the queue with what was ordered.
-        checkpoints: saves.
-        control: the line to the controller.
-        generators: receives deliveries.
-        records: metrics and the time line.
-        groups_per_step: that a step has unless groups failed.
-        mixed_tokens: groups that wait are added together until they have so many; 0: one by one.
-        in_order: whether groups are accumulated in the order of their numbers, so that the rounding
-            of their sum repeats.
-        is_dynamic: whether the groups of a step depend on their rewards (dynamic sampling), so that
-            the next one in order is not known before the plan.
-        lineage: how many trainers the run had before; deliveries for one of those are not taken.
-        stops_on_wrong_policy: whether a step with tokens of another policy is not trained.
+        groups_per_step: of a step without failed groups.
+        mixed_tokens: waiting groups are added together up to this many tokens; 0: one by one.
+        in_order: accumulate groups in the order of their numbers, so that the rounding of their sum
+            repeats.
+        is_dynamic: the groups of a step depend on their rewards (dynamic sampling), so the next one
+            in order is not known before the plan.
+        lineage: number of trainers before this one; deliveries for those are not taken.
+        stops_on_wrong_policy: do not train a step with tokens of another policy.
     """
 
     def __init__(
@@ -103,21 +95,15 @@ class TrainerProcess:
         self._changed = asyncio.Event()
         self._shutdown: to_trainer.Shutdown | None = None
         self._newest_plan = -1
-        """The last step whose plan came."""
         self._ordered_checkpoints: deque[int] = deque()
-        """A checkpoint is to be written, for each, as soon as this step has been trained."""
         self._cut_off: list[from_trainer.PeerCutOff] = []
         generators.refusals.on_cut_off = self._note_cut_off
 
     async def run(self, *, metrics_port: int | None, address: str = "") -> None:
-        """Publish the present weights, then train until told to shut down.
+        """Publish the current weights, then train until the shutdown command.
 
-        Args:
-            metrics_port: where the metrics are served.
-            address: under which generators reach this process; empty: where it listens.
-
-        Raises:
-            ExceptionGroup: with the error of a loop.
+        `address` is how generators reach this process, by default where it listens. Raises
+        ExceptionGroup with the error of a loop.
         """
         manifest = await self._steps.publish()
         await self._control.send(
@@ -146,7 +132,7 @@ class TrainerProcess:
         await self._control.send(from_trainer.Goodbye())
 
     def configure(self, config: RunConfig) -> None:
-        """Take over settings that may change while the run trains."""
+        """Apply settings that may change while the run trains."""
         set_log_level(config.monitoring.log_level)
         by_step = ConfigByStep(config)
         self._steps.configure(by_step)
@@ -161,13 +147,12 @@ class TrainerProcess:
                 self._queue.duplicates += 1  # for a lost trainer: its tokens follow other policies
 
     async def _take_in(self, peer: str, delivery: data.TrajectoryDelivery) -> None:
-        """Keep and acknowledge a delivery, let it wait for its order, or refuse it."""
         try:
             kept = self._intake.receive(peer, delivery, next_step=self._steps.step)
         except DeliveryNotKept as error:
             refused = FrameRefused(Reason.TRAJECTORY, str(error))
             self._generators.refusals.refuse(peer, refused)
-            if error.was_ordered:  # the run waits for it, and must hear that it does not come
+            if error.was_ordered:  # the run waits for it, and must learn that it is not coming
                 await self._control.send(
                     from_trainer.DeliveryRefused(peer, delivery.sample, str(error))
                 )
@@ -201,7 +186,7 @@ class TrainerProcess:
             self._changed.set()
 
     async def _expect(self, order: to_trainer.Expect) -> None:
-        """Take in what waited for this order; ask for what had no room to wait in."""
+        """Take the early deliveries of this order; request those that had no room."""
         wanted = self._intake.expect(order, next_step=self._steps.step)
         for sample in wanted.given_back:
             self._generators.send_soon(order.generator, data.SendAgain(sample, self._lineage))
@@ -209,7 +194,6 @@ class TrainerProcess:
             await self._take_in(order.generator, delivery)
 
     async def _train(self) -> None:
-        """Accumulate whole groups as they arrive; take a step when its plan is fulfilled."""
         while True:
             self._changed.clear()
             step = self._steps.step
@@ -236,12 +220,12 @@ class TrainerProcess:
                     await self._finish_step()
 
     def _is_over(self) -> bool:
-        """Whether to train no more. What other ranks carry out is carried out first."""
+        """Return True if training ends here. Actions that other ranks take come first."""
         ordered = self._steps.step in self._plans or bool(self._ordered_checkpoints)
         return self._shutdown is not None and not (self._steps.has_peers and ordered)
 
     def _allowed(self, step: int, plan: frozenset[int] | None) -> frozenset[int] | None:
-        """The groups that may be accumulated next; None: any of the step.
+        """Groups that may be accumulated next; None allows any of the step.
 
         In order, the next group of a step is known before its plan arrives, unless it fails. Then
         the trainer waits for the plan, which has no failed groups.
@@ -278,7 +262,7 @@ class TrainerProcess:
         await self._save(wanted=self._checkpoints.is_due)
 
     async def _save(self, *, wanted: bool, ordered: bool = False) -> None:
-        """Begin a checkpoint of all ranks, if rank 0 wants and can."""
+        """Begin a checkpoint of all ranks, if rank 0 wants one and can write it."""
         begins = wanted and self._steps.leads and await self._checkpoints.can_begin(ordered=ordered)
         if await self._steps.decided(begins):
             await self._checkpoints.begin()

@@ -1,11 +1,10 @@
-"""Writes every trained sample to RUN/samples/, in a thread of its own.
+"""Writes every trained sample to RUN/samples/, on a separate thread.
 
-The records of a step are handed over after its optimizer step. A checkpoint waits until they are
-written. A trainer that resumes from a checkpoint drops the records of later steps before it trains
-them again, so the log holds each trained sample exactly once, whenever a process was killed.
+The records of a step are passed to the thread after its optimizer step, and a checkpoint waits
+until they are written. A resuming trainer drops the records of later steps before it trains them
+again, so the log holds each trained sample exactly once, whenever a process was killed.
 
-A log that cannot be written never ends a run: the records are counted as lost and the error is
-logged.
+A log that cannot be written does not end a run: lost records are counted and the error is logged.
 """
 
 from __future__ import annotations
@@ -31,14 +30,10 @@ from asyncrl.trainer_process.group_queue import WholeGroup
 logger = logging.getLogger("asyncrl.trainer")
 
 WRITE_SECONDS = 60.0
-"""Longest wait for the records of one step to be written."""
 
 
 def drop_repeated(folder: Path, step: int) -> None:
-    """Drop the records of `step` and later steps, which are trained again.
-
-    If the disk does not allow it, the error is logged and training begins.
-    """
+    """Drop the records of `step` and later steps, which are trained again; log a disk failure."""
     try:
         truncate(folder, before_step=step)
     except OSError as error:
@@ -54,14 +49,8 @@ def drop_repeated(folder: Path, step: int) -> None:
 class TrainedSampleLog:
     """Writes the samples of finished steps. At most one step's records wait at a time.
 
-    Args:
-        folder: of the files.
-        tokenizer: decodes prompts and responses.
-        settings: `run.log_samples` and its companions.
-        metrics: count the records that could not be written.
-        fence: keeps a trainer that was replaced from writing.
-        ranks: of the trainer, which share the limit.
-        labels: what the parts of a reward are called.
+    `settings` are `run.log_samples` and its companions; the `ranks` share the limit; `labels` name
+    the parts of a reward; `fence` prevents a replaced trainer from writing.
     """
 
     def __init__(
@@ -87,7 +76,7 @@ class TrainedSampleLog:
         self._patience = WRITE_SECONDS
 
     async def record(self, step: int, groups: Sequence[WholeGroup]) -> None:
-        """Hand over the samples of a finished step; waits for those of the step before."""
+        """Queue the samples of a finished step; wait for those of the previous step."""
         if await self.written():
             self._writing = asyncio.get_running_loop().run_in_executor(
                 self._thread, self._write, step, groups
@@ -96,7 +85,7 @@ class TrainedSampleLog:
             self._lose(step, groups, f"no answer from the disk within {WRITE_SECONDS:.0f} s")
 
     async def written(self) -> bool:
-        """Wait until all records are written or lost; False if that takes too long."""
+        """Wait until all records are written or lost; return False if that takes too long."""
         if self._writing is None:
             return True
         done, _ = await asyncio.wait({self._writing}, timeout=self._patience)
@@ -104,7 +93,7 @@ class TrainedSampleLog:
         return bool(done)
 
     async def close(self) -> None:
-        """Write what waits and close the file."""
+        """Write queued records and close the file."""
         if await self.written():
             self._files.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -168,13 +157,12 @@ class TrainedSampleLog:
 
 
 def _ranges(mask: BoolArray) -> list[tuple[int, int]]:
-    """`[start, end)` of each row of true values."""
+    """`[start, end)` of each run of true values."""
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _tokens(trajectory: Trajectory) -> dict[str, Any]:
-    """What `run.log_sample_tokens` adds to a record."""
     return {
         "prompt_tokens": trajectory.prompt_tokens.tolist(),
         "response_tokens": trajectory.tokens.tolist(),

@@ -75,15 +75,14 @@ from asyncrl.wire.weights.writer import WeightPublisher
 logger = logging.getLogger(__name__)
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-"""Of glibc's malloc.h."""
+"""Constants of glibc's malloc.h."""
 
 
 _LIMIT = Limit(10, 600.0)
-"""A generator sends a sample again every few seconds until it is acknowledged. One that keeps
-sending what is refused must be replaced, or the run would wait for its sample forever."""
+"""A generator resends a sample every few seconds until it is acknowledged. One that keeps sending
+refused samples must be replaced, or the run would wait for its sample forever."""
 
 _MOST = 1 << 30
-"""Bytes of a delivery with many contexts; one context may be longer."""
 
 
 def _longest_delivery(config: RunConfig) -> int:
@@ -94,7 +93,7 @@ def _longest_delivery(config: RunConfig) -> int:
 
 
 async def run_trainer(spec: TrainerSpec, keys: TrainerKeys) -> None:
-    """Load or resume the learner, publish its weights, and train until told to shut down."""
+    """Load or resume the learner, publish its weights, and train until the shutdown command."""
     async with bring_up(spec, keys, to_trainer.ToTrainer, TrainerMetrics, _failure) as child:
         check_given_gpus(spec)
         engines_on_cpu = _generates_on_cpu(spec, child.config)
@@ -180,10 +179,7 @@ async def run_trainer(spec: TrainerSpec, keys: TrainerKeys) -> None:
 
 
 def _for_this_process(child: Child[TrainerSpec, TrainerMetrics], engines_dtype: str) -> RunConfig:
-    """With `trainer.dtype: auto` resolved, where the controller does not see this device.
-
-    By the checkpoint that the trainer continues from, if there is one, else by the device.
-    """
+    """Resolve `trainer.dtype: auto`, by the checkpoint to continue from, else by the device."""
     config, step = child.config, child.spec.resume_from
     trainer = config.trainer
     if trainer.dtype == "auto" and step is not None:
@@ -197,11 +193,9 @@ def _for_this_process(child: Child[TrainerSpec, TrainerMetrics], engines_dtype: 
 def _publisher(
     child: Child[TrainerSpec, TrainerMetrics], learner: Learner, engine_dtype: torch.dtype
 ) -> WeightPublisher:
-    """Of the weights in the engines' data type, or of an adapter as it is trained.
+    """Create a publisher of weights in the engines' data type, or of an adapter as it is trained.
 
-    Raises:
-        UserError: engines hold the weights that an adapter is added to more finely than the trainer
-            does.
+    Raises UserError if engines hold an adapter's base weights more precisely than the trainer.
     """
     spec, adapter = child.spec, learner.policy.adapter
     if (
@@ -221,16 +215,10 @@ def _publisher(
 def _sender(
     child: Child[TrainerSpec, TrainerMetrics], learner: Learner, address: str
 ) -> WeightSender | None:
-    """What broadcasts the weights, if the user wants it and trusts the network; on rank 0.
+    """Create the broadcaster of weights, if configured on a trusted network; on rank 0.
 
-    Args:
-        child: this process.
-        learner: whose weights they are.
-        address: that generators reach this process at. The sender listens there too, and on
-            loopback if that is no network's.
-
-    Raises:
-        AsyncrlError: it cannot listen there.
+    `address` is how generators reach this process. The sender listens there too, and on loopback if
+    that is not a network address. Raises AsyncrlError if it cannot listen there.
     """
     config, broadcasts = child.config, child.metrics.weight_broadcasts
     if config.launcher.weights != "broadcast" or not learner.world.leads:
@@ -251,7 +239,6 @@ def _sender(
 
 
 def _load_learner(child: Child[TrainerSpec, TrainerMetrics], fence: Fence) -> Learner:
-    """The learner, at the checkpoint that the controller chose if the run is resumed."""
     spec, config = child.spec, child.config
     if resolve_device(config.trainer.device).type == "cpu":
         keep_freed_memory()
@@ -290,12 +277,10 @@ def _load_learner(child: Child[TrainerSpec, TrainerMetrics], fence: Fence) -> Le
 
 
 def _check_memory(spec: TrainerSpec, config: RunConfig) -> None:
-    """Refuse a step that is too large for this process's device, before others are waited for.
+    """Refuse a step that is too large for this process's device, before waiting for others.
 
     On one machine the controller knows the devices, and has done this before it started anything.
-
-    Raises:
-        UserError: with the settings that would help.
+    Raises UserError with the settings that would help.
     """
     if config.launcher.kind == "local":
         return
@@ -316,7 +301,7 @@ def _device(config: RunConfig) -> Device:
 
 
 def _generates_on_cpu(spec: TrainerSpec, config: RunConfig) -> bool:
-    """Whether the generators run on the CPU; this process may see other GPUs than they do."""
+    """Return True if generators run on the CPU; this process may see other GPUs than they do."""
     if spec.engine_device is not None:
         return spec.engine_device == "cpu"
     return config.engine.device == "cpu" or not torch.cuda.is_available()
@@ -325,15 +310,10 @@ def _generates_on_cpu(spec: TrainerSpec, config: RunConfig) -> bool:
 def rounding_limits(
     config: RunConfig, engine_dtype: torch.dtype, *, on_cpus: bool, routed: bool
 ) -> Limits:
-    """By how much the log-probabilities of healthy engine and trainer may differ.
+    """Bound of the difference between healthy engines' and trainer's log-probabilities.
 
-    The tight limits hold only if both compute in float32 or better, on CPUs.
-
-    Args:
-        config: with `trainer.dtype` resolved.
-        engine_dtype: of the engines' weights.
-        on_cpus: whether engines and trainer are on CPUs.
-        routed: whether the model is a mixture of experts.
+    The tight limits hold only if both compute in float32 or better, on CPUs. `routed` models are
+    mixtures of experts.
     """
     exact = engine_dtype == torch.float32 and config.trainer.compute_dtype != "bfloat16"
     if on_cpus and exact:
@@ -355,7 +335,6 @@ async def _sample_log(
 
 
 def _failure(_spec: TrainerSpec, error: BaseException) -> from_trainer.Failure | None:
-    """The message to the controller about an error; None for an unexpected error."""
     if not isinstance(error, AsyncrlError | TrainerError | MonitoringError | WireError):
         return None
     by_user = isinstance(error, UserError | TrainerError | MonitoringError)

@@ -1,6 +1,6 @@
-"""Trains one step after the other: gradients of groups, the optimizer step, new weights.
+"""Trains one step after another: gradients of groups, the optimizer step, new weights.
 
-What a rank of the trainer does when it has no group to train on, and asking the others.
+A rank without a group to train on agrees with the others on what to do (`word_of`, `asked`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from asyncrl.wire.weights.layout import WeightManifest
 from asyncrl.wire.weights.writer import WeightPublisher
 
 OTHER_RANKS = "other ranks"
-"""What is waited for at the end of a step."""
+"""Cause of a wait at the end of a step."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 """Seconds between two questions to ranks that all wait."""
 
@@ -49,18 +49,11 @@ def word_of(
     is_over: bool,
     saves: bool,
 ) -> tuple[Word, str]:
-    """What a rank has that has no group to accumulate, and what it waits for.
+    """State of a rank without a group to accumulate, and what it waits for.
 
-    Args:
-        step: that is trained.
-        plan: the groups of the step; None: it has not come.
-        done: groups that are accumulated.
-        groups: of a step, while its plan is not known.
-        is_over: whether the run has ended for it.
-        saves: whether it was told to write a checkpoint now.
-
-    Raises:
-        AsyncrlError: a group is accumulated that the plan lacks.
+    `done` groups of the step are accumulated; `groups` is its size while its `plan` is not known.
+    `is_over`: the run has ended for the rank. `saves`: it must write a checkpoint now. Raises
+    AsyncrlError if the plan lacks an accumulated group.
     """
     if is_over:
         return Word(Has.OVER), OTHER_RANKS
@@ -79,7 +72,7 @@ def word_of(
 
 
 def waited_for(done: int, groups: int) -> str:
-    """What a trainer without a whole group waits for, in a step of this many groups.
+    """Return what a trainer without a whole group waits for, in a step of this many groups.
 
     `first group`: no group of the step has been trained on. `last group`: one group is missing, so
     this is the wait for the slowest sample. `step plan`: all groups are trained on, and the
@@ -93,13 +86,10 @@ def waited_for(done: int, groups: int) -> str:
 
 
 async def asked(lockstep: Lockstep, word: Word, changed: asyncio.Event) -> Act:
-    """What all ranks do next; `WAIT` if an event has changed what this one has.
+    """Agree with all ranks on the next action; `WAIT` if an event has changed this one's state.
 
-    While all of them wait they ask each other after pauses that grow to `_LONGEST_PAUSE`: so long a
-    rank that gets a group may wait for the others.
-
-    Raises:
-        RankLost: another rank did not take part.
+    While all of them wait they ask each other after pauses that grow to `_LONGEST_PAUSE`: the
+    longest delay of a rank that gets a group. Raises RankLost.
     """
     pause = _FIRST_PAUSE
     while (act := await asyncio.to_thread(lockstep.said, word)) is Act.WAIT:
@@ -115,15 +105,14 @@ class RankPart(msgspec.Struct, frozen=True):
     """One rank's part of a step."""
 
     groups: tuple[int, ...]
-    """That it trained on, ascending."""
+    """Groups that it trained on, ascending."""
     samples: int
-    """Of these groups."""
     terms: tuple[tuple[float, int], ...]
-    """By reward function: the sum of what it returned, and for how many samples."""
+    """The sum of results and the number of scored samples of each reward function."""
     waited_seconds: float
-    """For the other ranks, after it had the gradients of all its groups of the step."""
+    """Wait for the other ranks, after it had the gradients of all its groups of the step."""
     follows: bool
-    """Whether no generator of its samples is known to have another policy."""
+    """True if no generator of its samples is known to have another policy."""
 
 
 def part_of(
@@ -134,13 +123,13 @@ def part_of(
     waited_seconds: float,
     follows: bool,
 ) -> RankPart:
-    """A rank's part; `terms` has a row for each sample that has a reward."""
+    """Build a rank's part; `terms` has a row for each sample that has a reward."""
     sums = tuple((math.fsum(values), len(values)) for values in zip(*terms, strict=True))
     return RankPart(tuple(sorted(groups)), samples, sums, waited_seconds, follows)
 
 
 def gathered(own: RankPart, world: World) -> list[RankPart]:
-    """The parts of all ranks, by rank. A collective. Raises RankLost."""
+    """Return the parts of all ranks, by rank. Collective. Raises RankLost."""
     if world.size == 1:
         return [own]
     decode = msgspec.msgpack.Decoder(RankPart).decode
@@ -148,7 +137,7 @@ def gathered(own: RankPart, world: World) -> list[RankPart]:
 
 
 def mean_terms(parts: Sequence[RankPart]) -> tuple[float, ...]:
-    """Mean of what each reward function returned; empty if none scored a sample."""
+    """Mean result of each reward function; empty if none scored a sample."""
     having = [part.terms for part in parts if part.terms]
     return tuple(
         math.fsum(total for total, _ in one) / sum(count for _, count in one)
@@ -157,7 +146,7 @@ def mean_terms(parts: Sequence[RankPart]) -> tuple[float, ...]:
 
 
 def lost_to_imbalance(parts: Sequence[RankPart]) -> float:
-    """Seconds, mean over the ranks, in which another rank was still computing and this one was not.
+    """Mean over the ranks of the seconds in which it was idle while another one computed.
 
     All groups of the step have arrived when its plan comes, so nothing else is waited for then.
 
@@ -170,30 +159,21 @@ def lost_to_imbalance(parts: Sequence[RankPart]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TrainerRecords:
-    """Where a trainer records what it does."""
+    """Sinks of a trainer's records."""
 
     metrics: TrainerMetrics
     timeline: Timeline
     samples: TrainedSampleLog | None = None
-    """None where `run.log_samples` is off."""
     check: PolicyCheck | None = None
-    """Compares generators with the trainer; None: they are not compared."""
     tracer: Tracer | None = None
-    """Spans of traced groups; None: nothing is traced."""
 
 
 class StepTrainer:
-    """The learner and its publisher, on the time line. The learner works in a thread.
+    """The learner and its publisher, on the timeline. The learner works in a thread.
 
-    With several ranks, `meet`, `decided` and `finish_step` are collectives of all.
-
-    Args:
-        learner: computes gradients and takes optimizer steps.
-        publisher: publishes the weights after each step; used by rank 0.
-        records: metrics and the time line.
-        engine_dtype: data type of the weights that the engines decode with.
-        samples_follow_policy: as in `RunConfig`, until `configure`.
-        sender: broadcasts what is published; None: it is read only.
+    With several ranks, `meet`, `decided` and `finish_step` are collectives. Rank 0 publishes;
+    `sender` broadcasts weights, which otherwise are only read. `engine_dtype` is that of the
+    engines' weights. `samples_follow_policy` is as in `RunConfig`, until `configure`.
     """
 
     def __init__(
@@ -220,12 +200,10 @@ class StepTrainer:
         self._tracer = records.tracer
         self._start_step()
         self.busy_seconds = 0.0
-        """Spent on gradients and optimizer steps since the start."""
 
     def _start_step(self) -> None:
         self._accumulated: list[int] = []
         self.done: set[int] = set()
-        """Groups of this step whose gradients are accumulated."""
         self._samples = 0
         self._terms: list[tuple[float, ...]] = []
         self._to_log: list[WholeGroup] = []
@@ -239,32 +217,29 @@ class StepTrainer:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, or the only one."""
+        """True for rank 0, or the only one."""
         return self._world.leads
 
     @property
     def has_peers(self) -> bool:
-        """Whether the trainer has other ranks."""
+        """True if the trainer has other ranks."""
         return self._world.size > 1
 
     def configure(self, config: ConfigByStep) -> None:
-        """Take over what changes at steps to come."""
+        """Apply settings that change at later steps."""
         self._learner.peak_rates = config.peak_rates
         self._samples_follow_policy = lambda step: config.at(step).samples_follow_policy
 
     @property
     def initial_weights(self) -> str:
-        """As `Learner.initial_weights`."""
+        """`Learner.initial_weights`."""
         return self._learner.initial_weights
 
     async def publish(self) -> WeightManifest | None:
-        """Publish the present weights with their fingerprint; only rank 0 does.
+        """Publish the current weights with their fingerprint; only rank 0 does.
 
-        Where weights are in parts, the other ranks take part.
-
-        Raises:
-            PublishError: they cannot be published.
-            RankLost: another rank did not take part.
+        With sharded weights, the other ranks take part. Raises PublishError if they cannot be
+        published, or RankLost.
         """
         if not self._world.leads:
             if self._lockstep.is_shared:
@@ -300,20 +275,15 @@ class StepTrainer:
         self._count_training(time.monotonic() - began)
 
     async def wait(self, changed: asyncio.Event, cause: str) -> None:
-        """Wait for an event; `cause` is what the time line shows."""
+        """Wait for an event; `cause` is shown on the timeline."""
         with self._waiting(cause):
             await changed.wait()
 
     async def decide(self, word: Word, changed: asyncio.Event, cause: str) -> Act:
-        """What this rank does next; with weights in parts, what all do. Waits if that is to wait.
+        """Decide this rank's next action; with sharded weights, that of all. May wait first.
 
-        Args:
-            word: what this rank has.
-            changed: set when it has something else, which gives `WAIT`.
-            cause: of a wait, as the time line shows it.
-
-        Raises:
-            RankLost: another rank did not take part.
+        `changed` is set when this rank's state changes, which gives `WAIT`; `cause` names a wait on
+        the timeline. Raises RankLost.
         """
         if not self._lockstep.is_shared:
             act = self._lockstep.said(word)
@@ -334,17 +304,13 @@ class StepTrainer:
         self._waited[cause] += time.monotonic() - began
 
     async def wrong_policies(self) -> list[WrongPolicyFound]:
-        """Generators whose tokens of this step do not follow the present policy."""
+        """Generators whose tokens of this step do not follow the current policy."""
         if self._check is None:
             return []
         return await asyncio.to_thread(self._check.findings, self.step)
 
     async def meet(self, own: bool) -> bool:
-        """Wait until all ranks have the gradients of their groups; whether any of them says so.
-
-        Raises:
-            RankLost: one was lost, or did not come within `trainer.rank_seconds`.
-        """
+        """Wait for all ranks' gradients; return True if `own` is true on any. Raises RankLost."""
         if self._world.size == 1:
             return own
         began = time.monotonic()
@@ -354,17 +320,15 @@ class StepTrainer:
         return found
 
     async def decided(self, own: bool) -> bool:
-        """What rank 0 has decided about the next thing to do. Raises RankLost."""
+        """Return rank 0's decision about the next action. Raises RankLost."""
         if self._world.size == 1:
             return own
         return await asyncio.to_thread(self._world.decided, own, "what rank 0 decides")
 
     async def finish_step(self) -> StepFinished | None:
-        """Take the optimizer step and publish the new weights; rank 0 says what came of it.
+        """Take the optimizer step and publish the new weights; return the result on rank 0.
 
-        Raises:
-            TrainerError: the step failed.
-            PublishError: the weights could not be published.
+        Raises TrainerError if the step failed; PublishError if the weights could not be published.
         """
         step, groups = self.step, tuple(sorted(self._accumulated))
         began = time.monotonic()
@@ -406,7 +370,6 @@ class StepTrainer:
         return finished
 
     def _trace(self, name: str, groups: tuple[int, ...], step: int, began: float) -> None:
-        """Record what has just ended for those of these groups that are traced."""
         if self._tracer is None:
             return
         now, more = time.monotonic(), {"asyncrl.step": step}

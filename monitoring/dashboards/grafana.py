@@ -40,12 +40,11 @@ def dashboard() -> Json:
 
 
 def as_text() -> str:
-    """The dashboard as it is written to a file."""
+    """The dashboard as text of its file."""
     return json.dumps(dashboard(), indent=1) + "\n"
 
 
 def _source() -> Json:
-    """Which Prometheus: chosen at the top of the dashboard."""
     return {
         "name": "source",
         "label": "Prometheus",
@@ -57,7 +56,7 @@ def _source() -> Json:
 
 
 def _run() -> Json:
-    """Which runs. `.*` also matches series without the label, of a configuration without it."""
+    """The variable that selects runs. `.*` also matches series without the label."""
     return {
         "name": "run",
         "label": "Run",
@@ -136,12 +135,10 @@ def _panel(panel: Panel, number: int, x: int, y: int) -> Json:
 
 
 def _letter(index: int) -> str:
-    """The name of a panel's query."""
     return chr(ord("A") + index)
 
 
 def _overrides(panel: Panel) -> Iterator[Json]:
-    """An axis on the right for each query that has a unit of its own."""
     for index, query in enumerate(panel.queries):
         if query.unit is not None:
             yield {

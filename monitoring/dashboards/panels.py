@@ -1,6 +1,6 @@
-"""What the dashboard shows, in the order in which one looks at it.
+"""The dashboard's panels, in the order in which one looks at them.
 
-Queries from declared metrics, so that none names a metric that does not exist.
+Queries are built from declared metrics, so they cannot name a metric that does not exist.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asyncrl.monitoring.metrics.process_metrics import ProcessMetrics
 RUN = 'run=~"$run"'
 """Selects the runs that are chosen at the top of the dashboard."""
 WINDOW = "$__rate_interval"
-"""Grafana's: four scrapes or one pixel, whichever is longer."""
+"""Grafana's window: four scrapes or one pixel, whichever is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +24,13 @@ class Series:
 
     spec: MetricSpec
     matchers: tuple[str, ...] = ()
-    """Further conditions on labels."""
 
     def __str__(self) -> str:
         """The instant vector."""
         return self._selected(self.spec.name)
 
     def where(self, **labels: str) -> Series:
-        """Only series with these values of labels, which may be patterns.
-
-        Raises:
-            ValueError: the metric does not have such a label.
-        """
+        """Select series by labels, which may be patterns. Raises ValueError for unknown labels."""
         known = {"process", self.spec.label, self.spec.second_label}
         for label in labels:
             if label not in known:
@@ -49,22 +44,14 @@ class Series:
         return f"rate({self}[{WINDOW}])"
 
     def quantile(self, share: float) -> str:
-        """A quantile of a histogram, over all processes of a run.
-
-        Raises:
-            ValueError: the metric is not a histogram.
-        """
+        """A quantile of a histogram, over a run's processes. Raises ValueError otherwise."""
         if self.spec.kind != "histogram":
             raise ValueError(f"{self.spec.name} is not a histogram")
         buckets = self._selected(f"{self.spec.name}_bucket")
         return f"histogram_quantile({share}, sum by (run, le) (rate({buckets}[{WINDOW}])))"
 
     def mean(self) -> str:
-        """The mean of a histogram's values, over all processes of a run.
-
-        Raises:
-            ValueError: the metric is not a histogram.
-        """
+        """Mean of a histogram's values, over a run's processes. Raises ValueError otherwise."""
         if self.spec.kind != "histogram":
             raise ValueError(f"{self.spec.name} is not a histogram")
         total, count = (self._selected(f"{self.spec.name}_{part}") for part in ("sum", "count"))
@@ -82,7 +69,7 @@ class Metrics:
         self._specs = dict(specs_of(role))
 
     def __getitem__(self, field: str) -> Series:
-        """Raises KeyError if the role has no such metric."""
+        """Raises KeyError if the role does not declare this metric."""
         return Series(self._specs[field])
 
 
@@ -91,14 +78,13 @@ C, G, T = Metrics(ControllerMetrics), Metrics(GeneratorMetrics), Metrics(Trainer
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One line, or one line per label value, of a panel."""
+    """One line of a panel, or one line per label value."""
 
     expr: str
-    """PromQL."""
     legend: str
-    """With Grafana's `{{label}}`."""
+    """May use Grafana's `{{label}}`."""
     unit: str | None = None
-    """Of a line with an axis of its own, on the right; None: that of the panel."""
+    """Unit of a line with its own axis, on the right; by default the panel's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +93,12 @@ class Panel:
 
     title: str
     shows: str
-    """One sentence."""
     if_wrong: str
-    """What to do if it looks wrong: one or two sentences."""
+    """The remedy: one or two sentences."""
     unit: str
-    """Grafana's name of the unit."""
     queries: tuple[Query, ...]
     stacked: bool = False
-    """Whether lines are areas on top of each other."""
+    """True if lines are areas on top of each other."""
 
 
 def _summed(series: Series | str, *labels: str) -> str:

@@ -1,6 +1,6 @@
 """The Prometheus metrics of the run as a whole, which the controller exports.
 
-`asyncrl.monitoring.metrics.metrics` says how metrics are declared.
+`asyncrl.monitoring.metrics.metrics` describes how metrics are declared.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from asyncrl.wire.records.wrong_policy import Cause
 # ruff: noqa: RUF009 - the calls below make dataclass fields; ruff cannot see that through a helper
 
 GENERATOR_STATES = ("starting", "ready", "leaving", "left", "lost")
-"""`left`: it left because the run was told to have fewer."""
+"""`left`: ordered to leave because the run was scaled down."""
 _STEPS = 51
-"""Steps that `asyncrl_step_median_seconds` is the median of."""
 
 
 def _step_gauge(name: str, text: str, value: Callable[[StepMetrics], Measured]) -> Any:
@@ -194,7 +193,7 @@ class ControllerMetrics(ProcessMetrics):
     step_seconds: deque[float] = field(
         default_factory=lambda: deque(maxlen=_STEPS), kw_only=True, repr=False
     )
-    """Of the last steps. Not a metric."""
+    """Times of the last steps. Not a metric."""
 
     def watch_disk(self, folder: Path) -> None:
         """Measure the disk of this folder whenever the metrics are read."""
@@ -202,7 +201,7 @@ class ControllerMetrics(ProcessMetrics):
         self.disk_size.set_function(lambda: _disk(folder)[1])
 
     def count_on_policy(self, counts: OnPolicySteps) -> None:
-        """Set how many steps of the run were exactly on-policy."""
+        """Set the number of exactly on-policy steps of the run."""
         for exactly, steps in counts._asdict().items():
             self.on_policy_steps.of(exactly).set(steps)
 
@@ -226,5 +225,5 @@ class ControllerMetrics(ProcessMetrics):
 
 
 def _or_unknown(accuracy: float | None) -> float:
-    """What a gauge shows of an accuracy that is not known must not be an earlier one."""
+    """Map an unknown accuracy to NaN, so that a gauge does not keep an earlier one."""
     return math.nan if accuracy is None else accuracy

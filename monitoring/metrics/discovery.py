@@ -1,11 +1,10 @@
-"""Tells Prometheus which processes of a run serve metrics, while they come and go.
+"""Lists a run's metrics endpoints for Prometheus, while processes come and go.
 
 `RUNS/prometheus-NAME.json` is a file for Prometheus's service discovery (`file_sd_configs`), which
-notices when it changes. It is replaced as a whole and removed when the run ends.
+watches it. It is replaced atomically and removed when the run ends.
 
 A process of another node is listed under that node's address, if `monitoring.host` lets it listen
-there. With a loopback address it can be scraped on its own node only, so it is not listed: it
-would count as down.
+there. With a loopback address it is not listed: it would count as down.
 """
 
 from __future__ import annotations
@@ -26,31 +25,26 @@ _EVERY_ADDRESS = ("0.0.0.0", "::", "")  # noqa: S104 - to recognise it, not to b
 
 
 def targets_file(run_folder: Path) -> Path:
-    """The file for the run in this folder; `RUNS/prometheus-*.json` are those of all runs.
+    """The targets file of the run in this folder; `RUNS/prometheus-*.json` are those of all runs.
 
-    Example:
-        >>> str(targets_file(Path("runs/first")))
-        'runs/prometheus-first.json'
+    >>> str(targets_file(Path("runs/first")))
+    'runs/prometheus-first.json'
     """
     return run_folder.parent / f"prometheus-{run_folder.name}.json"
 
 
 class Target(NamedTuple):
-    """Where a process serves its metrics."""
+    """A process's metrics endpoint."""
 
     port: int
     node: str = ""
-    """Address of its node; empty: that of the controller."""
+    """Address of its node; empty for the controller's."""
 
     def host(self, bound: str) -> str | None:
-        """The host to scrape; None: it cannot be reached from another node.
+        """The host to scrape, given `monitoring.host`; None if other nodes cannot reach it.
 
-        Args:
-            bound: `monitoring.host`.
-
-        Example:
-            >>> Target(9100, "10.0.0.7").host("0.0.0.0"), Target(9100, "10.0.0.7").host("127.0.0.1")
-            ('10.0.0.7', None)
+        >>> Target(9100, "10.0.0.7").host("0.0.0.0"), Target(9100, "10.0.0.7").host("127.0.0.1")
+        ('10.0.0.7', None)
         """
         if bound in _EVERY_ADDRESS:
             return self.node or socket.gethostname()
@@ -58,19 +52,13 @@ class Target(NamedTuple):
 
 
 def target_groups(run: str, host: str, targets: Mapping[str, Target]) -> list[dict[str, object]]:
-    """One group of a single target for each process, labelled with the run.
+    """One group with a single target for each process, labelled with the run.
 
-    The label `instance` is the name of the process, which stays when its port changes.
+    The label `instance` is the name of the process, which stays when its port changes. If `host` is
+    every address, the node's address stands in, and the machine's name on the controller's node.
 
-    Args:
-        run: its name.
-        host: that the processes serve on; if that is every address, the node's address stands in,
-            and the machine's name on the controller's node.
-        targets: by name of the process.
-
-    Example:
-        >>> target_groups("r", "127.0.0.1", {"generator-0": Target(9101)})[0]["targets"]
-        ['127.0.0.1:9101']
+    >>> target_groups("r", "127.0.0.1", {"generator-0": Target(9101)})[0]["targets"]
+    ['127.0.0.1:9101']
     """
     groups: list[dict[str, object]] = []
     for name, target in sorted(targets.items()):
@@ -85,7 +73,7 @@ def target_groups(run: str, host: str, targets: Mapping[str, Target]) -> list[di
 
 
 def metrics_line(run: Path) -> list[str]:
-    """A sentence on where the metrics of an active run are; none where it serves none."""
+    """A sentence that locates the metrics of an active run; empty if it serves none."""
     path = targets_file(run)
     try:
         groups = json.loads(path.read_bytes())
@@ -97,14 +85,7 @@ def metrics_line(run: Path) -> list[str]:
 
 
 class Targets:
-    """Keeps the targets file of a run up to date.
-
-    Args:
-        path: see `targets_file`.
-        run: its name.
-        host: that its processes serve on.
-        port: that the controller, which writes the file, serves on.
-    """
+    """Keeps the targets file of a run up to date; `port` is the controller's."""
 
     def __init__(self, path: Path, run: str, *, host: str, port: int) -> None:
         self._path, self._run, self._host = path, run, host
@@ -113,9 +94,9 @@ class Targets:
         self._has_failed = False
 
     def update(self, targets: Mapping[str, Target]) -> None:
-        """Write the controller and these processes, by name, unless they are in the file already.
+        """List the controller and these processes, by name, if the file does not do so already.
 
-        A disk that does not take the file ends nothing: it is logged once, and tried again.
+        If the disk refuses the file, that is logged once, and retried.
         """
         everyone = self._own | dict(targets)
         if self._written == everyone:
@@ -131,7 +112,7 @@ class Targets:
         self._written = everyone
 
     def remove(self) -> None:
-        """The run has ended: Prometheus drops its processes."""
+        """Remove the file after the run, so that Prometheus drops its processes."""
         try:
             self._path.unlink(missing_ok=True)
         except OSError as error:

@@ -13,7 +13,7 @@ from asyncrl.monitoring.errors import ExporterError, PortInUse
 from asyncrl.monitoring.metrics.http_server import MetricsServer
 
 CLOSE_SECONDS = 5.0
-"""How long `Exporter.close` waits for a running scrape."""
+"""Longest wait of `Exporter.close` for a running scrape."""
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class Exporter:
 
     host: str
     port: int
-    """The port it listens on, also where port 0 was asked for."""
+    """The actual port, even if port 0 was requested."""
     _server: MetricsServer = field(repr=False)
     _thread: threading.Thread = field(repr=False)
     _closed: bool = False
@@ -44,12 +44,7 @@ class Exporter:
 
 
 def start_exporter(registry: CollectorRegistry, host: str, port: int) -> Exporter:
-    """Serve `registry` on `host:port`; port 0 takes any free one.
-
-    Raises:
-        PortInUse: another process listens on the port.
-        ExporterError: the address does not belong to this machine, or may not be used.
-    """
+    """Serve `registry` on `host:port`; port 0 is any free one. Raises PortInUse, ExporterError."""
     if not 0 <= port <= MAX_PORT:
         raise ExporterError(f"metrics port {port} is not between 0 and {MAX_PORT}")
     try:
@@ -70,11 +65,7 @@ def start_exporter(registry: CollectorRegistry, host: str, port: int) -> Exporte
 def exporter_for(
     config: MonitoringConfig, registry: CollectorRegistry, index: int
 ) -> Exporter | None:
-    """The exporter of a run's index-th process (the controller is 0); None where it is off.
-
-    Raises:
-        ExporterError: as `start_exporter`.
-    """
+    """Start the exporter of the index-th process if enabled. Raises PortInUse or ExporterError."""
     if not config.metrics:
         return None
     return start_exporter(registry, config.host, config.port_of(index))

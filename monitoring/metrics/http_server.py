@@ -35,11 +35,10 @@ CONNECTION_SECONDS = 10.0
 
 
 def means_this_machine(host: str) -> bool:
-    """Whether a Host header is a loopback address or `localhost`, with any port.
+    """Return True if a Host header is a loopback address or `localhost`, with any port.
 
-    Example:
-        >>> means_this_machine("localhost:9100"), means_this_machine("127.0.0.1.example.org")
-        (True, False)
+    >>> means_this_machine("localhost:9100"), means_this_machine("127.0.0.1.example.org")
+    (True, False)
     """
     try:
         return is_loopback((urlsplit(f"//{host}").hostname or "").lower())
@@ -79,8 +78,8 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         return self.server_port
 
     def shutdown(self) -> None:
-        """End `serve_forever` at once: by itself it looks up twice a second."""
-        with contextlib.suppress(OSError):  # not every system ends a socket that listens
+        """End `serve_forever` at once: on its own it checks twice a second."""
+        with contextlib.suppress(OSError):  # some systems cannot shut down a listening socket
             self.socket.shutdown(socket.SHUT_RDWR)
         super().shutdown()
 
@@ -106,7 +105,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what went wrong with one connection; the default prints a traceback."""
+        """Log a connection's error; the default prints a traceback."""
         del request
         log.debug("the connection from %s ended", client_address, exc_info=sys.exc_info())
 

@@ -27,11 +27,10 @@ class MetricSpec:
     help: str
     """One sentence, shown by Prometheus."""
     label: str | None = None
-    """A label in addition to `process`."""
     values: tuple[str, ...] | None = None
-    """What the label may be; None with a label: any value (keep them few)."""
+    """Possible values of the label; None with a label allows any (keep them few)."""
     second_label: str | None = None
-    """A label in addition to `label`, of any value."""
+    """A label in addition to `label`, with any value."""
     buckets: tuple[float, ...] = SECONDS
     """Upper bounds of a histogram's buckets, in its unit."""
     value: Callable[[Any], float | None] | None = None
@@ -39,29 +38,29 @@ class MetricSpec:
 
 
 def counter(name: str, text: str, **more: Any) -> Any:
-    """A dataclass field that declares a counter; `more` as in `MetricSpec`."""
+    """Declare a counter as a dataclass field; `more` as in `MetricSpec`."""
     return field(metadata={"spec": MetricSpec(name, "counter", text, **more)})
 
 
 def gauge(name: str, text: str, **more: Any) -> Any:
-    """A dataclass field that declares a gauge; `more` as in `MetricSpec`."""
+    """Declare a gauge as a dataclass field; `more` as in `MetricSpec`."""
     return field(metadata={"spec": MetricSpec(name, "gauge", text, **more)})
 
 
 def histogram(name: str, text: str, **more: Any) -> Any:
-    """A dataclass field that declares a histogram; `more` as in `MetricSpec`."""
+    """Declare a histogram as a dataclass field; `more` as in `MetricSpec`."""
     return field(metadata={"spec": MetricSpec(name, "histogram", text, **more)})
 
 
 def specs_of(role: type[DataclassInstance]) -> Iterator[tuple[str, MetricSpec]]:
-    """Field name and declaration of each metric of a dataclass."""
+    """Yield field name and declaration of each metric of a dataclass."""
     for one in fields(role):
         if "spec" in one.metadata:
             yield one.name, one.metadata["spec"]
 
 
 class Total:
-    """A counter that can also follow a total that is kept elsewhere."""
+    """A counter that can also follow an external total."""
 
     def __init__(self, child: Counter) -> None:
         self._counter = child
@@ -72,7 +71,7 @@ class Total:
         self._counter.inc(amount)
 
     def follow(self, total: float) -> None:
-        """Count what `total` grew by since the last call; a smaller total restarted from 0."""
+        """Count the growth of `total` since the last call; a smaller total restarted from 0."""
         self._counter.inc(total - self._last if total >= self._last else total)
         self._last = total
 
@@ -100,7 +99,7 @@ class By(Generic[T]):
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry for this process, with its CPU time, memory and open files.
+    """Create a registry for this process, with its CPU time, memory and open files.
 
     The client library's `_created` series are turned off for the whole process: they double the
     number of series, and nothing here reads them.
@@ -112,11 +111,7 @@ def new_registry() -> CollectorRegistry:
 
 
 def build(spec: MetricSpec, registry: CollectorRegistry, process: str) -> Any:
-    """The metric that `spec` declares: `Total`, `Gauge`, `Histogram`, or `By` of one of these.
-
-    Raises:
-        ValueError: the registry already has a metric of this name.
-    """
+    """Build the metric that `spec` declares, or `By` of it. Raises ValueError if it exists."""
     labels = ["process", *(name for name in (spec.label, spec.second_label) if name is not None)]
     family: Counter | Gauge | Histogram
     if spec.kind == "counter":

@@ -5,19 +5,13 @@ process's name. Names begin with `asyncrl_`, units are base units (seconds, byte
 from 0 to 1), counters end in `_total`. Series with a fixed set of label values exist from the
 start, so that a rate over them is never missing; other values are refused.
 
-Gauges of a step read their value from the step's record (`wire.records.step`), so that a name
-that does not exist there is a type error and not a series that is never set.
-
     registry = new_registry()
     metrics = GeneratorMetrics.register(registry, process="generator-0")
     metrics.generated_tokens.follow(engine.stats().tokens.generated)
     metrics.samples_finished.of("stop").inc()
 
-To add a metric, add a field and run `make docs`, which makes docs/metrics.md.
-
-The Prometheus metrics of a relay.
-
-`asyncrl.monitoring.metrics.metrics` says how metrics are declared.
+Gauges of a step read their value from the step's record (`wire.records.step`), with checked names.
+To add a metric, add a field and run `make docs`, which generates docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -105,7 +99,7 @@ class RelayMetrics(CommonMetrics):
     )
 
     def watch_gathered(self, waiting: Callable[[], int]) -> None:
-        """Measure what waits whenever the metrics are read."""
+        """Measure the waiting frames whenever the metrics are read."""
         self.waiting.set_function(waiting)
 
 

@@ -1,15 +1,12 @@
-"""What an engine's slots are used for, in slot-seconds.
+"""The use of an engine's slots, in slot-seconds, recorded in `RUN/slots/PROCESS.jsonl`.
 
-They are kept in `RUN/slots/PROCESS.jsonl`.
-
-A generator with 2 of 64 slots in use is busy on its time line and still mostly idle, so its slots
+A generator with 2 of 64 slots in use is busy on its timeline and still mostly idle, so its slots
 are counted too: a slot that is empty for a second is one slot-second of `idle`.
 
-Example:
-    >>> full = SlotPiece(start=0.0, end=2.0, slots=4, used={"primary": 4.0})
-    >>> tail = SlotPiece(start=2.0, end=4.0, slots=4, used={"primary": 1.0})
-    >>> slot_shares([full, tail], 0.0, 4.0)
-    {'primary': 0.625, 'idle': 0.375}
+>>> full = SlotPiece(start=0.0, end=2.0, slots=4, used={"primary": 4.0})
+>>> tail = SlotPiece(start=2.0, end=4.0, slots=4, used={"primary": 1.0})
+>>> slot_shares([full, tail], 0.0, 4.0)
+{'primary': 0.625, 'idle': 0.375}
 """
 
 from __future__ import annotations
@@ -27,22 +24,20 @@ PIECE_SECONDS = 0.25
 
 
 class SlotUse(StrEnum):
-    """What a slot is used for."""
+    """Uses of a slot."""
 
     PRIMARY = "primary"
-    """Generating a sample of a step that is due."""
     VERIFYING = "verifying"
     """Scoring the kept tokens of a sample under new weights."""
     RUN_AHEAD = "run_ahead"
     """Generating a sample of a later step."""
     EVALUATING = "evaluating"
-    """Generating a held-out sample."""
     STOPPED = "stopped"
-    """None: weights are being swapped, or a user paused the run."""
+    """Unused: weights are being swapped, or a user paused the run."""
     ENVIRONMENT = "environment"
-    """None: it would hold a sample that waits for its environment's answer."""
+    """Unused: reserved for a sample that waits for its environment."""
     IDLE = "idle"
-    """None: no request holds the slot."""
+    """Unused: no request holds the slot."""
 
 
 EMPTY = (SlotUse.ENVIRONMENT.value, SlotUse.IDLE.value)
@@ -50,13 +45,12 @@ EMPTY = (SlotUse.ENVIRONMENT.value, SlotUse.IDLE.value)
 
 
 class SlotPiece(msgspec.Struct, frozen=True):
-    """How the slots of one process were used from `start` to `end`."""
+    """The use of one process's slots from `start` to `end`."""
 
     start: float
-    """Unix time in seconds."""
+    """Unix seconds."""
     end: float
     slots: int
-    """How many slots the engine has."""
     used: dict[str, float]
     """Mean number of slots per `SlotUse` value; the rest of `slots` is idle."""
 
@@ -75,9 +69,7 @@ class SlotPiece(msgspec.Struct, frozen=True):
 class SlotLog:
     """Collects the use of slots and appends it to `path` in pieces.
 
-    Args:
-        path: the file; None writes nothing but still calls `observe`.
-        observe: called with each piece as it is written.
+    Without a path nothing is written. `observe` is called with each piece as it is written.
     """
 
     def __init__(
@@ -90,8 +82,7 @@ class SlotLog:
     def add(self, start: float, end: float, slots: int, used: Mapping[str, int]) -> None:
         """Add the number of slots per use from `start` to `end` (Unix times).
 
-        Raises:
-            ValueError: more slots are used than there are, or a number is below 0.
+        Raises ValueError if more slots are used than there are, or a number is below 0.
         """
         if sum(used.values()) > slots or any(count < 0 for count in used.values()):
             raise ValueError(
@@ -138,7 +129,6 @@ class SlotLog:
 
 
 def _joined(first: SlotPiece, second: SlotPiece) -> SlotPiece:
-    """Both pieces as one, slots averaged over time."""
     if first.used == second.used:
         return SlotPiece(first.start, second.end, first.slots, first.used)
     seconds = second.end - first.start
@@ -153,9 +143,9 @@ def _joined(first: SlotPiece, second: SlotPiece) -> SlotPiece:
 
 
 def slot_shares(pieces: Iterable[SlotPiece], start: float, end: float) -> dict[str, float]:
-    """Share of the slot-seconds of `[start, end)` by use; empty where nothing is recorded.
+    """Share of the slot-seconds of `[start, end)` by use; empty if nothing is recorded.
 
-    Ordered as `SlotUse`; uses that did not occur are left out.
+    Ordered as `SlotUse`, without uses that did not occur.
     """
     totals: dict[str, float] = {}
     for piece in pieces:
@@ -170,10 +160,5 @@ def slot_shares(pieces: Iterable[SlotPiece], start: float, end: float) -> dict[s
 
 
 def read_slots(path: Path) -> list[SlotPiece]:
-    """The pieces of one process in the order of the file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        RecordError: a line other than an incomplete last one cannot be decoded.
-    """
+    """Read the pieces of one process in the order of the file. Raises as `read_jsonl`."""
     return [piece for piece in read_jsonl(path, SlotPiece) if piece.end > piece.start]

@@ -1,4 +1,4 @@
-"""The Prometheus metrics that every process has, and those of every process with a time line.
+"""The Prometheus metrics of every process, and of every process with a timeline.
 
 `asyncrl.monitoring.metrics.metrics` has those of each role.
 """
@@ -24,7 +24,6 @@ class Resending(Protocol):
     """One end of a session, or all those of a hub (`asyncrl.wire.sessions`)."""
 
     count_resent: Callable[[int], None]
-    """Called with the number of frames that are sent again."""
 
     @property
     def unacknowledged(self) -> int:
@@ -36,7 +35,7 @@ _KINDS = frozenset(kind.value for kind in SpanKind)
 
 @dataclass(frozen=True, slots=True)
 class CommonMetrics:
-    """What every process exports."""
+    """Metrics of every process."""
 
     frames_refused: By[Total] = counter(
         "asyncrl_frames_refused_total",
@@ -63,8 +62,7 @@ class CommonMetrics:
     def register(cls, registry: CollectorRegistry, process: str) -> Self:
         """Create this role's metrics in `registry`, labelled with the process's name.
 
-        Raises:
-            ValueError: the registry already has metrics of these names.
+        Raises ValueError if the registry already has metrics of these names.
         """
         made: dict[str, Any] = {}
         for name, spec in specs_of(cls):
@@ -83,14 +81,14 @@ class CommonMetrics:
         self.frames_refused.of(reason).inc()
 
     def watch_session(self, session: Resending) -> None:
-        """Count what a session sends again, and measure what it keeps whenever metrics are read."""
+        """Count a session's resent frames, and measure what it keeps whenever metrics are read."""
         session.count_resent = self.frames_resent.inc
         self.frames_unacknowledged.set_function(lambda: session.unacknowledged)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessMetrics(CommonMetrics):
-    """What every process with a time line exports: all but relays."""
+    """Metrics of every process with a timeline: all but relays."""
 
     policy_version: Gauge = gauge(
         "asyncrl_policy_version", "Optimizer steps in the weights that this process uses."
@@ -122,12 +120,12 @@ class ProcessMetrics(CommonMetrics):
         values=tuple(kind.value for kind in SpanKind),
     )
     recent: RecentIdle = field(default_factory=RecentIdle, kw_only=True, repr=False)
-    """The last minute of the time line. Not a metric."""
+    """Last minute of the timeline. Not a metric."""
     phases: Phases = field(default_factory=Phases, kw_only=True, repr=False)
-    """The present phase and the lengths of the last ones. Not a metric."""
+    """The current phase and the lengths of the last ones. Not a metric."""
 
     def observe_span(self, span: Span) -> None:
-        """Count a piece of the time line; pass this to `Timeline(observe=...)`."""
+        """Count a piece of the timeline; pass this to `Timeline(observe=...)`."""
         if span.kind in _KINDS:
             self.activity.of(span.kind).inc(span.seconds)
         if span.kind == SpanKind.WAITING:

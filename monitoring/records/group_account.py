@@ -1,19 +1,17 @@
-"""Check from a run's metrics.jsonl that each group was trained on exactly once or reported failed.
+"""Checks that a run trained on each group exactly once or reported it failed.
 
-Reads the file only, so it can check a run from outside: `python -m
-asyncrl.monitoring.records.group_account RUN` prints the account of a run's folder and exits with 1
-if a group was lost or trained on twice. A resumed run drops the records of the steps that it
-repeats, together with their weights, so the account is over the steps that led to the present
-policy.
+Reads metrics.jsonl only: `python -m asyncrl.monitoring.records.group_account RUN` prints the
+account of a run's folder and exits with 1 if a group was lost or trained on twice. A resumed run
+drops the records of the steps that it repeats, so the account is over the steps that led to the
+current policy.
 
-Example:
-    >>> from asyncrl.wire.records.step import StepGroups
-    >>> steps = [
-    ...     StepMetrics(step=0, time=1.0, groups=StepGroups(trained=(0, 1))),
-    ...     StepMetrics(step=1, time=2.0, groups=StepGroups(trained=(1, 3), failed=(2,))),
-    ... ]
-    >>> account_of(steps, groups_per_step=2)
-    GroupAccount(trained=4, failed=(2,), lost=(), twice=(1,), without_signal=0)
+>>> from asyncrl.wire.records.step import StepGroups
+>>> steps = [
+...     StepMetrics(step=0, time=1.0, groups=StepGroups(trained=(0, 1))),
+...     StepMetrics(step=1, time=2.0, groups=StepGroups(trained=(1, 3), failed=(2,))),
+... ]
+>>> account_of(steps, groups_per_step=2)
+GroupAccount(trained=4, failed=(2,), lost=(), twice=(1,), without_signal=0)
 """
 
 from __future__ import annotations
@@ -32,30 +30,28 @@ from asyncrl.wire.records.step import GroupTotals, StepMetrics
 
 
 class GroupAccount(NamedTuple):
-    """What became of the groups of all steps up to the last recorded one."""
+    """Fates of the groups of all steps up to the last recorded one. Tuples ascend."""
 
     trained: int
-    """Groups trained on, counted with their repetitions."""
+    """Groups trained on, repetitions included."""
     failed: tuple[int, ...]
-    """Groups reported failed, ascending."""
     lost: tuple[int, ...]
-    """Groups that were neither trained on nor reported, ascending."""
+    """Groups neither trained on nor reported."""
     twice: tuple[int, ...]
-    """Groups that are named more than once, as trained on or left out, ascending."""
+    """Groups named more than once, as trained on or left out."""
     without_signal: int = 0
-    """Groups that were left out because they carry no signal."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether each group was trained on exactly once or reported failed."""
+        """True if each group was trained on exactly once or reported failed."""
         return not self.lost and not self.twice
 
 
 def account_of(steps: Sequence[StepMetrics], groups_per_step: int | None) -> GroupAccount:
     """Account for the groups of steps 0 to the last recorded one; a missing step's are lost.
 
-    `groups_per_step` is None with `scheduler.dynamic_sampling`: the last record says how many
-    groups there were.
+    With `scheduler.dynamic_sampling`, `groups_per_step` is None and the last record has the number
+    of groups.
     """
     trained = [group for step in steps for group in step.groups.trained]
     failed = [group for step in steps for group in step.groups.failed]
@@ -76,7 +72,7 @@ def account_of(steps: Sequence[StepMetrics], groups_per_step: int | None) -> Gro
 
 
 def totals_of(steps: Sequence[StepMetrics]) -> GroupTotals:
-    """How many groups these steps have settled."""
+    """Count the groups that these steps have settled."""
     return GroupTotals(
         trained=sum(len(step.groups.trained) for step in steps),
         failed=sum(len(step.groups.failed) for step in steps),
@@ -85,12 +81,10 @@ def totals_of(steps: Sequence[StepMetrics]) -> GroupTotals:
 
 
 def read_account(run: Path) -> GroupAccount:
-    """The account of a run's folder, by its metrics.jsonl and config.yaml.
+    """Account for the run in a folder, by its metrics.jsonl and config.yaml.
 
-    Raises:
-        RecordError: a record cannot be read.
-        OSError: there is no config.yaml.
-        ValueError: config.yaml is not YAML, or has no `scheduler.groups_per_step`.
+    Raises RecordError for a damaged record, OSError or ValueError if config.yaml is missing or
+    unusable.
     """
     path = run / "config.yaml"
     try:

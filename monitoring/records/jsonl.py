@@ -1,10 +1,9 @@
 """JSON Lines files that stay readable when their writer is killed.
 
-A writer hands each batch of whole lines to the operating system in one call, so a process killed
-with SIGKILL leaves at most one incomplete line, at the end. Opening the file for writing removes
-that line; readers ignore it. A disk that is full or hangs delays lines and does not end or stop the
-writer's process.
-Numbers that JSON lacks (nan, infinities) are written as null.
+A writer passes each batch of whole lines to the operating system in one call, so a killed process
+leaves at most one incomplete line, at the end. Opening the file for writing removes it; readers
+ignore it. A disk that is full or hangs delays lines but neither ends nor stops the process. Numbers
+that JSON lacks (nan, infinities) are written as null.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from asyncrl.monitoring.errors import RecordError
 
 
 class DiskThread:
-    """Makes one call at a time in a thread of its own, so that the caller need not wait for it.
+    """Makes one call at a time on a separate thread, so that the caller need not wait for it.
 
     The thread is a daemon: a call that never returns does not keep the process from ending.
     """
@@ -40,16 +39,16 @@ class DiskThread:
         self._thread.start()
 
     def begin(self, call: Callable[[], None]) -> None:
-        """Make a call, which must not raise, after those that were begun before."""
+        """Queue a call, which must not raise, after earlier ones."""
         self._returned.clear()
         self._calls.put(call)
 
     def has_returned(self, seconds: float) -> bool:
-        """Whether the call has returned; waits up to this long. One at a time may be begun."""
+        """Wait up to this long; return True if the call has returned. Only one may be begun."""
         return self._returned.wait(seconds)
 
     def end(self) -> None:
-        """Let the thread end when its calls have returned. Nothing may be begun afterwards."""
+        """Let the thread end after its calls. Nothing may be begun afterwards."""
         self._calls.put(None)
 
     def _serve(self) -> None:
@@ -85,11 +84,9 @@ class JsonlWriter:
         self._file = path.open("ab")
 
     def append(self, records: Iterable[object]) -> None:
-        """Write one line per record and hand them to the operating system.
+        """Write one line per record and pass them to the operating system.
 
-        Raises:
-            ValueError: the writer was closed.
-            OSError: the disk is full or gone.
+        Raises ValueError if the writer was closed; OSError if the disk is full or gone.
         """
         data = b"".join(self._encoder.encode(record) + b"\n" for record in records)
         if data:
@@ -102,17 +99,12 @@ class JsonlWriter:
 
 
 class RetryingJsonlWriter:
-    """As `JsonlWriter`, for records whose loss is worse than a delay.
+    """A `JsonlWriter` for records whose loss is worse than a delay.
 
-    A disk that is full, cannot be written to or hangs does not end or stop the process that keeps
-    records: lines that could not be written stay in memory, up to `keep_bytes`, and are written
-    before the next ones. It is logged once when that begins and once when it ends.
-
-    Args:
-        path: the file; its folder is created if there is none.
-        keep_bytes: most bytes of lines that wait.
-        patience_seconds: a disk that takes longer for a write hangs. It is waited for once; until
-            it has answered, lines are kept without waiting.
+    If the disk is full, unwritable or hangs, lines stay in memory, up to `keep_bytes`, and are
+    written before the next ones. The beginning and the end of such a period are logged. A write
+    that takes longer than `patience_seconds` hangs: it is waited for once, and until it returns,
+    lines are kept without waiting.
     """
 
     def __init__(
@@ -120,7 +112,6 @@ class RetryingJsonlWriter:
     ) -> None:
         self.path = path
         self.dropped = 0
-        """Lines that were given up because `keep_bytes` of them waited already."""
         self._keep_bytes = keep_bytes
         self._patience_seconds = patience_seconds
         self._encoder = msgspec.json.Encoder(enc_hook=_plain_number)
@@ -128,17 +119,12 @@ class RetryingJsonlWriter:
         self._disk = DiskThread()
         self._waiting = bytearray()
         self._attempt: _Attempt | None = None
-        """The write whose result is not known yet."""
         self._failing = False
         self._closed = False
         self._write()
 
     def append(self, records: Iterable[object]) -> None:
-        """Write one line per record and hand them to the operating system.
-
-        Raises:
-            ValueError: the writer was closed.
-        """
+        """Write one line per record, or keep it. Raises ValueError if the writer was closed."""
         if self._closed:
             raise ValueError(f"{self.path} was closed")
         for record in records:
@@ -150,7 +136,7 @@ class RetryingJsonlWriter:
         self._write()
 
     def flush(self) -> bool:
-        """Try to write the lines that wait; whether none waits now."""
+        """Try to write waiting lines; return True if none is left."""
         if not self._closed:
             self._write()
         return not self._waiting
@@ -174,7 +160,6 @@ class RetryingJsonlWriter:
                 self._file.close()
 
     def _write(self) -> None:
-        """Write what waits, as far as possible."""
         if self._attempt is None:
             self._attempt = _Attempt(bytes(self._waiting))
             self._disk.begin(partial(self._try, self._attempt))
@@ -206,7 +191,7 @@ class RetryingJsonlWriter:
         self._failing = True
 
     def _try(self, attempt: _Attempt) -> None:
-        """In the thread: write these lines, as far as the disk takes them."""
+        """Write these lines on the thread, as far as the disk takes them."""
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -221,7 +206,7 @@ class RetryingJsonlWriter:
 
 @dataclass(slots=True)
 class _Attempt:
-    """A write, and what came of it; the fields belong to the thread until it has returned."""
+    """A write and its result; its fields belong to the thread until it has returned."""
 
     data: bytes
     written: int = 0
@@ -229,7 +214,6 @@ class _Attempt:
 
 
 def _remove_incomplete_line(path: Path) -> None:
-    """Truncate the file after its last newline."""
     if not path.exists():
         return
     with path.open("r+b") as file:
@@ -248,11 +232,9 @@ def _remove_incomplete_line(path: Path) -> None:
 
 
 def read_jsonl(path: Path, kind: type[T]) -> list[T]:
-    """All lines of `path`, decoded as `kind`; an incomplete last line is left out.
+    """Read all lines of `path` as `kind`, without an incomplete last line.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        RecordError: a line other than an incomplete last one cannot be decoded.
+    Raises FileNotFoundError, or RecordError for any other line that cannot be decoded.
     """
     records: list[T] = []
     for one in _decoded(path, kind):
@@ -263,11 +245,7 @@ def read_jsonl(path: Path, kind: type[T]) -> list[T]:
 
 
 def read_undamaged(path: Path, kind: type[T]) -> tuple[list[T], list[RecordError]]:
-    """As `read_jsonl`, but lines that cannot be decoded are left out and returned as errors.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
+    """Read like `read_jsonl`, but return undecodable lines as errors; raises FileNotFoundError."""
     records: list[T] = []
     errors: list[RecordError] = []
     for one in _decoded(path, kind):
@@ -279,7 +257,7 @@ def read_undamaged(path: Path, kind: type[T]) -> tuple[list[T], list[RecordError
 
 
 def _decoded(path: Path, kind: type[T]) -> Iterator[T | RecordError]:
-    """What each line holds, or why it cannot be decoded; without an incomplete last line."""
+    """Yield the contents of each line, or its error, without an incomplete last line."""
     decoder = msgspec.json.Decoder(kind)
     with path.open("rb") as file:
         for number, line in enumerate(whole_lines(file), start=1):
@@ -292,7 +270,7 @@ def _decoded(path: Path, kind: type[T]) -> Iterator[T | RecordError]:
 
 
 def whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines up to the first one without its newline.
+    """Yield the lines up to the first one without its newline.
 
     That one is still being written: the next read would return its second half as a line.
     """
@@ -303,9 +281,9 @@ def whole_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def read_tail(path: Path, kind: type[T], max_bytes: int) -> list[T]:
-    """The last whole lines of `path`, at most `max_bytes` of them; damaged lines are left out.
+    """Read the last whole lines of `path`, at most `max_bytes`, without damaged ones.
 
-    Empty when there is no such file.
+    Empty if there is no such file.
     """
     decoder = msgspec.json.Decoder(kind)
     try:

@@ -35,11 +35,7 @@ class EvaluationsLog:
 
 
 def read_evaluations(path: Path) -> list[EvaluationRecord]:
-    """The newest record of each step, in order of the steps; empty without the file.
-
-    Raises:
-        RecordError: a line other than an incomplete last one cannot be decoded.
-    """
+    """The newest record of each step, in order; empty without the file. Raises RecordError."""
     try:
         records = read_jsonl(path, EvaluationRecord)
     except FileNotFoundError:
@@ -60,7 +56,7 @@ class MetricsLog:
         self._writer.append([step])
 
     def flush(self) -> bool:
-        """Try to write the lines that wait for the disk; whether none waits now."""
+        """Try to write waiting lines; return True if none is left."""
         return self._writer.flush()
 
     def close(self) -> None:
@@ -69,13 +65,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """The newest record of each step, in order; empty when the file does not exist yet.
-
-    Keys that `StepMetrics` does not have are ignored.
-
-    Raises:
-        RecordError: a line other than an incomplete last one cannot be decoded.
-    """
+    """The newest record of each step, in order; empty without the file. Raises RecordError."""
     try:
         steps = read_jsonl(path, StepMetrics)
     except FileNotFoundError:

@@ -1,15 +1,14 @@
-"""Check that two runs trained on the same samples and have the same weights, bit for bit.
+"""Checks that two runs trained on the same samples and have the same weights, bit for bit.
 
-Reads the runs' folders only: `python -m asyncrl.monitoring.records.same_training RUN OTHER`
-compares the records of all steps without what depends on the clock, and the weights of the
-checkpoints that both have. It exits with 1 at the first difference. Runs with `run.repeatable:
-true` and equal settings are the same in this sense.
+`python -m asyncrl.monitoring.records.same_training RUN OTHER` compares, from the runs' folders, the
+records of all steps without what depends on the clock, and the weights of the checkpoints that both
+have. It exits with 1 at the first difference. Runs with `run.repeatable: true` and equal settings
+are the same in this sense.
 
-Example:
-    >>> early = StepMetrics(step=0, time=1.0, wall_seconds=0.5)
-    >>> late = StepMetrics(step=0, time=9.0, wall_seconds=7.5)
-    >>> without_times(early) == without_times(late)
-    True
+>>> early = StepMetrics(step=0, time=1.0, wall_seconds=0.5)
+>>> late = StepMetrics(step=0, time=9.0, wall_seconds=7.5)
+>>> without_times(early) == without_times(late)
+True
 """
 
 from __future__ import annotations
@@ -40,15 +39,13 @@ TIMES = frozenset(
         "environments",
     }
 )
-"""Fields of `StepMetrics` that depend on the clock.
-
-`tokens`, `noise_floor`, `reward_failures` and `environments` are among them: generators report
-their counters twice a second, and how much is drafted follows measured step times.
-"""
+"""Fields of `StepMetrics` that depend on the clock. `tokens`, `noise_floor`, `reward_failures` and
+`environments` do: generators report their counters twice a second, and how much is drafted follows
+measured step times."""
 
 
 def without_times(step: StepMetrics) -> bytes:
-    """A line of metrics.jsonl without the fields in `TIMES`."""
+    """Encode a line of metrics.jsonl without the fields in `TIMES`."""
     fields = msgspec.structs.asdict(step).items()
     return msgspec.json.encode({name: value for name, value in fields if name not in TIMES})
 
@@ -62,7 +59,7 @@ def digests(run: Path) -> dict[str, str]:
 
 
 def read_steps(run: Path) -> list[StepMetrics]:
-    """The records of a run's folder. Raises ValueError if there are none."""
+    """Read the records of a run's folder. Raises ValueError if there are none."""
     steps = read_metrics(run / "metrics.jsonl")
     if not steps:
         raise ValueError(f"{run} has no steps")
@@ -70,12 +67,9 @@ def read_steps(run: Path) -> list[StepMetrics]:
 
 
 def difference(run: Path, other: Path) -> str | None:
-    """The first difference between two runs' folders in a sentence; None if there is none.
+    """Describe the first difference between two runs' folders, if there is one.
 
-    Raises:
-        RecordError: a record cannot be read.
-        ValueError: a run has no records.
-        OSError: weights cannot be read.
+    Raises RecordError, ValueError for a run without records, or OSError.
     """
     steps, others = read_steps(run), read_steps(other)
     for mine, theirs in zip(steps, others, strict=False):

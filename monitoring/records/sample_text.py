@@ -1,4 +1,4 @@
-"""`asyncrl samples`: trajectories in a terminal, each token in the colour of its origin."""
+"""`asyncrl samples`: trajectories in a terminal, each token coloured by its origin."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from asyncrl.monitoring.records.samples import SampleRecord
 from asyncrl.monitoring.terminal.formatting import counted, ended, number, without_controls
 
 _STYLES = {"sampled": "", "drafted": "green", "verified": "cyan", "observed": "dim"}
-"""Of tokens, by origin. Without colours, drafted tokens stand in [ ], verified ones in { }, and
-observed ones in ( )."""
+"""Styles of tokens, by origin. Without colours, drafted tokens are in [ ], verified ones in { },
+and observed ones in ( )."""
 _CONTEXT = "context"
-"""In place of an origin: a context begins here."""
+"""Marks the beginning of a context, in place of an origin."""
 _BRACKETS = {
     "sampled": ("", ""),
     "drafted": ("[", "]"),
@@ -23,7 +23,7 @@ _BRACKETS = {
 
 
 def legend(*, colours: bool) -> Text:
-    """What the colours, or the brackets, mean."""
+    """Explain the colours, or the brackets."""
     words = {
         "drafted": "drafted and accepted",
         "verified": "of an older policy, verified",
@@ -76,7 +76,7 @@ def newest(records: Iterable[SampleRecord], count: int) -> list[SampleRecord]:
 
 
 def _runs(record: SampleRecord) -> Iterator[tuple[str, str]]:
-    """Neighbouring tokens of one origin, as (text, origin), and where contexts begin."""
+    """Yield runs of tokens of one origin, as (text, origin), and the beginnings of contexts."""
     piece, kind = "", ""
     for place, (token, origin) in enumerate(zip(record.tokens, record.provenance, strict=True)):
         begins = place in record.contexts

@@ -1,12 +1,11 @@
 """`samples.jsonl`: a few trajectories of a run, for people to read.
 
-Example:
-    >>> record = SampleRecord(
-    ...     step=3, prompt="1+1=", tokens=["2", "<eos>"], provenance=["drafted", "sampled"],
-    ...     segments=[SampleSegment(3, 0, 2)], reward=1.0, answer="2", logprobs=[-0.1, -0.01],
-    ... )
-    >>> record.count("drafted")
-    1
+>>> record = SampleRecord(
+...     step=3, prompt="1+1=", tokens=["2", "<eos>"], provenance=["drafted", "sampled"],
+...     segments=[SampleSegment(3, 0, 2)], reward=1.0, answer="2", logprobs=[-0.1, -0.01],
+... )
+>>> record.count("drafted")
+1
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import msgspec
 from asyncrl.monitoring.records.jsonl import RetryingJsonlWriter, read_jsonl
 
 TokenProvenance = Literal["sampled", "drafted", "verified", "observed"]
-"""Where a token came from: the names of `asyncrl.rollout.trajectory.Provenance` in lower case."""
+"""Origin of a token: a name of `asyncrl.rollout.trajectory.Provenance` in lower case."""
 
 
 class SampleSegment(msgspec.Struct, frozen=True):
@@ -35,18 +34,15 @@ class SampleRecord(msgspec.Struct, frozen=True):
     """One trajectory with its text; L is the number of response tokens."""
 
     step: int
-    """The optimizer step that trained on it; of an evaluation, the policy version."""
+    """The optimizer step that trained on it; for an evaluation, the policy version."""
     prompt: str
     tokens: list[str]
     """`[L]` text of each response token."""
     provenance: list[TokenProvenance]
-    """`[L]`"""
     segments: list[SampleSegment]
-    """In order, covering `[0, L)`."""
+    """Ascending; they cover `[0, L)`."""
     reward: float | None
-    """The one that is trained on."""
     answer: str | None = None
-    """The reference answer, where the task has one."""
     logprobs: list[float | None] | None = None
     """`[L]` behaviour log-probabilities; None where not finite."""
     sample_id: str = ""
@@ -54,11 +50,11 @@ class SampleRecord(msgspec.Struct, frozen=True):
     contexts: list[int] = []
     """Tokens at which the model's context begins anew: nothing before them is read after them."""
     rewards: dict[str, float] = {}
-    """What it is made of: what each reward function returned, and the environment's part, without
-    their weights. Empty if one of them failed, which counts as 0."""
+    """Unweighted terms of the reward: the result of each reward function, and the environment's
+    part. Empty if one of them failed, which counts as 0."""
     evaluation: str = ""
     """The held-out set of a sample that was drawn for an evaluation, of the policy after `step`
-    steps; empty: it was trained on."""
+    steps; empty if it was trained on."""
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -70,12 +66,12 @@ class SampleRecord(msgspec.Struct, frozen=True):
             )
 
     def count(self, provenance: TokenProvenance) -> int:
-        """How many tokens have this provenance."""
+        """Count the tokens of this provenance."""
         return self.provenance.count(provenance)
 
     @property
     def turns(self) -> int:
-        """Turns of the policy: rows of tokens with none of an environment among them."""
+        """Number of the policy's turns: runs of tokens without an environment's."""
         own = [one != "observed" for one in self.provenance]
         return sum(one and not before for one, before in zip(own, [False, *own], strict=False))
 
@@ -94,10 +90,7 @@ class SampleLog:
         self._writer = RetryingJsonlWriter(path)
 
     def append(self, *records: SampleRecord) -> None:
-        """Write the records and hand them to the operating system.
-
-        Lone surrogates, which UTF-8 cannot encode, are written as question marks.
-        """
+        """Write the records; lone surrogates, which UTF-8 cannot encode, become question marks."""
         self._writer.append([_writable(record) for record in records])
 
     def close(self) -> None:
@@ -118,11 +111,7 @@ def _writable(record: SampleRecord) -> SampleRecord:
 
 
 def read_samples(path: Path) -> list[SampleRecord]:
-    """All records in the order of the file; empty when it does not exist.
-
-    Raises:
-        RecordError: a line other than an incomplete last one cannot be decoded.
-    """
+    """Read all records in the order of the file; empty without it. Raises RecordError."""
     try:
         return read_jsonl(path, SampleRecord)
     except FileNotFoundError:
@@ -130,12 +119,12 @@ def read_samples(path: Path) -> list[SampleRecord]:
 
 
 def trained_on(records: Iterable[SampleRecord]) -> list[SampleRecord]:
-    """Those that are not of an evaluation."""
+    """Select records that are not of an evaluation."""
     return [one for one in records if not one.evaluation]
 
 
 def choose_samples(records: Iterable[SampleRecord], max_samples: int) -> list[SampleRecord]:
-    """Up to `max_samples` records, evenly spread over the run, its first and last included."""
+    """Choose up to `max_samples` records, evenly spread over the run, first and last included."""
     everything = sorted(records, key=lambda record: record.step)
     if max_samples <= 0:
         return []

@@ -1,13 +1,10 @@
-"""Spans of what a process did when, and idle shares computed from them.
+"""Spans of a process's activity over time, and idle shares computed from them. Pure.
 
-All functions are pure.
-
-Example:
-    >>> spans = [Span("generating", 0.0, 6.0), Span("waiting", 6.0, 9.0, {"for": "weights"})]
-    >>> idle_ratio(spans, 0.0, 10.0)
-    0.4
-    >>> idle_by_cause(spans, 0.0, 10.0)
-    {'weights': 0.3, 'unaccounted': 0.1}
+>>> spans = [Span("generating", 0.0, 6.0), Span("waiting", 6.0, 9.0, {"for": "weights"})]
+>>> idle_ratio(spans, 0.0, 10.0)
+0.4
+>>> idle_by_cause(spans, 0.0, 10.0)
+{'weights': 0.3, 'unaccounted': 0.1}
 """
 
 from __future__ import annotations
@@ -26,11 +23,11 @@ from asyncrl.monitoring.records.jsonl import read_jsonl
 UNACCOUNTED = "unaccounted"
 """Cause of the idle time that no span covers."""
 ABSENT_SECONDS = 1.0
-"""A longer time without a span of any process is one without processes."""
+"""A longer time without a span of any process means that none existed."""
 
 
 class SpanKind(StrEnum):
-    """What a process does. Where spans overlap, the kind listed first here counts."""
+    """A process's activities. Where spans overlap, the kind listed first here counts."""
 
     TRAINING = "training"
     GENERATING = "generating"
@@ -49,12 +46,12 @@ _RANK = {kind.value: rank for rank, kind in enumerate(SpanKind)}
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One process did one thing from `start` to `end`."""
+    """One activity of one process from `start` to `end`."""
 
     kind: str
     """A `SpanKind` value; readers show an unknown kind by its name."""
     start: float
-    """Unix time in seconds, monotonic within a process."""
+    """Unix seconds, monotonic within a process."""
     end: float
     args: dict[str, Any] = {}
     """Details: `step`, `version`, `for`."""
@@ -66,12 +63,12 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def cause(self) -> str:
-        """What a waiting span waited for."""
+        """The `for` of a waiting span."""
         return str(self.args.get("for", UNACCOUNTED))
 
 
 def continues(first: Span, second: Span, gap: float) -> bool:
-    """Whether `second` is the same activity, at most `gap` seconds after `first`."""
+    """Return True if `second` is the same activity, at most `gap` seconds after `first`."""
     return (
         first.kind == second.kind
         and first.args == second.args
@@ -109,7 +106,7 @@ def clip(spans: Iterable[Span], start: float, end: float) -> list[Span]:
 
 
 def flatten(spans: Iterable[Span]) -> list[Span]:
-    """Spans without overlap: at each moment the running one of the first kind in `SpanKind`.
+    """Remove overlaps: keep at each moment the running span of the first kind in `SpanKind`.
 
     Cost: O(n log n + n m) for n spans of which at most m run at once.
     """
@@ -138,13 +135,12 @@ def absent_seconds(lanes: Iterable[Iterable[Span]], start: float, end: float) ->
     """Seconds of `[start, end)` in which no process of a run existed.
 
     These are the times longer than `ABSENT_SECONDS` that no span of any process covers, such as
-    those between the end of a run and its resumption. A process that lives records what it waits
-    for. 0 if no span lies in that time at all, since nothing is known then.
+    those between the end of a run and its resumption; a live process records what it waits for. 0
+    if no span lies in that time at all, since nothing is known then.
 
-    Example:
-        >>> stopped = [Span("training", 0, 10), Span("training", 70, 100)]
-        >>> absent_seconds([stopped, [Span("decoding", 5, 15)]], 0, 100)
-        55.0
+    >>> stopped = [Span("training", 0, 10), Span("training", 70, 100)]
+    >>> absent_seconds([stopped, [Span("decoding", 5, 15)]], 0, 100)
+    55.0
     """
     absent, covered = 0.0, start
     spans = sorted((span.start, span.end) for lane in lanes for span in lane)
@@ -160,16 +156,8 @@ def idle_by_cause(
 ) -> dict[str, float]:
     """Share of `[start, end)` in which a process waited, by cause, largest first.
 
-    Time that no span covers counts as idle, with cause `UNACCOUNTED`.
-
-    Args:
-        spans: of the process.
-        start: Unix time in seconds.
-        end: as `start`.
-        absent: seconds of that time that do not count (`absent_seconds`).
-
-    Raises:
-        ValueError: nothing is left of the time.
+    Time that no span covers counts as idle, with cause `UNACCOUNTED`; `absent` seconds
+    (`absent_seconds`) do not count. Raises ValueError if nothing is left of the time.
     """
     whole = end - start - absent
     if not whole > 0:
@@ -196,10 +184,9 @@ def idle_ratio(spans: Iterable[Span], start: float, end: float) -> float:
 
 
 class RecentIdle:
-    """Idle shares over the last `seconds`, updated with each piece of a time line.
+    """Idle shares over the last `seconds`, updated with each piece of a timeline.
 
-    For time lines whose pieces do not overlap, as those of generators and trainers. Each piece
-    costs amortised O(1).
+    Pieces must not overlap, as on generators' and trainers' timelines. Each costs amortised O(1).
     """
 
     def __init__(self, seconds: float = 60.0) -> None:
@@ -209,10 +196,10 @@ class RecentIdle:
         self._covered = 0.0
 
     def add(self, span: Span) -> dict[str, float]:
-        """Add a piece; returns the idle share of the time that ends with it, by cause.
+        """Add a piece; return the idle share of the time that ends with it, by cause.
 
-        Until `seconds` have passed, that time begins with the first piece. Causes that have no
-        share left stay in the result with 0. Time that no piece covers is `UNACCOUNTED`.
+        Until `seconds` have passed, that time begins with the first piece. Causes without a share
+        left stay in the result with 0. Time that no piece covers is `UNACCOUNTED`.
         """
         self._spans.append(span)
         self._count(span, 1.0)
@@ -236,12 +223,7 @@ class RecentIdle:
 
 
 def read_spans(path: Path, gap: float = 0.002) -> list[Span]:
-    """One process's spans, merged and ordered by start.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        RecordError: a line other than an incomplete last one cannot be decoded.
-    """
+    """Read one process's spans, merged and ordered by start. Raises as `read_jsonl`."""
     return merge((span for span in read_jsonl(path, Span) if span.end > span.start), gap)
 
 

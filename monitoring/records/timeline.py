@@ -1,4 +1,4 @@
-"""Records what a process does when, in `RUN/timeline/PROCESS.jsonl`.
+"""Records a process's activity over time, in `RUN/timeline/PROCESS.jsonl`.
 
     timeline = Timeline(run_dir / "timeline" / "trainer.jsonl", "trainer")
     with timeline.waiting("trajectories", step=3):
@@ -6,10 +6,9 @@
     with timeline.span("training", step=3):
         ...
 
-Spans are kept in memory and written at bounded intervals, at `flush` (call it where the process
-reports) and at `close`. A span that is still open is written up to that moment and continues as a
-new one, which readers join again. So a process that is killed loses at most one interval, also of
-a wait that never ended. Equal spans that follow each other become one.
+Spans are kept in memory and written at bounded intervals, at `flush` and at `close`. An open span
+is written up to that moment and continues as a new one, which readers join again, so a killed
+process loses at most one interval. Equal spans that follow each other become one.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from asyncrl.monitoring.records.spans import Span, SpanKind, continues, join
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Where times come from; tests pass their own."""
+    """Source of times; tests pass their own."""
 
     monotonic: Callable[[], float] = time.monotonic
     """Monotonic seconds from any origin, as `Timeline.record` takes them."""
@@ -39,16 +38,11 @@ class Clock:
 
 
 class Timeline:
-    """The time line of one process. Thread-safe.
+    """The timeline of one process. Thread-safe.
 
-    Args:
-        path: the file to append to; None writes nothing but still calls `observe`.
-        process: name of the process, as in its metrics ("controller", "generator-0").
-        clock: where times come from.
-        flush_seconds: a recorded span is written this long after the last write, at the latest
-            when another one is recorded.
-        merge_gap: equal spans at most this many seconds apart become one.
-        observe: called with each piece when it is written, for instance to count idle seconds.
+    Appends to `path`, if given. `process` is named as in its metrics ("controller", "generator-0").
+    Spans are written when one is recorded `flush_seconds` or more after the last write. Equal spans
+    at most `merge_gap` seconds apart become one. `observe` gets each piece when it is written.
     """
 
     def __init__(
@@ -85,15 +79,14 @@ class Timeline:
         return self._clock.monotonic()
 
     def unix(self, moment: float) -> float:
-        """A reading of `now` as Unix time, as spans have it."""
+        """Convert a reading of `now` to Unix time."""
         return moment + self._offset
 
     @contextmanager
     def span(self, kind: SpanKind | str, **args: Any) -> Iterator[None]:
-        """Record the time inside the block, also when it raises.
+        """Record the time inside the block, even if it raises.
 
-        Raises:
-            ValueError: there is no such kind, or it is `waiting` (use the method of that name).
+        Raises ValueError for an unknown kind and for `waiting` (use the method of that name).
         """
         name, args = _checked(kind, args)
         with self._lock:
@@ -116,8 +109,7 @@ class Timeline:
     def record(self, kind: SpanKind | str, start: float, end: float, **args: Any) -> None:
         """Record a span that is already over; `start` and `end` are readings of `now`.
 
-        Raises:
-            ValueError: as `span`, or `end` is before `start`.
+        Raises ValueError as `span`, or if `end` is before `start`.
         """
         name, args = _checked(kind, args)
         if end < start:
@@ -185,7 +177,6 @@ class Timeline:
 
 
 def _checked(kind: SpanKind | str, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The kind's name and the arguments, `for_` spelled `for`."""
     try:
         name = SpanKind(kind).value
     except ValueError:

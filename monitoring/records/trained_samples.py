@@ -1,18 +1,17 @@
 """`samples/000001.jsonl` and so on: every sample that a run has trained on, once.
 
-The files hold the samples in the order of their steps. A full file is followed by the next number,
+The files hold the samples in the order of their steps. When a file is full the next number begins,
 and the oldest files are removed when all together exceed a limit. The trainer is the only writer;
-its ranks from 1 on write the samples that they have trained on to `samples/rank-1/` and so on. It
-drops the records of steps that it repeats before it adds any (`truncate`).
+its ranks from 1 on write the samples that they trained on to `samples/rank-1/` and so on. It drops
+the records of steps that it repeats before it adds any (`truncate`).
 
-Example:
-    >>> record = TrainedSample(
-    ...     step=3, group=24, sample=0, prompt_id="p7", prompt="1+1=", response="2", reward=1.0,
-    ...     finish_reason="stop", generator="generator-0", prompt_length=4, response_length=2,
-    ...     segments=[SampleSegment(3, 0, 2)], sampled=1, drafted=0, verified=1,
-    ... )
-    >>> record.sampled + record.drafted + record.verified == record.response_length
-    True
+>>> record = TrainedSample(
+...     step=3, group=24, sample=0, prompt_id="p7", prompt="1+1=", response="2", reward=1.0,
+...     finish_reason="stop", generator="generator-0", prompt_length=4, response_length=2,
+...     segments=[SampleSegment(3, 0, 2)], sampled=1, drafted=0, verified=1,
+... )
+>>> record.sampled + record.drafted + record.verified == record.response_length
+True
 """
 
 from __future__ import annotations
@@ -33,17 +32,16 @@ from asyncrl.monitoring.records.samples import SampleSegment
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 64 << 20
-"""A file that has reached this size is followed by the next one."""
+"""Size at which the next file begins."""
 _RANK = "rank-"
 _FILES_IN_LIMIT = 8
 """A limit is divided into at least this many files, so that removing one frees a small part."""
 
 
 class TrainedSample(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One trajectory that an optimizer step has used."""
+    """One trajectory used by an optimizer step."""
 
     step: int
-    """The optimizer step."""
     group: int
     sample: int
     """Index in the group, from 0."""
@@ -53,13 +51,10 @@ class TrainedSample(msgspec.Struct, frozen=True, omit_defaults=True):
     response: str
     """Text of the response tokens without special tokens, as reward functions get it."""
     reward: float
-    """The one that is trained on."""
     finish_reason: str
     """`stop`, `length` or `deadline`: `asyncrl.rollout.trajectory.FinishReason`."""
     generator: str
-    """The process that delivered it."""
     prompt_length: int
-    """Tokens of the prompt."""
     response_length: int
     """Tokens of the response; the sum of the counts of tokens below."""
     segments: list[SampleSegment]
@@ -73,28 +68,26 @@ class TrainedSample(msgspec.Struct, frozen=True, omit_defaults=True):
     observed: int = 0
     """Tokens of an environment, which are not trained on."""
     observed_at: list[tuple[int, int]] = []
-    """Where these are in the response: tokens `[start, end)`, ascending."""
+    """Their places in the response: tokens `[start, end)`, ascending."""
     contexts: list[int] = []
     """Tokens of the response at which the model's context begins anew."""
     rewards: dict[str, float] = {}
-    """What the reward is made of: what each reward function returned, and the environment's part,
-    without their weights. Empty if one of them failed, which counts as 0."""
+    """Unweighted terms of the reward: the result of each reward function, and the environment's
+    part. Empty if one of them failed, which counts as 0."""
     prompt_tokens: list[int] | None = None
-    """Ids, with `run.log_sample_tokens`."""
+    """Ids, with `run.log_sample_tokens`, as the fields below."""
     response_tokens: list[int] | None = None
-    """Ids, with `run.log_sample_tokens`."""
     provenance: str | None = None
     """A digit for each token of the response (`asyncrl.rollout.trajectory.Provenance`)."""
     behaviour_logprobs: list[float] | None = None
-    """With them, the log-probability with which each was drawn; 0 for observed ones."""
+    """Log-probability with which each token was drawn; 0 for observed ones."""
 
 
 class SampleFiles:
     """Appends records to the newest file of a folder; opens the next one when it is full.
 
-    Args:
-        folder: of the files; created with the first record.
-        limit_bytes: the oldest files are removed when all together exceed this.
+    The folder is created with the first record. When all files exceed `limit_bytes`, the oldest are
+    removed.
     """
 
     def __init__(self, folder: Path, *, limit_bytes: int) -> None:
@@ -104,11 +97,10 @@ class SampleFiles:
         self._writer: JsonlWriter | None = None
 
     def append(self, records: Sequence[TrainedSample]) -> None:
-        """Write records and hand them to the operating system.
+        """Write records and pass them to the operating system.
 
-        Raises:
-            OSError: the disk is full or gone. Some of the records may have been written; the next
-                call writes after the last whole line.
+        Raises OSError if the disk is full or gone. Some of the records may have been written; the
+        next call writes after the last whole line.
         """
         try:
             if self._writer is None:
@@ -145,22 +137,18 @@ class SampleFiles:
 
 
 def sample_files(folder: Path) -> list[Path]:
-    """The files of a sample log, oldest first; empty when there is no such folder."""
+    """The files of a sample log, oldest first; empty without the folder."""
     return sorted((p for p in folder.glob("*.jsonl") if p.stem.isdigit()), key=_number)
 
 
 def read_trained_samples(folder: Path) -> Iterator[TrainedSample]:
-    """All records of a sample log, those of all ranks, in the order of their steps.
-
-    Raises:
-        RecordError: a line other than an incomplete last one cannot be decoded.
-    """
+    """Read all records of a sample log, of all ranks, in step order. Raises RecordError."""
     records = (_records(one) for one in [folder, *_folders_of_ranks(folder)])
     yield from heapq.merge(*records, key=lambda record: record.step)
 
 
 def folder_of_rank(folder: Path, rank: int) -> Path:
-    """Where a rank of the trainer writes, in the folder of a sample log."""
+    """Folder of a trainer rank's files, in the folder of a sample log."""
     return folder / f"{_RANK}{rank}" if rank else folder
 
 
@@ -174,13 +162,7 @@ def _records(folder: Path) -> Iterator[TrainedSample]:
 
 
 def truncate(folder: Path, *, before_step: int) -> None:
-    """Drop the records of `before_step` and later steps; those steps are trained again.
-
-    Files are cut where they are, which needs no space.
-
-    Raises:
-        OSError: a file could not be read, cut or removed.
-    """
+    """Cut the records of `before_step` and later steps, which are trained again. Raises OSError."""
     for own in [folder, *_folders_of_ranks(folder)]:
         for path, keep in _files_with(own, before_step):
             if keep:
@@ -192,10 +174,8 @@ def truncate(folder: Path, *, before_step: int) -> None:
 def copy_later(folder: Path, target: Path, *, from_step: int) -> None:
     """Copy the files with records of `from_step` and later steps to the folder `target`.
 
-    A file that `truncate` removes gets a second name there (a hard link) if the disk has such.
-
-    Raises:
-        OSError: a file could not be read or written.
+    A file that `truncate` removes gets a second name there (a hard link) if the disk supports it.
+    Raises OSError.
     """
     for own in _folders_of_ranks(folder):
         copy_later(own, target / own.name, from_step=from_step)
@@ -211,7 +191,7 @@ def copy_later(folder: Path, target: Path, *, from_step: int) -> None:
 
 
 def _files_with(folder: Path, step: int) -> Iterator[tuple[Path, int]]:
-    """Files with records of `step` and later, newest first, and the bytes before these records."""
+    """Yield files with records from `step` on, newest first, and the bytes before these records."""
     for path in reversed(sample_files(folder)):
         size = path.stat().st_size
         if size == 0:
@@ -223,7 +203,7 @@ def _files_with(folder: Path, step: int) -> Iterator[tuple[Path, int]]:
 
 
 def _bytes_before(path: Path, step: int) -> int:
-    """Where the last record before `step` ends."""
+    """Offset at which the last record before `step` ends."""
     keep = end = 0
     with path.open("rb") as file:
         for line in whole_lines(file):
@@ -244,7 +224,6 @@ _DECODER = msgspec.json.Decoder(_Step)
 
 
 def _step_of(line: bytes, path: Path) -> int | None:
-    """The step of a whole line; None if it is damaged."""
     try:
         return _DECODER.decode(line).step
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

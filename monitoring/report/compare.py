@@ -1,4 +1,4 @@
-"""`asyncrl compare`: runs next to each other, as a table, as curves, and by what differs."""
+"""`asyncrl compare`: runs side by side, as a table, as curves, and by their differences."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from asyncrl.monitoring.terminal.formatting import (
 from asyncrl.wire.records.step import Measured, StepMetrics
 
 _LAST = 10
-"""Steps that "reward, last steps" is the mean of."""
+"""Number of steps in the mean of "reward, last steps"."""
 _PATHS = {"run.name", "run.directory", "run.changes"}
-"""Settings that say nothing about how a run trains, or are shown elsewhere."""
+"""Settings that do not affect training, or are shown elsewhere."""
 
 
 class Row(NamedTuple):
@@ -31,7 +31,6 @@ class Row(NamedTuple):
 
     name: str
     values: list[str]
-    """Of each run."""
 
 
 class Curve(NamedTuple):
@@ -53,12 +52,12 @@ CURVES = (
 
 
 def table(runs: Sequence[RunData]) -> list[Row]:
-    """What each run came to so far."""
+    """Results of each run so far."""
     return [Row(name, [value(run) for run in runs]) for name, value in _ROWS.items()]
 
 
 def differences(runs: Sequence[RunData]) -> list[Row]:
-    """Settings that are not the same in all runs; those that one of them lacks are left out."""
+    """Settings that differ between runs; those that one of them lacks are left out."""
     flat = [dict(_flat(run.config)) for run in runs]
     keys = sorted(set.intersection(*[set(one) for one in flat]) - _PATHS)
     found = [Row(key, [_shown(one[key]) for one in flat]) for key in keys]
@@ -67,13 +66,13 @@ def differences(runs: Sequence[RunData]) -> list[Row]:
 
 
 def curve(run: RunData, one: Curve) -> Values:
-    """A number of each step of a run, smoothed where single steps are noisy."""
+    """A number of each step of a run, smoothed if single steps are noisy."""
     values = run.column(one.of)
     return smooth(values) if one.smoothed else values
 
 
 def comparison_page(runs: Sequence[RunData]) -> str:
-    """The whole comparison as HTML, without script or outer resource."""
+    """The whole comparison as HTML, without scripts or external resources."""
     names = " · ".join(run.name for run in runs)
     return page(
         f"{names} · asyncrl",

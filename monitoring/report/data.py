@@ -1,4 +1,4 @@
-"""The files of a run, read for its report. Any of them may be missing."""
+"""Reads the files of a run for its report. Any of them may be missing."""
 
 from __future__ import annotations
 
@@ -40,27 +40,22 @@ class RunData:
 
     name: str
     steps: list[StepMetrics] = field(default_factory=list)
-    """The records of metrics.jsonl, one per optimizer step, in order."""
+    """Records of metrics.jsonl, in order."""
     timelines: dict[str, list[Span]] = field(default_factory=dict)
     """Process to its spans, in the order in which the processes are drawn."""
     slots: dict[str, list[SlotPiece]] = field(default_factory=dict)
-    """Generator to the use of its slots. Processes without such a record are left out."""
+    """Generator to the use of its slots, where recorded."""
     samples: list[SampleRecord] = field(default_factory=list)
-    """The records of samples.jsonl that were trained on, in order."""
+    """Samples that were trained on, in order."""
     orders: list[OrderRecord] = field(default_factory=list)
-    """The records of orders.jsonl, in order."""
     evaluations: list[EvaluationRecord] = field(default_factory=list)
-    """The records of evaluations.jsonl, in order of their steps."""
     result: RunResult | None = None
-    """result.json; None while the run is not finished."""
     begun: BeginningState = field(default_factory=BeginningState)
-    """What run.json knows before there is a result."""
+    """Known from run.json before there is a result."""
     config_text: str = ""
-    """config.yaml as it is."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """config.yaml, parsed."""
     notes: list[str] = field(default_factory=list)
-    """What could not be read, as sentences for the reader of the report."""
+    """Sentences for the reader about what could not be read."""
 
     def column(self, value: Callable[[StepMetrics], Measured]) -> list[float | None]:
         """`[S]` one number of each step; None where it was not measured."""
@@ -77,15 +72,15 @@ class RunData:
         return self.steps[-1].tokens if self.steps else TokenCounts()
 
     def accuracies(self) -> tuple[float | None, float | None]:
-        """Held-out accuracy before and after training, 0 to 1; None if not measured."""
+        """Held-out accuracy before and after training, 0 to 1, if measured."""
         if self.result is None:
             return self.begun.accuracy_before, None
         return self.result.accuracy_before, self.result.accuracy_after
 
     def trials(self) -> tuple[float, float] | None:
-        """Independent samples that the accuracies before and after training are measured on.
+        """Number of independent samples behind the accuracies before and after training, if known.
 
-        Those of one prompt stand for fewer than there are. None: it is not known.
+        Samples of one prompt count for fewer than there are.
         """
         known = self.begun if self.result is None else self.result
         drawn = float(known.evaluation_samples)
@@ -105,7 +100,7 @@ class RunData:
 
     @property
     def held_out(self) -> str:
-        """How many held-out samples the accuracies are of, as text; empty if that is not known."""
+        """Text on the number of held-out samples behind the accuracies; empty if unknown."""
         known = self.begun if self.result is None else self.result
         samples = known.evaluation_samples
         if not samples:
@@ -126,7 +121,7 @@ class RunData:
 
     @property
     def lenient(self) -> bool:
-        """Whether samples began with tokens of earlier epochs, kept by the lenient, biased rule."""
+        """True if samples began with tokens of earlier epochs, kept by the lenient, biased rule."""
         return bool(self.setting("cache.reuse") == "lenient")
 
     @property
@@ -138,10 +133,9 @@ class RunData:
 
 
 def load_run(run_dir: Path) -> RunData:
-    """Read the files that exist. What cannot be read is explained in `RunData.notes`.
+    """Read the files that exist; `RunData.notes` explains unreadable ones.
 
-    Raises:
-        ReportError: `run_dir` is no directory, or contains none of the files of a run.
+    Raises ReportError if `run_dir` is not a directory, or contains none of the files of a run.
     """
     if not run_dir.is_dir():
         raise ReportError(
@@ -184,7 +178,7 @@ def _load_slots(path: Path, data: RunData) -> None:
 
 
 def load_state(path: Path, data: RunData) -> None:
-    """Read run.json into `data`. The report of a damaged one lacks the accuracy before training."""
+    """Read run.json into `data`. If it is damaged, the accuracy before training is missing."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
         data.begun = msgspec.json.decode(path.read_bytes(), type=BeginningState)
 
@@ -199,7 +193,6 @@ def rank_of(process: str) -> tuple[int, str, int]:
 
 
 def _load_or_note(data: RunData, load: Callable[[], T], otherwise: T) -> T:
-    """The loaded value, or `otherwise` and a note that says what is wrong."""
     try:
         return load()
     except (RecordError, OSError) as error:
@@ -217,7 +210,7 @@ def _load_result(path: Path) -> RunResult | None:
 
 
 def load_config(path: Path, data: RunData) -> None:
-    """Read config.yaml into `data`; what is wrong with it becomes a note."""
+    """Read config.yaml into `data`; errors become notes."""
     try:
         data.config_text = path.read_text(encoding="utf-8", errors="replace")
         parsed = yaml.safe_load(data.config_text)

@@ -14,15 +14,12 @@ from asyncrl.wire.records.step import Measured, StepMetrics
 
 @dataclass(frozen=True, slots=True)
 class _Indicator:
-    """A number of each step, and how it is plotted."""
-
     title: str
     value: Callable[[StepMetrics], Measured]
     note: str
     style: str = "c1"
     unit: str = ""
     from_zero: bool = True
-    """Whether the y axis starts at 0."""
 
 
 _INDICATORS = (
@@ -73,7 +70,7 @@ _INDICATORS = (
 
 
 def health(data: RunData) -> Markup | None:
-    """A plot of each indicator that was recorded; None if there is none."""
+    """A plot of each indicator that was recorded, if any."""
     plots = []
     for indicator in (*_INDICATORS, *_left_out(data), *_signals(data)):
         values = data.column(indicator.value)
@@ -99,7 +96,6 @@ def health(data: RunData) -> Markup | None:
 
 
 def _left_out(data: RunData) -> list[_Indicator]:
-    """What dynamic sampling left out; nothing without it."""
     if not any(step.groups.without_signal for step in data.steps):
         return []
     note = "Share of the groups that each step looked at (dynamic sampling)."
@@ -112,7 +108,6 @@ def _share_without_signal(step: StepMetrics) -> Measured:
 
 
 def _signals(data: RunData) -> list[_Indicator]:
-    """An indicator for each signal that the algorithm reports."""
     names = {name: None for step in data.steps for name in step.algorithm}
     note = "Reported by the algorithm."
     return [

@@ -1,9 +1,8 @@
-"""Draw what each process did over time: one lane per process over a window of time.
+"""Draws each process's activity over time: one lane per process over a window of time.
 
 A lane with few spans is drawn span by span. A lane with many is cut into slices; in each slice the
-height of a colour is the share of time of that kind, so that short spans stay visible.
-
-Draw what an engine's slots were used for: a strip under its lane.
+height of a colour is the share of time of that kind, so that short spans stay visible. A strip
+under a generator's lane shows the use of its engine's slots.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ NAMES = {
 def use_in_slices(
     pieces: Iterable[SlotPiece], start: float, end: float, slices: int
 ) -> list[dict[str, float]]:
-    """For each of `slices` equal parts of `[start, end)`: use to mean share of all slots.
+    """Use to its mean share of all slots, for each of `slices` equal parts of `[start, end)`.
 
     A part without any record is empty. Otherwise the shares add up to 1 minus the idle share.
     """
@@ -71,14 +70,7 @@ def use_in_slices(
 def slot_strip(
     pieces: Sequence[SlotPiece], span: tuple[float, float], box: Box, origin: float
 ) -> Markup:
-    """The use of one generator's slots over time.
-
-    Args:
-        pieces: the generator's records.
-        span: first and last moment drawn, in seconds since 1970.
-        box: where to draw.
-        origin: the moment from which the axis counts.
-    """
+    """Draw the use of one generator's slots in `span` (Unix seconds), counted from `origin`."""
     start, end = span
     slots = max((piece.slots for piece in pieces), default=0)
     slices = use_in_slices(pieces, start, end, SLICES)
@@ -99,7 +91,6 @@ def slot_strip(
 
 WIDTH = 1080
 LABELS = 124
-"""Width of the column with the names of the lanes."""
 RIGHT = 10
 TOP = 20
 LANE = 30
@@ -114,13 +105,12 @@ _TIME_STEPS = (
     *(0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60),
     *(120, 300, 600, 1800, 3600, 7200, 21600, 86400),
 )
-"""Distances between the ticks of the axis, in seconds."""
+"""Tick distances of the axis, in seconds."""
 
 KIND_NAMES: Mapping[str, str] = {
     **{kind.value: kind.value.replace("_", " ") for kind in SpanKind},
     SpanKind.RUN_AHEAD.value: "run-ahead",
 }
-"""Kind of span to its name in the report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +120,6 @@ class Window:
     start: float
     end: float
     origin: float
-    """The moment from which the axis counts: the start of the run."""
 
     def x(self, time: float) -> float:
         """Pixels from the left edge."""
@@ -145,14 +134,10 @@ def lanes_drawing(
     steps: Sequence[tuple[int, float]] = (),
     slots: Mapping[str, Sequence[SlotPiece]] | None = None,
 ) -> Markup:
-    """All lanes over one window.
+    """Draw all lanes over one window.
 
-    Args:
-        lanes: process to its spans.
-        window: the time that is drawn.
-        title: the text that a screen reader reads instead of the drawing.
-        steps: steps and the moments at which they finished, as `(step, time)`.
-        slots: process to the use of its slots, drawn under its lane.
+    `lanes` and `slots` are by process; `steps` are `(step, time)`, the moments at which they
+    finished. `title` is the text for screen readers.
     """
     slots = slots or {}
     marks: list[Child] = []
@@ -190,7 +175,7 @@ def _track(label: str, box: Box, style: str) -> Markup:
 def kinds_legend(
     lanes: Mapping[str, Sequence[Span]], slots: Mapping[str, Sequence[SlotPiece]]
 ) -> Markup:
-    """The colours of the kinds of spans and of slots that occur."""
+    """Colours of the kinds of spans and of slots that occur."""
     seen = {span.kind for spans in lanes.values() for span in spans}
     known = [kind for kind in SpanKind if kind.value in seen]
     items = [
@@ -271,7 +256,7 @@ def _order(kind: str) -> int:
 def slice_shares(
     spans: Sequence[Span], start: float, end: float, slices: int
 ) -> list[dict[str, float]]:
-    """For each of `slices` equal parts of `[start, end)`: kind to its share of that part.
+    """Kind to its share, for each of `slices` equal parts of `[start, end)`.
 
     The spans must not overlap (see `flatten`) and must lie inside the window.
     """

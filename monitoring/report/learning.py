@@ -29,7 +29,6 @@ from asyncrl.wire.records.step import Measured, StepMetrics
 
 _RIGHT = 28
 _NAMED = 3
-"""Incomplete evaluations that are named."""
 
 
 def learning(data: RunData) -> Markup:
@@ -64,7 +63,6 @@ def _reward(data: RunData) -> Markup:
 
 
 def _terms(data: RunData) -> Markup | None:
-    """What each reward function returned, if there are several."""
     names = list({name: None for step in data.steps for name in step.rewards})
     if len(names) < 2:
         return None
@@ -85,7 +83,6 @@ def _term(name: str) -> Callable[[StepMetrics], Measured]:
 
 
 def _failures(data: RunData) -> Markup | None:
-    """A sentence about rewards that failed; None if none did."""
     failed = data.steps[-1].reward_failures if data.steps else {}
     if data.result is not None:
         failed = data.result.reward_failures
@@ -100,7 +97,6 @@ def _failures(data: RunData) -> Markup | None:
 
 
 def _incomplete(data: RunData) -> Markup | None:
-    """A sentence about evaluations without an accuracy; None if all have one."""
     texts = [text for one in data.evaluations if (text := incomplete(one)) is not None]
     if not texts:
         return None
@@ -115,7 +111,6 @@ def _incomplete(data: RunData) -> Markup | None:
 
 
 def _environment(data: RunData) -> Markup | None:
-    """A sentence about environments; None without them."""
     counts = data.steps[-1].environments if data.steps else EnvironmentCounts()
     if not counts.turns:
         return None
@@ -152,8 +147,6 @@ def _environment(data: RunData) -> Markup | None:
 
 @dataclass(frozen=True, slots=True)
 class _Accuracy:
-    """One evaluation: its accuracy and the 95% interval."""
-
     name: str
     style: str
     value: float
@@ -182,7 +175,6 @@ def _evaluation(data: RunData) -> Markup:
 
 
 def _by_step(data: RunData) -> list[Markup]:
-    """The accuracy of every step that was evaluated, if any was during training."""
     if len(data.evaluations) < 2 or all(one.when != "during" for one in data.evaluations):
         return []
     steps = [float(one.step) for one in data.evaluations]
@@ -219,7 +211,6 @@ def _accuracy(one: SetEvaluation) -> float | None:
 def _column(
     data: RunData, name: str, value: Callable[[SetEvaluation], float | None]
 ) -> list[float | None]:
-    """`[E]` a number of one set in each evaluation."""
     found = (one.sets.get(name) for one in data.evaluations)
     return [None if one is None else value(one) for one in found]
 

@@ -1,16 +1,13 @@
-"""Write HTML and SVG so that text cannot become markup.
+"""Writes HTML and SVG so that text cannot become markup.
 
 Every child that is not already `Markup` is escaped, so raw text cannot be added by accident. The
 result is also well-formed XML.
 
-Example:
-    >>> element("p", "1 < 2 ", element("b", "& true"), class_="note")
-    '<p class="note">1 &lt; 2 <b>&amp; true</b></p>'
+>>> element("p", "1 < 2 ", element("b", "& true"), class_="note")
+'<p class="note">1 &lt; 2 <b>&amp; true</b></p>'
 
-The HTML document around the report's sections.
-
-It contains no script, and its content security policy forbids loading anything. The style is that
-of report.css.
+The document around the report's sections contains no script, and its content security policy
+forbids loading anything. Its style is report.css.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ Child: TypeAlias = "str | int | float | Iterable[Child] | None"
 
 
 def escape(text: str) -> Markup:
-    """The text as HTML. Characters that XML forbids become visible symbols."""
+    """Escape text as HTML. Characters that XML forbids become visible symbols."""
     plain = "".join(_allowed(char) for char in text)
     return Markup(html.escape(plain, quote=True))
 
@@ -52,7 +49,7 @@ def _allowed(char: str) -> str:
 
 
 def element(tag: str, *children: Child, **attributes: str | float | None) -> Markup:
-    """One element. `class_` means `class`, `stroke_width` `stroke-width`; None is left out."""
+    """Build an element. `class_` means `class`, `stroke_width` `stroke-width`; None is left out."""
     opening = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{_value(value)}"'
         for name, value in attributes.items()
@@ -64,7 +61,7 @@ def element(tag: str, *children: Child, **attributes: str | float | None) -> Mar
 
 
 def join(children: Iterable[Child]) -> Markup:
-    """The children, concatenated."""
+    """Concatenate the children."""
     return Markup("".join(_rendered(child) for child in children))
 
 
@@ -92,7 +89,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-a
 
 
 def page(title: str, body: Child) -> str:
-    """A complete document."""
+    """Build a complete document."""
     style = (
         resources.files("asyncrl.monitoring.report")
         .joinpath("report.css")

@@ -1,9 +1,7 @@
-"""Plots as inline SVG: lines over steps and stacked bars over steps.
+"""Plots as inline SVG: lines over steps, stacked bars over steps, stacked shares over time.
 
 Colours are CSS classes (`c1`, `c2`, ...), so a plot follows the reader's light or dark setting.
 Hovering over a step shows its numbers through `<title>`, without a script.
-
-Draw shares over time: equal slices, in each of which the parts are stacked from the bottom.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from asyncrl.monitoring.report.markup import Child, Markup, element, join
 from asyncrl.monitoring.report.series import Values, thin, ticks
 
 SLICES = 238
-"""Slices of a time line over its whole width."""
+"""Number of slices of a timeline over its whole width."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +34,9 @@ def stacked_slices(
 ) -> Markup:
     """One path per part, and over each slice an invisible band that shows its numbers.
 
-    Args:
-        slices: for each slice, part to its share of the slice, 0 to 1; empty: nothing is drawn.
-        styles: part to its CSS class, in the order from the bottom.
-        box: where to draw.
-        describe: the text that is shown when the slice of this index is pointed at.
+    Each slice maps parts to shares of it, 0 to 1; an empty one is not drawn. `styles` are CSS
+    classes by part, in the order from the bottom; `describe` gives the text that is shown for a
+    slice.
     """
     width = box.width / max(1, len(slices))
     paths: dict[str, list[str]] = {}
@@ -63,7 +59,7 @@ def stacked_slices(
 
 
 def bar_path(left: float, floor: float, width: float, height: float) -> str:
-    """The outline of an upright bar that stands on `floor`, as SVG path data."""
+    """Outline of an upright bar that stands on `floor`, as SVG path data."""
     return f"M{left:.2f} {floor:.2f}h{width:.2f}v{-height:.2f}h{-width:.2f}z"
 
 
@@ -96,9 +92,8 @@ class Series:
     name: str
     values: Values
     style: str = "c1"
-    """CSS class of the colour."""
     faint: bool = False
-    """Whether it is drawn thin and pale, as the raw numbers behind a smoothed line."""
+    """True to draw it thin and pale, as the raw numbers behind a smoothed line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +106,12 @@ class Scale:
     y_high: float
 
     def x(self, value: float) -> float:
-        """Pixels from the left edge of the drawing."""
+        """Pixels from the left edge."""
         share = (value - self.x_low) / (self.x_high - self.x_low or 1.0)
         return LEFT + share * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        """Pixels from the top edge of the drawing."""
+        """Pixels from the top edge."""
         share = (value - self.y_low) / (self.y_high - self.y_low or 1.0)
         return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
@@ -137,7 +132,7 @@ def figure(title: str, note: str, drawing: Child, series: Sequence[Series] = ())
 
 
 def empty(title: str, reason: str) -> Markup:
-    """A figure for a plot that has no data; `reason` says why."""
+    """A figure for a plot without data."""
     return figure(title, "", element("div", reason, class_="empty"))
 
 
@@ -243,7 +238,7 @@ def _layer(
 def _hover(
     scale: Scale, x: Sequence[float], series: Sequence[Series], form: Format, *, points: bool
 ) -> Markup:
-    """An invisible band per x. Pointing at it shows a guide, the points and the numbers."""
+    """Invisible bands, one per x. Pointing at one shows a guide, the points and the numbers."""
     bands = []
     bottom = HEIGHT - BOTTOM
     for index, at in enumerate(x):

@@ -1,4 +1,4 @@
-"""What all sections of the report share, and the two short ones: samples and configuration."""
+"""Shared parts of the report's sections, and the short ones: samples and configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_TOKENS = 2000
 
 
 def samples_legend(records: Sequence[SampleRecord]) -> Markup:
-    """What the colours of the tokens of these records mean."""
+    """Explain the colours of these records' tokens."""
     observed = any(record.count("observed") for record in records)
     items = [
         element("span", element("i", class_=f"swatch t-{key}"), words)
@@ -116,7 +116,6 @@ def _details(record: SampleRecord, index: int) -> str:
 
 
 OPEN_SAMPLES = 4
-"""This many sample trajectories are shown at once. The others unfold."""
 
 
 def section(title: str, about: str, *content: Child) -> Markup:
@@ -145,7 +144,7 @@ def samples(data: RunData) -> Markup | None:
 
 
 def orders(data: RunData) -> Markup | None:
-    """What the user changed while the run was active."""
+    """The user's changes while the run was active."""
     if not data.orders:
         return None
     lines = [

@@ -17,9 +17,9 @@ def finite(value: object) -> float | None:
 
 
 def smooth(values: Values, span: float | None = None) -> list[float | None]:
-    """Exponential moving average, corrected for its start. Gaps stay gaps.
+    """Exponential moving average over `span` points, by default a tenth of them, at least 5.
 
-    `span` is the number of points that it looks back over: by default a tenth of them, at least 5.
+    It is corrected for its start. Gaps stay gaps.
     """
     decay = 1.0 - 1.0 / (span or max(5.0, len(values) / 10.0))
     total = weight = 0.0
@@ -35,10 +35,10 @@ def smooth(values: Values, span: float | None = None) -> list[float | None]:
 
 
 def growth(values: Values) -> list[float | None]:
-    """By how much a cumulative number grew at each step.
+    """Growth of a cumulative number at each step.
 
-    A number that falls means that counting restarted from 0 (in a resumed run). A gap leads to
-    gaps for its own step and the next.
+    A number that falls restarted from 0 (in a resumed run). A gap leads to gaps for its own step
+    and the next.
     """
     out: list[float | None] = []
     before: float | None = 0.0
@@ -52,7 +52,7 @@ def growth(values: Values) -> list[float | None]:
 
 
 def less(whole: Values, *parts: Values) -> list[float | None]:
-    """What the parts leave of the whole, at least 0. Unknown parts count as 0."""
+    """The whole minus the parts, at least 0. Unknown parts count as 0."""
     return [
         None if value is None else max(0.0, value - sum(part or 0.0 for part in taken))
         for value, *taken in zip(whole, *parts, strict=True)
@@ -60,13 +60,13 @@ def less(whole: Values, *parts: Values) -> list[float | None]:
 
 
 def mean(values: Values) -> float | None:
-    """Mean of the known values, None if there are none."""
+    """Mean of the known values, if there are any."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def thin(values: Values, limit: int) -> list[float | None]:
-    """At most `limit` points: means over equal groups of neighbours (apply it to x and y alike)."""
+    """Reduce to `limit` points: means over equal groups of neighbours (for x and y alike)."""
     if len(values) <= limit:
         return list(values)
     edges = [i * len(values) // limit for i in range(limit + 1)]
@@ -74,16 +74,15 @@ def thin(values: Values, limit: int) -> list[float | None]:
 
 
 def independent_trials(share: float, error: float | None, prompts: int, samples: int) -> float:
-    """How many independent samples would give this standard error of a share.
+    """Number of independent samples that would give this standard error of a share.
 
-    Samples of one prompt are alike, so they stand for fewer. Where the error says nothing (all
-    right, all wrong, one prompt), each prompt counts once.
+    Samples of one prompt are alike, so they count for fewer. If the error says nothing (all right,
+    all wrong, one prompt), each prompt counts once.
 
-    Example:
-        >>> round(independent_trials(0.415, 0.0441, 62, 248))
-        125
-        >>> independent_trials(1.0, 0.0, 62, 248)
-        62.0
+    >>> round(independent_trials(0.415, 0.0441, 62, 248))
+    125
+    >>> independent_trials(1.0, 0.0, 62, 248)
+    62.0
     """
     if samples <= prompts:
         return float(samples)
@@ -105,13 +104,9 @@ def wilson(share: float, trials: float, z: float = 1.96) -> tuple[float, float]:
 def difference_interval(
     before: float, after: float, trials: tuple[float, float], z: float = 1.96
 ) -> tuple[float, float]:
-    """Newcombe's interval (method 10) for after - before, for independent samples.
+    """Newcombe's interval (method 10) for after - before, of `z` standard errors.
 
-    Args:
-        before: a share.
-        after: another one.
-        trials: of each.
-        z: standard errors to either side.
+    `trials` are the independent samples behind each share.
     """
     low_b, high_b = wilson(before, trials[0], z)
     low_a, high_a = wilson(after, trials[1], z)

@@ -1,8 +1,6 @@
-"""The report's time line: what each process did when, and idle shares by cause.
+"""The report's timeline: each process's activity over time, and idle shares by cause.
 
-Idle time in the report: what each process waited for, and how full the engines' slots were.
-
-The parts of a run that the report draws: all of it, the training phase, a few steps.
+It draws the whole run and a few steps; idle time is that of the training phase.
 """
 
 from __future__ import annotations
@@ -18,18 +16,17 @@ from asyncrl.monitoring.report.sections import section
 from asyncrl.monitoring.terminal.formatting import duration, percent
 
 ZOOM_STEPS = 3
-"""Number of steps in the enlarged window from the middle of the run."""
 
 
 def whole_window(lanes: Mapping[str, Sequence[Span]]) -> Window:
-    """From the start of the first span to the end of the last."""
+    """Window from the start of the first span to the end of the last."""
     start = min(span.start for spans in lanes.values() for span in spans)
     end = max(span.end for spans in lanes.values() for span in spans)
     return Window(start, end, start)
 
 
 def middle_window(data: RunData, whole: Window) -> Window:
-    """A few steps in the middle of the run; a twentieth of it if no steps are recorded."""
+    """Window of a few steps in the middle of the run; without steps, a twentieth of it."""
     times = [step.time for step in data.steps if whole.start <= step.time <= whole.end]
     if len(times) >= 2:
         middle = len(times) // 2
@@ -47,7 +44,7 @@ def middle_window(data: RunData, whole: Window) -> Window:
 
 
 def training_window(data: RunData, whole: Window) -> Window:
-    """From the start of the first step to the end of the last; the whole run without steps."""
+    """Window from the start of the first step to the end of the last; without steps, the whole."""
     if data.steps:
         first, last = data.steps[0], data.steps[-1]
         start = max(whole.start, first.time - first.step_seconds)
@@ -67,7 +64,7 @@ STEPS_OF_THE_RUN = "From the start of the first step to the end of the last step
 def idle_card(
     lanes: Mapping[str, Sequence[Span]], window: Window, period: str = STEPS_OF_THE_RUN
 ) -> Markup:
-    """Each process's idle share of the window, by cause. `period` says what the window is."""
+    """Each process's idle share of the window, by cause. `period` describes the window."""
     absent = absent_seconds(lanes.values(), window.start, window.end)
     shares = {
         name: idle_by_cause(spans, window.start, window.end, absent=absent)
@@ -99,7 +96,7 @@ def idle_card(
 
 
 def slots_card(slots: Mapping[str, Sequence[SlotPiece]], window: Window) -> Markup | None:
-    """How each generator's slots were used in the window; None if nothing is recorded."""
+    """Use of each generator's slots in the window, if recorded."""
     shares = {name: slot_shares(pieces, window.start, window.end) for name, pieces in slots.items()}
     idle = SlotUse.IDLE.value
     lines = []
@@ -184,7 +181,7 @@ MAX_LANES = 24
 
 
 def time_line(data: RunData) -> Markup | None:
-    """Lanes for the whole run and for its middle, and idle shares; None without time lines."""
+    """Lanes for the whole run and for its middle, and idle shares, if there are timelines."""
     if not data.timelines:
         return None
     lanes = dict(list(data.timelines.items())[:MAX_LANES])
@@ -204,7 +201,7 @@ def time_line(data: RunData) -> Markup | None:
 
 
 def recent_time_line(data: RunData, window: Window) -> Markup:
-    """Lanes of an active run over its last minutes, and idle shares; `data` has time lines."""
+    """Lanes of an active run over its last minutes, and idle shares; `data` has timelines."""
     lanes = lanes_drawing(data.timelines, window, "time line of the last minutes", slots=data.slots)
     seconds = duration(window.end - window.start)
     return section(

@@ -1,4 +1,4 @@
-"""The report's section on work: tokens, staleness, and where the time of a step goes."""
+"""The report's section on work: tokens, staleness, and the time of a step."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""Write `report.html`: a run on one self-contained page.
+"""Writes `report.html`: a run on one self-contained page.
 
-`data` reads the run's files. Each part of the page is one module (`headline`, `learning`, `work`,
-`time_line`, `sections`, `health`); they draw with `plots`, `lanes` and `stacks`. `page` wraps the
-result in a document. The report of a run that is still running, or that ended early, shows the
-records so far and says so.
-
-The top of the report: the run's name, one sentence, and the most important numbers.
+`data` reads the run's files. Each part of the page is one module (`learning`, `work`, `time_line`,
+`sections`, `health`), drawn with `plots` and `lanes`; `markup` makes a document of them. The top of
+the report is here. The report of a run that is still running, or that ended early, says so.
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ def headline(data: RunData) -> list[Child]:
 
 
 def sentence(data: RunData) -> str:
-    """The run in one sentence."""
+    """Describe the run in one sentence."""
     before, after = data.accuracies()
     steps, wall = _steps_done(data), _wall_seconds(data)
     extent = f"{steps} optimizer step{'' if steps == 1 else 's'}"
@@ -78,14 +75,13 @@ def sentence(data: RunData) -> str:
 
 
 def _findings(data: RunData) -> list[str]:
-    """All findings of the run that a process had another policy."""
     if data.result is not None:
         return list(data.result.wrong_policy)
     return [text for step in data.steps for text in step.wrong_policy]
 
 
 def _wrong_policy(data: RunData) -> list[str]:
-    """A sentence if a generator sampled from another policy than the one trained."""
+    """Warn if a generator sampled from another policy than the one being trained."""
     found = _findings(data)
     if not found:
         return []
@@ -99,7 +95,6 @@ def _wrong_policy(data: RunData) -> list[str]:
 
 
 def _wrong_or_lenient(data: RunData) -> str:
-    """Why steps without stale tokens are not on-policy."""
     updates = max((step.learning.optimizer_steps for step in data.steps), default=1)
     if updates > 1:
         return f"on-policy for the first of {updates:,} updates per step at most"
@@ -111,7 +106,7 @@ def _wrong_or_lenient(data: RunData) -> str:
 
 
 def staleness(data: RunData) -> tuple[float | None, float | None]:
-    """Mean and maximum over the run's trained tokens, in optimizer steps; None if unknown."""
+    """Mean and maximum over the run's trained tokens, in optimizer steps, if known."""
     if data.result is not None:
         return data.result.staleness.mean, data.result.staleness.max
     average = mean(data.column(lambda step: step.staleness.mean))
@@ -270,7 +265,6 @@ def _idle_tile(data: RunData) -> Markup:
 
 
 def _groups_tile(data: RunData) -> list[Markup]:
-    """Whether each group was trained on once; none for records that name no groups."""
     per_step = data.setting("scheduler.groups_per_step")
     if not isinstance(per_step, int) or not any(step.groups.trained for step in data.steps):
         return []
@@ -287,7 +281,6 @@ def _groups_tile(data: RunData) -> list[Markup]:
 
 
 def _noise_floor_tile(data: RunData) -> list[Markup]:
-    """What verification rejected under unchanged weights; none where it was not measured."""
     measured = data.steps[-1].noise_floor if data.steps else NoiseFloor()
     if measured.share is None:
         return []
@@ -298,7 +291,7 @@ def _noise_floor_tile(data: RunData) -> list[Markup]:
 def _idle(data: RunData, role: str, recorded: Callable[[StepMetrics], Measured]) -> float | None:
     """Mean idle share of the processes of a role in the training phase, as in the table of causes.
 
-    Without time lines it is the `recorded` share of the steps, which for a generator includes the
+    Without timelines it is the `recorded` share of the steps, which for a generator includes the
     time between two engine steps.
     """
     lanes = [spans for name, spans in data.timelines.items() if name.startswith(role)]
@@ -314,12 +307,7 @@ FILE_NAME = "report.html"
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir/report.html` and return its path. An older report is replaced.
-
-    Raises:
-        ReportError: `run_dir` is not the directory of a run.
-        OSError: `run_dir` cannot be written to.
-    """
+    """Write `run_dir/report.html` and return its path. Raises ReportError if it is not a run's."""
     text = render(load_run(run_dir), written=datetime.now(UTC))  # noqa: TID251 - for the reader
     path = run_dir / FILE_NAME
     write_atomically(path, text)
@@ -327,7 +315,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def render(data: RunData, written: datetime) -> str:
-    """The HTML of the report. `written` is the time that its last line gives."""
+    """Render the report as HTML; its last line gives the time `written`."""
     body = [
         headline(data),
         learning(data),

@@ -1,12 +1,12 @@
 """Print the rules: `python -m asyncrl.monitoring.rules [--faster NUMBER]`.
 
-The rules with all their times divided by a number, to see alerts within minutes.
+`--faster` divides all their times by a number, to see alerts within minutes.
 
     python -m asyncrl.monitoring.rules --faster 30 > rules.yaml
 
-Every duration is divided: `for`, ranges, offsets, and the numbers of seconds in comparisons. What
-was counted over an hour is then counted over two minutes, so numbers of tokens are divided too.
-Numbers of events (three lost processes) and ratios stay.
+Every duration is divided: `for`, ranges, offsets, and the numbers of seconds in comparisons. Counts
+over an hour become counts over two minutes, so numbers of tokens are divided too. Numbers of events
+(three lost processes) and ratios stay.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ _TOKENS = re.compile(r"(?<=\[1h\]\)\) > )\d+")
 def faster(text: str, factor: float) -> str:
     r"""The rules in `text` with times that are this many times shorter.
 
-    Example:
-        >>> print(faster("expr: increase(asyncrl_steps_total[30m]) > 2\nfor: 5m", 30))
-        expr: increase(asyncrl_steps_total[60000ms]) > 2
-        for: 10000ms
+    >>> print(faster("expr: increase(asyncrl_steps_total[30m]) > 2\nfor: 5m", 30))
+    expr: increase(asyncrl_steps_total[60000ms]) > 2
+    for: 10000ms
 
     Raises:
         ValueError: the factor is not above 0.

@@ -4,15 +4,13 @@
     evaluations.jsonl ───┼─► follow ─► one process per sink ─► W&B, TensorBoard or MLflow
     samples.jsonl ───────┘
 
-A sink follows the files of a run, in a process of its own that imports nothing of the run. So it
-has the names and steps of metrics.jsonl, the files are its queue, and a sink that fails, hangs or
-is killed costs the run nothing but a warning (docs/decisions/0063). `python -m
-asyncrl.monitoring.sinks` sends what is missing later.
+A sink follows the files of a run, in a separate process that imports nothing of the run. So the
+files are its queue, and a sink that fails, hangs or is killed costs the run only a warning
+(docs/decisions/0063). `python -m asyncrl.monitoring.sinks` sends missing records later.
 
     config.py      the settings
-    numbers.py     the names of all numbers of a record   (pure)
     follow.py      the records that a sink has not had yet
-    sink.py        what a sink must do
+    sink.py        the interface of a sink
     kinds/         one file per sink
-    process.py     the loop
+    process.py     the loop, and the names of all numbers of a record
 """

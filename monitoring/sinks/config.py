@@ -59,7 +59,7 @@ class SinkConfig(BaseModel):
 
 
 def missing_credentials(config: SinkConfig) -> str | None:
-    """What W&B needs to upload; None if it is there, or not needed."""
+    """Describe what W&B needs to upload, if it is missing."""
     if config.kind != "wandb" or config.offline or os.environ.get("WANDB_MODE") == "offline":
         return None
     if os.environ.get("WANDB_API_KEY"):
@@ -78,7 +78,7 @@ def missing_credentials(config: SinkConfig) -> str | None:
 
 
 def missing_package(kind: SinkKind) -> str | None:
-    """How to install the package of a sink; None if it is there."""
+    """Describe how to install the package of a sink, if it is missing."""
     try:
         found = importlib.util.find_spec(_MODULES[kind])
     except (ImportError, ValueError):

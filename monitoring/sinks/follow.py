@@ -1,7 +1,7 @@
-"""What a sink has not had yet of the files of a run, and where it remembers that.
+"""The records of a run's files that a sink has not had, and its memory of them.
 
-A run that is resumed drops the records of steps that it repeats, and writes new ones. So a file may
-be replaced by a shorter one, and its newest records are those with the latest time.
+A resumed run drops the records of steps that it repeats, and writes new ones. So a file may be
+replaced by a shorter one, and its newest records are those with the latest time.
 """
 
 from __future__ import annotations
@@ -19,56 +19,48 @@ from asyncrl.wire.records.step import StepMetrics
 from asyncrl.wire.transport.atomic_files import write_atomically
 
 _OUT_OF_ORDER = 16
-"""Steps by which samples that were trained on may come after those of a later one."""
+"""Steps by which trained-on samples may come after those of a later one."""
 
 T = TypeVar("T")
 R = TypeVar("R", StepMetrics, EvaluationRecord)
 
 
 class SinkState(msgspec.Struct, kw_only=True):
-    """What a sink has had: the contents of RUN/sinks/KIND.json."""
+    """Records that a sink has had: the contents of RUN/sinks/KIND.json."""
 
     run_id: str = ""
-    """Of the sink's own run, which a resumed run continues."""
+    """Id of the sink's run, which a resumed run continues."""
     step_time: float = 0.0
-    """Time of the newest step that it has."""
     step: int = -1
-    """That step."""
     evaluation: int = -1
-    """Step of the newest evaluation that it has."""
     evaluation_time: float = 0.0
-    """Time of that evaluation."""
     sample_step: int = -1
-    """Step of the newest sample that was trained on."""
     trained: list[tuple[int, str]] = []
-    """Samples that were trained on in the last steps before it: step and id."""
+    """Step and id of trained-on samples in the last steps before it."""
     shown_step: int = -1
-    """Version of the newest samples of an evaluation."""
     shown: list[str] = []
-    """Those of that version, each with its set."""
     failures: int = 0
-    """Calls of the sink that failed, since the run began."""
 
     def has_trained(self, sample: SampleRecord) -> bool:
-        """Whether the sink has had a sample that was trained on."""
+        """Return True if the sink has had a trained-on sample."""
         if sample.step <= self.sample_step - _OUT_OF_ORDER:
             return True
         return (sample.step, sample.sample_id) in self.trained
 
     def add_trained(self, sample: SampleRecord) -> None:
-        """The sink has a sample that was trained on."""
+        """Note a trained-on sample."""
         self.sample_step = max(self.sample_step, sample.step)
         known = [*self.trained, (sample.step, sample.sample_id)]
         self.trained = [one for one in known if one[0] > self.sample_step - _OUT_OF_ORDER]
 
     def forget_from(self, step: int) -> None:
-        """The run went back and repeats the steps from this one on."""
+        """Forget the steps from this one on, which the run repeats."""
         self.trained = [one for one in self.trained if one[0] < step]
         self.sample_step = min(self.sample_step, step - 1)
 
 
 def read_state(path: Path) -> SinkState:
-    """The state of a sink; an empty one if there is none or it is damaged."""
+    """Read the state of a sink; an empty one if it is missing or damaged."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=SinkState)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -77,7 +69,7 @@ def read_state(path: Path) -> SinkState:
 
 @dataclass(slots=True)
 class _Tail(Generic[T]):
-    """The whole lines of a file that were not read before; a replaced file is read again."""
+    """The unread whole lines of a file; a replaced file is read again."""
 
     path: Path
     kind: type[T]
@@ -85,7 +77,7 @@ class _Tail(Generic[T]):
     identity: tuple[int, int] = (0, 0)
 
     def new(self) -> tuple[list[T], bool]:
-        """The new records, and whether they are all of the file."""
+        """Return the new records, and whether they are all of the file."""
         from_start = self.offset == 0
         try:
             with self.path.open("rb") as file:
@@ -106,14 +98,14 @@ class _Tail(Generic[T]):
                 if line.strip():
                     records.append(decoder.decode(line))
             except (msgspec.DecodeError, UnicodeDecodeError):
-                continue  # the run says so when it reads the file
+                continue  # the run reports it when it reads the file
         return records, from_start
 
 
 def _unseen(records: list[R], from_start: bool, step: int, time: float) -> list[R]:
-    """Those after the last one that the sink has had, if the file was read from its start.
+    """Records after the last one that the sink has had, if the file was read from its start.
 
-    Where the run has dropped that one, those of a later time.
+    If the run has dropped that one, those of a later time.
     """
     if not from_start:
         return records
@@ -134,17 +126,12 @@ class News:
 
 
 def shown_as(sample: SampleRecord) -> str:
-    """What tells a sample of an evaluation from others of its version."""
+    """Key of an evaluation's sample among others of its version."""
     return f"{sample.evaluation} {sample.sample_id}"
 
 
 class Follower:
-    """Reads the files of a run as they grow.
-
-    Args:
-        run: the run's folder.
-        state: what the sink has had; whoever sends brings it up to date.
-    """
+    """Reads the files of a run as they grow. The sender updates `state`."""
 
     def __init__(self, run: Path, state: SinkState) -> None:
         self.state = state
@@ -153,7 +140,7 @@ class Follower:
         self._samples = _Tail(run / "samples.jsonl", SampleRecord)
 
     def news(self) -> News:
-        """What was written since the last call and is new to the sink."""
+        """Return what was written since the last call and is new to the sink."""
         state = self.state
         read = self._evaluations.new()  # first, so that the steps before them are there as well
         steps = _unseen(*self._steps.new(), state.step, state.step_time)
@@ -167,7 +154,7 @@ class Follower:
         return News(steps, evaluations, samples)
 
     def _is_new(self, sample: SampleRecord) -> bool:
-        """Whether the sink has not had a sample. Those of one evaluation come one by one."""
+        """Return True if the sink has not had a sample. Those of one evaluation come one by one."""
         state = self.state
         if not sample.evaluation:
             return not state.has_trained(sample)
@@ -176,5 +163,5 @@ class Follower:
         return sample.step > state.shown_step
 
     def save(self, path: Path) -> None:
-        """Write what the sink has had to the file of its state. Raises OSError."""
+        """Save the state to its file. Raises OSError."""
         write_atomically(path, msgspec.json.encode(self.state).decode())

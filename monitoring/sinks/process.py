@@ -2,13 +2,6 @@
 
 It ends when its input is closed (the run has ended, in whatever way) and everything is sent, or
 `finish_seconds` after that. With `--once` it sends what the sink lacks and ends.
-
-The numbers of a record under the names of metrics.jsonl, sections joined by slashes.
-
->>> from asyncrl.wire.records.step import LearningMetrics, StepMetrics
->>> step = StepMetrics(step=3, time=1.0, learning=LearningMetrics(reward_mean=0.5))
->>> numbers_of_step(step)["learning/reward_mean"]
-0.5
 """
 
 from __future__ import annotations
@@ -36,11 +29,17 @@ from asyncrl.wire.records.evaluations import EvaluationRecord
 from asyncrl.wire.records.step import StepMetrics
 
 _LEFT_OUT = ("step", "time", "groups", "batch/response_lengths")
-"""Identity, and what is not one number per step."""
+"""Identity, and fields that are not one number per step."""
 
 
 def numbers_of_step(step: StepMetrics) -> dict[str, float]:
-    """The numbers of one optimizer step; what was not measured is left out."""
+    """Measured numbers of a step under their names in metrics.jsonl, sections joined by slashes.
+
+    >>> from asyncrl.wire.records.step import LearningMetrics, StepMetrics
+    >>> step = StepMetrics(step=3, time=1.0, learning=LearningMetrics(reward_mean=0.5))
+    >>> numbers_of_step(step)["learning/reward_mean"]
+    0.5
+    """
     return dict(_numbers("", msgspec.to_builtins(step, str_keys=True)))
 
 
@@ -73,13 +72,7 @@ _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 class Following:
-    """Sends to one sink what it lacks. A call that fails is made again later.
-
-    Args:
-        run: the run's folder.
-        config: of the sink.
-        opener: opens it.
-    """
+    """Sends one sink what it lacks. A failed call is retried later."""
 
     def __init__(
         self,
@@ -97,7 +90,7 @@ class Following:
         self._waiting: News | None = None
 
     def pass_on(self) -> bool:
-        """Send what there is; whether all of it was sent."""
+        """Send all news; return True if everything was sent."""
         if self._waiting is None:
             self._waiting = self._follower.news() or None
         if self._waiting is None:
@@ -113,7 +106,7 @@ class Following:
         return True
 
     def _send(self, news: News) -> None:
-        """Each record is taken out of the news as soon as it is sent."""
+        """Send records, taking each out of the news at once."""
         sink, state = self._opened(news), self._state
         while news.steps:
             step = news.steps[0]
@@ -136,7 +129,6 @@ class Following:
         sink.flush()
 
     def _had(self, sample: SampleRecord) -> None:
-        """The sink has this sample."""
         state = self._state
         if not sample.evaluation:
             state.add_trained(sample)
@@ -171,7 +163,7 @@ class Following:
 
 
 def follow(following: Following, ended: threading.Event, poll: float = POLL_SECONDS) -> bool:
-    """Send until the run has ended and all is sent; False if the last attempt failed.
+    """Send until the run has ended and all is sent; return False if the last attempt failed.
 
     After a failure the pauses get longer, up to a minute.
     """
@@ -188,8 +180,6 @@ def follow(following: Following, ended: threading.Event, poll: float = POLL_SECO
 
 
 class _WithoutSecrets:
-    """A text stream that writes no secret of the environment."""
-
     def __init__(self, stream: TextIO, secrets: Iterable[str]) -> None:
         self._stream = stream
         self._secrets = [one for one in secrets if len(one) > 5]
@@ -220,7 +210,7 @@ def _watch_input(ended: threading.Event, finish_seconds: float) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a sink; the exit code."""
+    """Run a sink; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m asyncrl.monitoring.sinks", description=__doc__)
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("kind", help="wandb, tensorboard or mlflow, as in monitoring.sinks")

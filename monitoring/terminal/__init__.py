@@ -1,1 +1,1 @@
-"""What the terminal shows of a run: the live view, the status, and how numbers are written."""
+"""A run in the terminal: the live view, the status, and how numbers are written."""

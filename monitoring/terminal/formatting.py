@@ -1,7 +1,4 @@
-"""Numbers and text formatted for people.
-
-Used by the live view and the report.
-"""
+"""Numbers and text formatted for people."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Sequence
 UNKNOWN = "–"
 """Shown for a number that is not known (yet)."""
 ON_POLICY = {True: "exactly on-policy", False: "not exactly on-policy"}
-"""By whether all steps of a run were."""
+"""Keyed by whether all steps of a run were on-policy."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -45,11 +42,9 @@ def counted(number_of: int, what: str) -> str:
 
 
 def ended(finish_reason: str, *, several_turns: bool) -> str:
-    """How a sample was cut off; empty if it was not.
+    """Describe how a sample was cut off; empty if it was not.
 
-    Args:
-        finish_reason: `asyncrl.rollout.trajectory.FinishReason`.
-        several_turns: the limit may have been that of turns.
+    With `several_turns` the limit may have been that of turns.
     """
     limit = "limit of tokens or turns" if several_turns else "token limit"
     return {"length": f"cut at the {limit}", "deadline": "cut at its deadline"}.get(
@@ -74,16 +69,15 @@ def duration(seconds: float | None) -> str:
 
 
 def brief(seconds: float) -> str:
-    """`3.2 ms`; from a second on as `duration`."""
+    """`3.2 ms`; from a second on like `duration`."""
     return f"{1000 * seconds:,.1f} ms" if seconds < 1 else duration(seconds)
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
     """The last `width` values as bars of eight heights, scaled to the values shown.
 
-    Example:
-        >>> sparkline([0.0, 0.5, 1.0])
-        '▁▅█'
+    >>> sparkline([0.0, 0.5, 1.0])
+    '▁▅█'
     """
     shown = [value for value in values if value == value][-width:]
     if not shown:

@@ -4,12 +4,9 @@
         live.update(RunView(phase="training", step=3, last=record))
         live.log("checkpoint written")
 
-A stream that is not a terminal gets plain text only: no colours, no cursor movements, no lines
-wrapped at eighty columns. `update` may be called as often as there is news. The panel is redrawn
-at a fixed rate. Lines are printed when a step is finished, when the phase changes, and at
-least every half minute, so that a log never looks dead.
-
-The panel of the live view, drawn by pure functions.
+A stream that is not a terminal gets plain text only: no colours, no cursor movements, no wrapped
+lines. `update` may be called whenever there is news. The panel is redrawn at a fixed rate. Lines
+are printed when a step is finished, when the phase changes, and at least every half minute.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ from asyncrl.monitoring.terminal.run_view import RunView
 from asyncrl.wire.records.evaluations import EvaluationRecord, accuracy_of
 
 HIGH_IDLE_SHARE = 0.3
-"""Idle shares from here on are shown in a warning colour."""
+"""Idle shares from this on are shown in a warning colour."""
 
 
 def panel(view: RunView, *, run_name: str, total_steps: int, wide: bool = True) -> Panel:
@@ -102,7 +99,6 @@ def _progress(view: RunView, total_steps: int) -> RenderableType:
 
 
 def _accuracy(view: RunView) -> tuple[str, Text]:
-    """That of the newest step, or before training."""
     newest = view.evaluation
     if newest is None or not newest.step:
         return "accuracy before", _share(view.accuracy_before, newest)
@@ -245,15 +241,10 @@ class _View(Protocol):
 
 
 class LiveView:
-    """Shows snapshots of a run as the configuration asks and the terminal allows.
+    """Shows snapshots of a run as the configuration and the terminal allow.
 
-    Args:
-        config: `live` chooses the view.
-        total_steps: optimizer steps of the whole run.
-        run_name: shown in the title.
-        console: what to print on; None: standard output.
-        clock: monotonic seconds.
-        refresh_seconds: between two drawings of the panel.
+    `config.live` chooses the view; `total_steps` are those of the whole run; `clock` is monotonic
+    seconds; the panel is redrawn every `refresh_seconds`. The default `console` is standard output.
     """
 
     def __init__(
@@ -292,7 +283,7 @@ class LiveView:
         self._show(self._view.close)
 
     def _show(self, show: Callable[[], None]) -> None:
-        """Show something; once the terminal or the pipe is closed, nothing is shown any more."""
+        """Show something, unless the terminal or the pipe was closed."""
         try:
             show()
         except OSError as error:
@@ -312,8 +303,6 @@ class LiveView:
 
 
 class _NoView:
-    """The view of `live: off`."""
-
     def update(self, view: RunView) -> None:
         pass
 
@@ -325,8 +314,6 @@ class _NoView:
 
 
 class _PanelView:
-    """A panel that is redrawn in place."""
-
     def __init__(
         self, console: Console, total_steps: int, run_name: str, refresh_seconds: float
     ) -> None:

@@ -1,4 +1,4 @@
-"""What the live view shows at one moment."""
+"""A snapshot of a run for the live view."""
 
 from __future__ import annotations
 
@@ -16,45 +16,40 @@ class RunView:
     """A snapshot of a run; None where a value is not known (yet)."""
 
     phase: str = "starting"
-    """What the run is doing: "starting", "evaluating 120/256", "training", "stopping"."""
+    """"starting", "evaluating 120/256", "training" or "stopping"."""
     step: int = 0
     """Optimizer steps finished."""
     last: StepMetrics | None = None
-    """Record of the last finished step."""
     exactly_on_policy: bool | None = None
-    """Whether all steps were, those before a resume included."""
+    """True if all steps were, including those before a resume."""
     recent_rewards: tuple[float, ...] = ()
     """Mean reward of the last steps, oldest first."""
     tokens: TokenCounts = field(default_factory=TokenCounts)
-    """Of all generators, since training began in this process."""
+    """Counts of all generators, since training began in this process."""
     groups: GroupTotals = field(default_factory=GroupTotals)
-    """Groups settled by the run, those before a resume included."""
+    """Groups settled by the run, including those before a resume."""
     groups_in_flight: int | None = None
     """Groups issued and not settled."""
     groups_delivered: int | None = None
-    """Of these: whole in the trainer, so that no loss of a generator can take them away."""
+    """Groups in flight that are whole in the trainer, so that losing a generator cannot lose
+    them."""
     samples_running: int | None = None
-    """Samples that generators are generating."""
     samples_in_environments: int | None = None
-    """Of these: those whose environment has to answer before they need a slot."""
+    """Running samples that wait for their environment before they need a slot."""
     samples_held: int | None = None
-    """Finished samples that generators hold."""
     samples_queued: int | None = None
-    """Samples that the trainer has received and not yet trained on."""
+    """Samples that the trainer has received and not trained on yet."""
     eta_seconds: float | None = None
-    """Estimated time to the end of the run."""
     accuracy_before: float | None = None
     """Held-out accuracy before the first step, 0 to 1."""
     evaluation: EvaluationRecord | None = None
-    """The evaluation of the newest step that has one."""
     evaluating: str | None = None
-    """What is being evaluated, and how far: "step 40, 120/256"."""
+    """The running evaluation and its progress: "step 40, 120/256"."""
     best_step: int | None = None
     """The step with the best held-out accuracy (`evaluation.best_of`)."""
     best_accuracy: float | None = None
-    """Its accuracy, 0 to 1."""
     waiting_for: str | None = None
-    """What the run needs before it can continue, a clause; None while nothing holds it up."""
+    """The need that blocks the run, as a clause; None if it can continue."""
 
     @property
     def draft_acceptance(self) -> float | None:
@@ -67,7 +62,7 @@ class RunView:
         return self.tokens.accepted / self.tokens.generated if self.tokens.generated else None
 
     def as_status(self) -> dict[str, Any]:
-        """The values as `asyncrl status` shows them, by name."""
+        """The values by their names in `asyncrl status`."""
         last = self.last
         sets = {} if self.evaluation is None else self.evaluation.sets
         return {
@@ -110,5 +105,4 @@ class RunView:
 
 
 def _failed(step: StepMetrics) -> RewardCounts:
-    """Rewards and environments that failed and counted as 0."""
     return RewardCounts(failed=step.reward_failures)

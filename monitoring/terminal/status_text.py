@@ -1,4 +1,4 @@
-"""The text of `asyncrl status`: what a run is doing, in a few lines.
+"""The text of `asyncrl status`: the state of a run in a few lines.
 
 arithmetic: training, step 7 of 30, torch engine, 2 min 05 s left
 waiting: step 7 waits for 1 sample (1 running, 0 to be started)
@@ -61,7 +61,7 @@ _PROCESS = ("{state}", "policy version {policy_version}", "metrics on port {metr
 
 
 def status_lines(status: Mapping[str, Any]) -> list[str]:
-    """The lines for the answer to a status request; values that are not known are left out."""
+    """Format the reply to a status request, without unknown values."""
     eta = status.get("eta_seconds")
     on_policy = status.get("exactly_on_policy")
     answered = status.get("environment_seconds")

@@ -1,4 +1,4 @@
-"""Sends spans to an OpenTelemetry collector (OTLP over HTTP), from a thread of its own.
+"""Sends spans to an OpenTelemetry collector (OTLP over HTTP), from a separate thread.
 
 put     returns at once; a full queue drops the span, which is counted
 thread  consumes: the queue. produces: requests to the collector, at most one at a time.
@@ -40,11 +40,9 @@ logger = logging.getLogger("asyncrl.tracing")
 BATCH_SECONDS = 1.0
 """A span leaves after this time at the latest, if the collector keeps up."""
 BATCH_SPANS = 512
-"""In one request, at most."""
 EXPORT_SECONDS = 5.0
-"""Longest time for one request, its repetitions included."""
+"""Time limit for one request, its repetitions included."""
 CLOSE_SECONDS = 2.0
-"""Longest wait for the collector when the process ends."""
 
 _REASON_CHARACTERS = 300
 
@@ -52,13 +50,10 @@ Outcome = Literal["sent", "dropped"]
 
 
 class SpanExport:
-    """Sends spans of one process.
+    """Sends spans of one process, of which `queued` may wait, to the URL `endpoint`.
 
-    Args:
-        endpoint: URL that requests are posted to.
-        queued: spans that may wait.
-        resource: names this process to the collector.
-        count: called with an outcome and the number of spans that it befell, from any thread.
+    `resource` identifies the process; `count` is called with an outcome and its number of spans,
+    from any thread.
     """
 
     def __init__(
@@ -81,14 +76,14 @@ class SpanExport:
         self._thread.start()
 
     def put(self, span: TraceSpan) -> None:
-        """Have a span sent; dropped if too many wait."""
+        """Queue a span; dropped if too many wait."""
         try:
             self._queue.put_nowait(span)
         except queue.Full:
             self._count("dropped", 1)
 
     def close(self) -> None:
-        """Send what waits, for `CLOSE_SECONDS` at most; at once if the collector did not answer."""
+        """Send the queue, for at most `CLOSE_SECONDS`; skip it if the collector did not answer."""
         if self._ends is not None:
             return
         self._ends = time.monotonic() + (0.0 if self._is_broken else CLOSE_SECONDS)
@@ -106,7 +101,6 @@ class SpanExport:
                 self._send(batch)
 
     def _batch(self) -> list[TraceSpan]:
-        """The spans of the next request: those that come within a while."""
         batch: list[TraceSpan] = []
         due = time.monotonic() + BATCH_SECONDS
         while len(batch) < BATCH_SPANS:
@@ -141,9 +135,9 @@ class SpanExport:
 
 
 class _FirstWords(logging.Handler):
-    """Keeps what the exporter logs to itself: it says the same with every batch.
+    """Captures the exporter's log messages, which repeat with every batch.
 
-    Its first words name the cause, its last ones that it gave up.
+    Its first message names the cause, its last one that it gave up.
     """
 
     def __init__(self) -> None:
@@ -159,7 +153,7 @@ class _FirstWords(logging.Handler):
 
 
 class _Converter(SpanProcessor):
-    """Makes spans of the SDK, through its tracer. Used from one thread."""
+    """Converts spans to the SDK's, through its tracer. Used from one thread."""
 
     def __init__(self, resource: Mapping[str, str]) -> None:
         self._ids = _Ids()
@@ -205,21 +199,17 @@ class _Converter(SpanProcessor):
 
 
 class _Ids(IdGenerator):
-    """Gives the next span the ids that it has to have."""
-
     trace = 0
     span: int | None = None
 
     def generate_span_id(self) -> int:
-        """The id of the next span."""
         return self.span or secrets.randbits(64) or 1
 
     def generate_trace_id(self) -> int:
-        """The id of the next trace."""
         return self.trace
 
     def is_trace_id_random(self) -> bool:
-        """Traces have the bits of a hash."""
+        """Return True: traces have the bits of a hash."""
         return True
 
 

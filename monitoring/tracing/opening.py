@@ -22,19 +22,10 @@ def open_tracer(
     metrics: ProcessMetrics,
     unix: Callable[[float], float],
 ) -> Tracer:
-    """A tracer that sends to the collector of the configuration; `closing` ends it.
+    """Open a tracer that sends to the configured collector; `closing` ends it.
 
-    Args:
-        config: with `enabled` set.
-        closing: sends what waits and stops.
-        key: of the run, see `TraceIds`.
-        run: its name.
-        process: name of this process.
-        metrics: count what is sent and what is dropped.
-        unix: see `Tracer`.
-
-    Raises:
-        TracingError: the OpenTelemetry SDK is not installed.
+    `key` is the run's, see `TraceIds`; `metrics` count sent and dropped spans; `unix` as in
+    `Tracer`. Raises TracingError if the OpenTelemetry SDK is not installed.
     """
     try:
         from asyncrl.monitoring.tracing.export import SpanExport

@@ -1,18 +1,14 @@
-"""Records what a process does with the groups that are traced.
+"""Records what a process does with traced groups.
 
     tracer.is_traced(group)                       # ask first: it costs a hash
     tracer.of_group("train", group, began, ended, {"step": 3})
     tracer.of_sample("reward", sample, began, ended, {})
 
-A trace has one tree: the group, its samples in it, and what was done to each in these.
+A trace has one tree: the group, its samples in it, and the work on each in these.
 
-Which groups are traced, and the ids of their traces.
-
-Both follow from the run's trace key and the number of the group. So all processes agree without a
-word, and no message carries an id. A trace is sampled as OpenTelemetry's `TraceIdRatioBased` would:
-by the low 64 bits of its id.
-
-What one process did with one group or sample, before it is made a span of OpenTelemetry.
+The traced groups, and the ids of their traces, follow from the run's trace key and the group's
+number, so all processes agree without messages. A trace is sampled as OpenTelemetry's
+`TraceIdRatioBased` would: by the low 64 bits of its id.
 """
 
 from __future__ import annotations
@@ -30,11 +26,11 @@ Value = str | bool | int | float
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """Something that happened at one moment of a span."""
+    """An event at one moment of a span."""
 
     name: str
     time: float
-    """Unix time in seconds."""
+    """Unix seconds."""
     attributes: Mapping[str, Value] = field(default_factory=dict)
 
 
@@ -44,52 +40,48 @@ class TraceSpan:
 
     name: str
     trace: int
-    """Id of the trace, 128 bits."""
+    """128 bits."""
     parent: int | None
     """Id of the span that it is part of; None for the whole group."""
     start: float
-    """Unix time in seconds."""
+    """Unix seconds."""
     end: float
-    """Unix time in seconds."""
     attributes: Mapping[str, Value]
     events: tuple[TraceEvent, ...] = ()
     id: int | None = None
-    """None: any."""
     failure: str = ""
-    """Why it failed; empty if it did not."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceIds:
     """The ids of one run.
 
-    Example:
-        >>> ids = TraceIds("first", 0.5)
-        >>> [group for group in range(8) if ids.is_traced(group)]
-        [0, 1, 5, 6]
-        >>> ids.is_traced(3) == TraceIds("first", 0.5).is_traced(3)
-        True
+    >>> ids = TraceIds("first", 0.5)
+    >>> [group for group in range(8) if ids.is_traced(group)]
+    [0, 1, 5, 6]
+    >>> ids.is_traced(3) == TraceIds("first", 0.5).is_traced(3)
+    True
     """
 
     key: str
-    """Of the run; the same after a resume, another one for another run."""
+    """The run's key; the same after a resume, different for another run."""
     rate: float
     """Share of the groups that are traced, 0 to 1."""
 
     def is_traced(self, group: int) -> bool:
-        """Whether the group of this number is traced."""
+        """Return True if the group of this number is traced."""
         return self.trace(group) & 0xFFFF_FFFF_FFFF_FFFF < round(self.rate * 2**64)
 
     def trace(self, group: int) -> int:
-        """The id of a group's trace, 128 bits, not 0."""
+        """Id of a group's trace, 128 bits, not 0."""
         return self._hash(16, group) or 1
 
     def group_span(self, group: int) -> int:
-        """The id of the span of the whole group, 64 bits, not 0."""
+        """Id of the span of the whole group, 64 bits, not 0."""
         return self._hash(8, group) or 1
 
     def sample_span(self, group: int, sample: int) -> int:
-        """The id of the span of one of its samples, 64 bits, not 0."""
+        """Id of the span of one of its samples, 64 bits, not 0."""
         return self._hash(8, group, sample) or 1
 
     def _hash(self, size: int, *numbers: int) -> int:
@@ -109,13 +101,7 @@ class Sink(Protocol):
 
 
 class Tracer:
-    """Makes spans of one process. Thread-safe if its sink is.
-
-    Args:
-        ids: of the run.
-        sink: gets the spans.
-        unix: turns readings of `time.monotonic` into Unix time, as the process's time line does.
-    """
+    """Makes spans of one process; thread-safe if its sink is. `unix` converts monotonic times."""
 
     def __init__(self, ids: TraceIds, sink: Sink, unix: Callable[[float], float]) -> None:
         self._ids = ids
@@ -123,11 +109,11 @@ class Tracer:
         self._unix = unix
 
     def is_traced(self, group: int) -> bool:
-        """Whether spans of this group are recorded."""
+        """Return True if spans of this group are recorded."""
         return self._ids.is_traced(group)
 
     def now(self) -> float:
-        """Now, as the methods below take it."""
+        """Current time, as the methods below take it."""
         return time.monotonic()
 
     def of_group(

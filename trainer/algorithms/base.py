@@ -1,26 +1,22 @@
-"""What an algorithm is: two pure functions, the tensors they take, and the signals they report.
+"""An algorithm is two pure functions, the tensors they take, and the signals they report.
 
 Shapes: G samples in a group; N response tokens of one micro-batch, packed one after another. Tokens
-that no policy has drawn (`Trajectory.trained`) are not among them, and in no length or denominator.
+that no policy drew (`Trajectory.trained`) are not among them, nor in any length or denominator.
 
 An algorithm never divides. `loss` returns **sums**, and the learner divides by the step's loss
 denominator, which is known only when the step's last group has arrived
 (`asyncrl.trainer.model.token_batch`). Groups whose advantages are all 0 count in the denominator,
-whether they are computed or not. An empty batch (N = 0) has loss 0 and all sums 0; the learner does
-not run the model for it.
+computed or not. An empty batch (N = 0) has loss 0 and all sums 0; the learner does not run the
+model for it.
 
 A loss may depend on numbers that only the whole step has, such as the mean of its advantages, if
 its gradient is a sum of parts with such numbers as factors. `loss` then returns the further parts
 in `LossSums.parts`, and `finish` returns the factors when the last group has arrived. The learner
-keeps one sum of gradients for each part: every part costs a backward pass and a gradient's memory.
-A loss that has no such form cannot be streamed, and there is none here.
+keeps one gradient sum per part: each costs a backward pass and a gradient's memory.
 
-Signals are what an algorithm measures of its own: the share of clipped tokens, a penalty. It
-declares each once in `signals` and returns its sum with every loss. A signal's value of a step is
-found under its name in `algorithm` of metrics.jsonl, in `asyncrl_algorithm_signal{signal}` and in
-the report.
-
-Sums over the samples of a micro-batch: N tokens, of which each knows its sample.
+Signals are an algorithm's own measurements, such as the share of clipped tokens. It declares each
+once in `signals` and returns its sum with every loss; the value appears in `algorithm` of
+metrics.jsonl, in `asyncrl_algorithm_signal{signal}` and in the report.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ STD_EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """What the routers of a mixture of experts said of N tokens; carries the gradient."""
+    """Router outputs of a mixture of experts for N tokens; carries the gradient."""
 
     logits: tuple[Tensor, ...]
     """`[N, E]` of each layer with experts."""
@@ -58,30 +54,30 @@ class TokenBatch:
     behaviour_logprobs: Tensor
     """`[N]` as the engine recorded them when it drew (or verified) the tokens."""
     advantages: Tensor
-    """`[N]` advantage of the token's sample."""
+    """`[N]`, of the token's sample."""
     weights: Tensor
-    """`[N]` 1 or 1 / L (see the module); 0 leaves a token out of loss and statistics."""
+    """`[N]` 1 or 1 / L (`asyncrl.trainer.model.token_batch`); 0 leaves a token out of loss and
+    statistics."""
     reference_logprobs: Tensor | None = None
-    """`[N]` under the reference model, without a gradient; None unless the algorithm needs them."""
+    """`[N]` under the reference model, without a gradient, if the algorithm needs them."""
     owners: Tensor | None = None
     """`[N]` int64 index of the token's sample in the micro-batch, from 0, never falling. Samples
     are not divided between micro-batches. None: all tokens are of one sample."""
     importance: Tensor | None = None
-    """`[N]` what the correction makes of the ratio of current and behaviour probability, without a
+    """`[N]` the correction's weight for the ratio of current and behaviour probability, without a
     gradient (`asyncrl.trainer.corrections`). None: 1."""
     kept: Tensor | None = None
     """`[N]` 0 where the correction leaves a token out, else 1. None: 1."""
     proximal_logprobs: Tensor | None = None
     """`[N]` under the policy of the step's start, without a gradient, for algorithms with
-    `uses_proximal`. None: that is the current policy."""
+    `uses_proximal`. None: the current policy is that policy."""
     penalised: bool = False
-    """Whether `advantages` have the penalty of `kl_estimator: k1` already."""
+    """True if `advantages` already include the penalty of `kl_estimator: k1`."""
     centre: float = 0.0
-    """About the mean of the step's advantages, known when it begins. A loss that is normalised
-    over the step subtracts it, so that its two sums of gradients do not cancel (`StepSums.centre`).
-    """
+    """Estimate of the mean of the step's advantages, known when it begins. A loss normalised over
+    the step subtracts it, so that its two gradient sums do not cancel (`StepSums.centre`)."""
     routes: Routes | None = None
-    """None unless the loss needs them (`trainer.router_loss_coefficient`)."""
+    """Set only if the loss needs them (`trainer.router_loss_coefficient`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +85,19 @@ class Signal:
     """A number that an algorithm reports of each step."""
 
     help: str
-    """What it says and its unit, in one phrase; docs/monitoring.md has the same."""
+    """Meaning and unit in one phrase, as in docs/monitoring.md."""
     per: Literal["token", "loss", "effective", "explained"] = "token"
-    """What becomes of its sum. token: divided by the computed response tokens. loss: divided by the
-    step's loss denominator. effective: the sum is `[2]`, of weights w and of their squares, and the
-    value is (sum of w)^2 / (tokens * sum of w^2), the share of tokens that count (Kish). explained:
-    the sum is `[4]`, of errors e, of e^2, of targets R and of R^2, and the value is 1 - var(e) /
-    var(R)."""
+    """Value computed from the sum. token: divided by the computed response tokens. loss:
+    divided by the step's loss denominator. effective: the sum is `[2]`, of weights w and of their
+    squares, and the value is (sum of w)^2 / (tokens * sum of w^2), the share of tokens that count
+    (Kish). explained: the sum is `[4]`, of errors e, of e^2, of targets R and of R^2, and the value
+    is 1 - var(e) / var(R)."""
     of_loss: bool = False
-    """Whether it is the algorithm's own loss, for which the step's factors (`Finish`) hold too."""
+    """True if it is the algorithm's own loss, to which the step's factors (`Finish`) apply too."""
 
     @property
     def size(self) -> int:
-        """Numbers of its sum."""
+        """Number of numbers in the sum."""
         return {"effective": 2, "explained": 4}.get(self.per, 1)
 
 
@@ -112,24 +108,20 @@ class LossSums:
     loss: Tensor
     """Scalar, to be minimised: sum of weight times per-token loss."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
-    """Signal name to its scalar sum: all that the algorithm declares, and no others."""
+    """Scalar sum of every declared signal, and of no others."""
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     """Further parts of the loss by name, scalars; `finish` has their factors."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """What `finish` is told of a whole step."""
+    """The sums of a whole step, as `finish` receives them."""
 
     groups: int
     groups_without_signal: int
-    """Whose advantages were all 0."""
     tokens: int
-    """Response tokens that were computed."""
     sums: Mapping[str, float]
-    """The sums of the signals."""
     centre: float = 0.0
-    """`TokenBatch.centre` of the step's micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,72 +137,64 @@ class Algorithm(Protocol):
 
     @property
     def signals(self) -> Mapping[str, Signal]:
-        """What `loss` reports besides the loss, by name (letters, digits and `_`)."""
+        """Signals that `loss` reports, by name (letters, digits and `_`)."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss reads `TokenBatch.reference_logprobs`.
-
-        The learner then keeps a reference model, and computes groups without advantages too.
-        """
+        """True if the loss reads `TokenBatch.reference_logprobs`; needs a second model."""
 
     def advantages(self, rewards: Rewards) -> Rewards:
-        """`[G]` rewards to `[G]` advantages; all exactly 0 when all rewards are equal.
+        """Map `[G]` rewards to `[G]` advantages; all exactly 0 when all rewards are equal.
 
-        Raises:
-            ValueError: the algorithm cannot learn from groups of this size.
+        Raises ValueError if the algorithm cannot learn from groups of this size.
         """
 
     def loss(self, batch: TokenBatch) -> LossSums:
-        """Summed policy loss of a micro-batch."""
+        """Return the summed policy loss of a micro-batch."""
 
 
 @runtime_checkable
 class FinishedByStep(Protocol):
-    """An algorithm whose loss has factors that are known at the end of a step only."""
+    """An algorithm whose loss has factors that are known only at the end of a step."""
 
     @property
     def needs_every_group(self) -> bool:
-        """Whether groups whose advantages are all 0 have a gradient too."""
+        """True if groups whose advantages are all 0 have a gradient too."""
 
     def finish(self, step: StepSums) -> Finish:
-        """The factors. Pure."""
+        """Return the factors. Pure."""
 
 
 def finisher(algorithm: Algorithm) -> FinishedByStep | None:
-    """The algorithm itself, without what wraps it, if its loss is finished by the step."""
+    """The unwrapped algorithm, if its loss is finished by the step."""
     algorithm = innermost(algorithm)
     return algorithm if isinstance(algorithm, FinishedByStep) else None
 
 
 def innermost(algorithm: Algorithm) -> Algorithm:
-    """The algorithm itself, without what wraps it."""
+    """Unwrap an algorithm."""
     while (inner := getattr(algorithm, "algorithm", None)) is not None:
         algorithm = inner
     return algorithm
 
 
 def needs_critic(algorithm: Algorithm) -> bool:
-    """Whether `TokenBatch.advantages` are made of a critic's values. Such an algorithm says so."""
+    """True if the algorithm declares that its advantages are made of a critic's values."""
     return bool(getattr(innermost(algorithm), "needs_critic", False))
 
 
 def uses_proximal(algorithm: Algorithm) -> bool:
-    """Whether the loss reads `TokenBatch.proximal_logprobs`. Such an algorithm says so."""
+    """True if the algorithm declares that its loss reads `TokenBatch.proximal_logprobs`."""
     return bool(getattr(innermost(algorithm), "uses_proximal", False))
 
 
 def compares_samples(algorithm: Algorithm) -> bool:
-    """Whether a class of a user's own says that it learns nothing from groups of equal rewards."""
+    """True if a user's class declares that it learns nothing from groups of equal rewards."""
     return bool(getattr(innermost(algorithm), "compares_samples", False))
 
 
 def centred(rewards: Rewards) -> Rewards:
-    """`[G]` rewards minus their mean; exactly 0 when all are equal, without rounding error.
-
-    Raises:
-        ValueError: G < 2, where every sample would be its own baseline and nothing is learnt.
-    """
+    """`[G]` rewards minus their mean; exactly 0 when all are equal. Raises ValueError if G < 2."""
     if len(rewards) < 2:
         raise ValueError("the group is the baseline: scheduler.group_size must be at least 2")
     if np.ptp(rewards) == 0:
@@ -221,14 +205,14 @@ def centred(rewards: Rewards) -> Rewards:
 def per_group_std(rewards: Rewards) -> Rewards:
     """`[G]` rewards minus their mean, over (their standard deviation with G - 1, plus 1e-6).
 
-    GRPO, arXiv 2402.03300, section 4.1.2. Exactly 0 when all are equal. Raises ValueError: G < 2.
+    GRPO, arXiv 2402.03300, section 4.1.2. Exactly 0 when all are equal. Raises ValueError if G < 2.
     """
     out = centred(rewards)
     return out / (np.std(rewards, ddof=1) + STD_EPSILON) if out.any() else out
 
 
 def leave_one_out(rewards: Rewards) -> Rewards:
-    """`[G]` each reward minus the mean of the others. Raises ValueError: G < 2."""
+    """`[G]` each reward minus the mean of the others. Raises ValueError if G < 2."""
     size = len(rewards)
     return centred(rewards) * (size / (size - 1))
 
@@ -237,7 +221,7 @@ def importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, cap: float)
     """`[N]` min(exp(logprobs - behaviour_logprobs), cap), without a gradient.
 
     Truncated importance sampling (Ionides 2008) bounds the variance that one surprising token can
-    cause, at the price of a bias that is 0 where no weight reaches the cap.
+    cause, at the price of a bias, which is 0 where no weight reaches the cap.
     """
     return torch.exp(logprobs.detach() - behaviour_logprobs).clamp(max=cap)
 
@@ -250,20 +234,17 @@ def owners_of(batch: TokenBatch) -> Tensor:
 
 
 def sample_sums(values: Tensor, owners: Tensor) -> Tensor:
-    """`[N]` values to `[N]` sums over their sample, at each of its tokens. Keeps gradients."""
+    """Replace each of `[N]` values by the sum over its sample. Keeps gradients."""
     return values.new_zeros(len(values)).index_add(0, owners, values)[owners]
 
 
 def sample_means(values: Tensor, owners: Tensor) -> Tensor:
-    """`[N]` values to `[N]` means over their sample, at each of its tokens. Keeps gradients."""
+    """Replace each of `[N]` values by the mean over its sample. Keeps gradients."""
     return sample_sums(values, owners) / sample_sums(torch.ones_like(values), owners)
 
 
 def sums_to_go(values: Tensor, owners: Tensor) -> Tensor:
-    """`[N]` values to `[N]` sums over the token and those after it in its sample.
-
-    Samples lie one after another, so the sum over a sample's end is that over all tokens up to it.
-    """
+    """Replace each of `[N]` values by the sum over its token and those after it in its sample."""
     whole = values.double()
     up_to = whole.cumsum(0)
     ends = whole.new_zeros(len(values)).index_add(0, owners, whole).cumsum(0)[owners]

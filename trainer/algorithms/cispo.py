@@ -4,10 +4,10 @@
     w    = sg(clip(p / b, 1 - low, 1 + high))
     loss = -w * A * log p                              over the step's tokens
 
-PPO takes the gradient away from a token whose ratio is clipped; here it keeps its gradient, with
-the clipped weight. The paper sets no lower bound: `clip_ratio_low` is 1 by default, so that only 1
-+ `clip_ratio_high` = 5 bounds the weight (ScaleRL, arXiv 2510.13786, found 4 to 8
-alike). Empty batch: loss 0.
+PPO drops the gradient of a token whose ratio is clipped; here it keeps its gradient, with the
+clipped weight. The paper sets no lower bound: `clip_ratio_low` is 1 by default, so only 1 +
+`clip_ratio_high` = 5 bounds the weight (ScaleRL, arXiv 2510.13786, found 4 to 8 alike). Empty
+batch: loss 0.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Cispo:
 
     @classmethod
     def from_config(cls, config: TrainerConfig) -> Self:
-        """Take what this algorithm needs from the trainer's settings."""
+        """Create it from the trainer's settings."""
         return cls(
             normalize_std=config.advantage_normalization == "std",
             clip_ratio_low=config.clip_ratio_low,
@@ -55,7 +55,7 @@ class Cispo:
         )
 
     def advantages(self, rewards: Rewards) -> Rewards:
-        """`[G]` group-relative advantages. Raises ValueError: G < 2."""
+        """`[G]` group-relative advantages. Raises ValueError if G < 2."""
         return per_group_std(rewards) if self.normalize_std else centred(rewards)
 
     def loss(self, batch: TokenBatch) -> LossSums:

@@ -3,9 +3,9 @@
     A_i  = r_i - mean(r)                 (the paper's F_norm = 1)
     loss = -alpha * A * log p,           alpha = groups / groups with signal, of the step
 
-alpha makes up for groups whose rewards are all equal, which have no gradient and count in the
-denominator. It is known when the step's last group has arrived, and is a factor of the whole sum,
-so the loss is streamed. Stale tokens are weighed by the correction. Empty batch: loss 0.
+alpha compensates for groups whose rewards are all equal: they have no gradient but count in the
+denominator. It is known when the step's last group has arrived, and scales the whole sum, so the
+loss is streamed. The correction weights stale tokens. Empty batch: loss 0.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Gpg:
 
     @classmethod
     def from_config(cls, config: TrainerConfig) -> Self:
-        """It needs nothing of the trainer's settings."""
+        """Create it; it reads no settings."""
         del config
         return cls()
 
     def advantages(self, rewards: Rewards) -> Rewards:
-        """`[G]` rewards minus their mean. Raises ValueError: G < 2."""
+        """`[G]` rewards minus their mean. Raises ValueError if G < 2."""
         return centred(rewards)
 
     def loss(self, batch: TokenBatch) -> LossSums:
@@ -50,6 +50,6 @@ class Gpg:
         return LossSums(weighted_logprobs(batch, importance(batch)))
 
     def finish(self, step: StepSums) -> Finish:
-        """Alpha; 0 if no group has signal."""
+        """Return alpha; 0 if no group has signal."""
         with_signal = step.groups - step.groups_without_signal
         return Finish(scale=step.groups / with_signal if with_signal else 0.0)

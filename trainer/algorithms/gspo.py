@@ -6,10 +6,10 @@ For a sample of L tokens with current and behaviour probabilities p and b:
     s    = exp(1 / L * sum of log(p / b))              the sample's ratio, a geometric mean
     loss = -min(s A, clip(s, 1 - low, 1 + high) A)     once a sample; the gradient flows through s
 
-A token's weight is 1 / L (`loss_normalization: sequence`), so that its sample's tokens add up to
-this loss. The ratio of a sample moves far less than a token's: `clip_ratio_low` is 3e-4 and
-`clip_ratio_high` 4e-4 by default (section 5.1). On-policy s = 1 and the gradient is GRPO's with
-`sequence`. Empty batch: loss 0.
+A token's weight is 1 / L (`loss_normalization: sequence`), so a sample's tokens add up to this
+loss. A sample's ratio moves far less than a token's: `clip_ratio_low` is 3e-4 and `clip_ratio_high`
+4e-4 by default (section 5.1). On-policy s = 1 and the gradient is GRPO's with `sequence`. Empty
+batch: loss 0.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Gspo:
 
     @classmethod
     def from_config(cls, config: TrainerConfig) -> Self:
-        """Take what this algorithm needs from the trainer's settings."""
+        """Create it from the trainer's settings."""
         return cls(
             normalize_std=config.advantage_normalization == "std",
             clip=Clip(config.clip_ratio_low, config.clip_ratio_high),
         )
 
     def advantages(self, rewards: Rewards) -> Rewards:
-        """`[G]` group-relative advantages. Raises ValueError: G < 2."""
+        """`[G]` group-relative advantages. Raises ValueError if G < 2."""
         return per_group_std(rewards) if self.normalize_std else centred(rewards)
 
     def loss(self, batch: TokenBatch) -> LossSums:

@@ -1,14 +1,12 @@
 """Losses that several algorithms share: score function, clipped ratio, weighted log-probability.
 
 Shapes as in `asyncrl.trainer.algorithms.base`. With current probability p, behaviour probability b,
-advantage A, the token's weight v, and what the correction gives (importance w, kept m):
+advantage A, the token's weight v, and the correction's importance w and kept m:
 
     score function   -v w A u,  u = p / sg(p)          its gradient is -v w A grad log p
     clipped          -v m min(r A, clip(r) A),  r = p / b, or any ratio given instead
     decoupled        -v w min(u A, clip(u) A),  u = p / x with the proximal policy x; without one,
                      x = p and it is the score function
-
-PPO's clipped loss with its settings, as `grpo` and `ppo` have it; they differ in advantages.
 """
 
 from __future__ import annotations
@@ -39,14 +37,14 @@ def kept(batch: TokenBatch) -> Tensor:
 
 
 def score_function(batch: TokenBatch, advantages: Tensor) -> Tensor:
-    """Scalar: the score function with these advantages, `[N]`."""
+    """Scalar score function with `[N]` advantages."""
     # u is 1, written as a ratio so that its gradient is the equation's too.
     ratio = torch.exp(batch.logprobs - batch.logprobs.detach())
     return -(batch.weights * importance(batch) * advantages * ratio).sum()
 
 
 def weighted_logprobs(batch: TokenBatch, weight: Tensor) -> Tensor:
-    """Scalar: -v weight A log p, with `[N]` weights that have no gradient."""
+    """Scalar -v weight A log p, with `[N]` weights that have no gradient."""
     return -(batch.weights * weight * batch.advantages * batch.logprobs).sum()
 
 
@@ -55,14 +53,12 @@ class Clip:
     """PPO's clip (arXiv 1707.06347, eq. 7), with dual clip (1912.09729, eq. 5)."""
 
     low: float
-    """The ratio is clipped below 1 - this."""
     high: float
-    """The ratio is clipped above 1 + this."""
     dual: float = torch.inf
-    """For A < 0, the loss is bounded by the ratio's value at this."""
+    """The ratio at which the loss is bounded if A < 0."""
 
     def loss(self, batch: TokenBatch, ratio: Tensor) -> LossSums:
-        """Loss with `[N]` ratios that carry the gradient, `clip_ratio` and `dual_clipped`."""
+        """Loss with `[N]` ratios that carry the gradient; signals `clip_ratio`, `dual_clipped`."""
         inside = ratio.clamp(1 - self.low, 1 + self.high)
         advantages = batch.advantages
         surrogate = torch.minimum(ratio * advantages, inside * advantages)
@@ -84,7 +80,7 @@ class Clip:
 
 
 def decoupled(batch: TokenBatch, clip: Clip) -> LossSums:
-    """The decoupled loss, `clip_ratio` and `dual_clipped`."""
+    """Decoupled loss; signals `clip_ratio` and `dual_clipped`."""
     weight = importance(batch)
     if batch.proximal_logprobs is None:
         zero = torch.zeros_like(weight).sum()
@@ -96,7 +92,7 @@ def decoupled(batch: TokenBatch, clip: Clip) -> LossSums:
 
 @dataclass(frozen=True, slots=True)
 class Clipped:
-    """Decoupled, or against the policy that drew the tokens (`proximal_policy: behaviour`)."""
+    """PPO's clipped loss, for GRPO and PPO: decoupled, or with `proximal_policy: behaviour`."""
 
     signals: ClassVar[Mapping[str, Signal]] = {
         "clip_ratio": Signal(
@@ -110,11 +106,10 @@ class Clipped:
     clip_ratio_low: float
     clip_ratio_high: float
     dual_clip: float
-    """Infinite: none."""
 
     @staticmethod
     def settings_of(config: TrainerConfig) -> dict[str, Any]:
-        """The fields above, from the trainer's settings."""
+        """Return the fields above, from the trainer's settings."""
         return {
             "proximal_policy": config.proximal_policy,
             "clip_ratio_low": config.clip_ratio_low,
@@ -124,7 +119,7 @@ class Clipped:
 
     @property
     def uses_proximal(self) -> bool:
-        """Whether the loss reads `TokenBatch.proximal_logprobs`."""
+        """True if the loss reads `TokenBatch.proximal_logprobs`."""
         return self.proximal_policy == "current"
 
     def loss(self, batch: TokenBatch) -> LossSums:

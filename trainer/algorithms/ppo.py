@@ -1,8 +1,8 @@
 """PPO with a critic (arXiv 1707.06347), for tokens (InstructGPT, 2203.02155).
 
-A[t] is the generalised advantage estimate of token t (`trainer.objective.gae`) with the values of
-the critic as it is when the step begins. With current probability p, behaviour probability b, and x
-the probability under the policy of the step's start:
+A[t] is the generalised advantage estimate of token t (`trainer.objective.gae`) with the critic's
+values at the step's start. With current probability p, behaviour probability b, and x the
+probability under the policy of the step's start:
 
     A    = (A - mean) / std over the tokens of the step     advantage_normalization: std
     u    = p / x, w = correction of x / b                   proximal_policy: current (default)
@@ -11,12 +11,10 @@ the probability under the policy of the step's start:
 
 **Streaming.** Values and advantages of a group are computed when it arrives, since the critic does
 not change within a step. With one pass x = p: u = 1, nothing is clipped, and the loss is linear in
-A, so its normalisation is applied to two sums of gradients when the step ends, as in
+A, so its normalisation is applied to two gradient sums when the step ends, as in
 `reinforce_plus_plus`. With several passes, or with `proximal_policy: behaviour` and
-`advantage_normalization: std`, the side that is clipped depends on the mean over the step. Then
-groups are scored as they arrive, and their gradients wait for the last one.
-
-With `advantage_normalization: none` nothing waits in a single pass. Empty batch: loss 0.
+`advantage_normalization: std`, the clip depends on the mean over the step: groups are scored as
+they arrive, and their gradients wait for the last one. Empty batch: loss 0.
 """
 
 from __future__ import annotations
@@ -40,30 +38,30 @@ from asyncrl.trainer.base.config import TrainerConfig
 
 @dataclass(frozen=True, slots=True)
 class Ppo(Clipped):
-    """PPO's loss with the advantages that the batch has."""
+    """PPO's loss of the batch's advantages."""
 
     needs_critic: ClassVar[bool] = True
     needs_every_group: ClassVar[bool] = True
 
     @staticmethod
     def from_config(config: TrainerConfig) -> Ppo:
-        """Take what this algorithm needs from the trainer's settings."""
+        """Create it from the trainer's settings."""
         streams = config.normalises_over_step and not config.gathers_first
         return (PpoStreamed if streams else Ppo)(**Clipped.settings_of(config))
 
     def advantages(self, rewards: Rewards) -> Rewards:
-        """`[G]` rewards as they are; the critic's values are subtracted for each token."""
+        """`[G]` unchanged rewards; the critic's values are subtracted for each token."""
         return np.asarray(rewards, np.float64)
 
 
 @dataclass(frozen=True, slots=True)
 class PpoStreamed(Ppo):
-    """With advantages that are normalised over the step when it ends."""
+    """PPO whose advantages are normalised over the step when it ends."""
 
     signals: ClassVar[Mapping[str, Signal]] = {**Ppo.signals, **MOMENTS}
 
     def loss(self, batch: TokenBatch) -> LossSums:
-        """Summed loss with a as advantage, and its part with 1 as advantage."""
+        """Loss with the raw advantage, and its part with 1 as advantage."""
         own = Ppo.loss(self, replace(batch, advantages=batch.advantages - batch.centre))
         ones = score_function(batch, batch.advantages.new_ones(()))
         return LossSums(own.loss, {**own.sums, **moments(batch)}, {UNIT: ones})

@@ -9,30 +9,26 @@ initial model, or what `asyncrl.trainer.scoring` makes of it), the estimators of
     k3 = r / p - 1 - log(r / p)            never negative, 0 where p = r
 
 They estimate the same number, but their gradients do not (arXiv 2506.09477), so each is used where
-its gradient means something (docs/algorithms.md has the proofs' results by enumeration):
+its gradient means something (docs/algorithms.md checks this by enumeration):
 
 - `k3` (default; GRPO, arXiv 2402.03300, eq. 4) and `k2` are added to the loss, kl_coefficient
-  times,
-  with the token's weight. On-policy k2 has the gradient of KL(current || reference) of each token's
-  distribution, k3 that of KL(reference || current).
-- `k1` in a loss has a gradient whose mean is 0. So it is part of the reward (RLHF, REINFORCE++):
-  the
-  advantage of a token becomes A - kl_coefficient * (sum of k1 over it and the tokens after it),
-  without gradient. With a critic it is part of the rewards from which advantages are estimated, and
-  with several passes it is that of the step's start: then the batch is `penalised` already.
-  On-policy, with `loss_normalization: sample`, that is the gradient of the KL of
-  whole samples.
+  times, with the token's weight. On-policy k2 has the gradient of KL(current || reference) of each
+  token's distribution, k3 that of KL(reference || current).
+- `k1` in a loss has a gradient whose mean is 0, so it is part of the reward (RLHF, REINFORCE++): a
+  token's advantage becomes A - kl_coefficient * (sum of k1 over it and the tokens after it),
+  without gradient. With a critic it is part of the rewards from which advantages are estimated,
+  and with several passes it is that of the step's start: the batch is `penalised` already.
+  On-policy, with `loss_normalization: sample`, this is the gradient of the KL of whole samples.
 
-`kl_clamp` bounds a token's k2 or k3 from above, and k1 on both sides; a token beyond it has no
-gradient of the penalty. The gradient flows through p only. Empty batch: both terms are 0.
+`kl_clamp` bounds a token's k2 or k3 from above, and k1 on both sides; beyond it the penalty has no
+gradient. The gradient flows through p only. Empty batch: both terms are 0.
 
-**Truncated sampling** (top-p, top-k, min-p). p and r are then renormalised over two sets of tokens,
-which may differ. The KL of two such distributions is infinite as soon as the policy's set has a
-token more. What is used is finite: a token drawn outside the reference's set is added to that set
-for this token, so r(x) = q(x) / (mass of the set + q(x)) with q before truncation. Where the
-reference's set holds the policy's, this is the KL. Otherwise the sum over the policy's tokens of p
-log(p / r) is at least log of the set's mass (-0.105 for top_p 0.9), so a k1 of that size below 0
-says nothing.
+**Truncated sampling** (top-p, top-k, min-p) renormalises p and r over two sets of tokens, and their
+KL is infinite as soon as the policy's set has a token more. So a token drawn outside the
+reference's set is added to that set for this token: r(x) = q(x) / (mass of the set + q(x)) with q
+before truncation. Where the reference's set contains the policy's, this is the KL. Otherwise the
+sum over the policy's tokens of p log(p / r) is at least log of the set's mass (-0.105 for top_p
+0.9), so a k1 that far below 0 carries no information.
 """
 
 from __future__ import annotations
@@ -60,29 +56,28 @@ _SIGNALS = {
     "reference_kl": Signal("KL of the policy from its reference, nats per token"),
 }
 _ABOVE_CLAMP = 10.0
-"""k3 of log(1 + clamp) + 10 is above any clamp: e^10 (1 + clamp) outweighs 1 + log(1 + clamp) + 10
-by far, and is finite for the largest clamp."""
+"""k3 of log(1 + clamp) + 10 exceeds any clamp: e^10 (1 + clamp) far outweighs 1 + log(1 + clamp) +
+10, and is finite for the largest clamp."""
 
 
 @dataclass(frozen=True, slots=True)
 class WithReferenceKl:
-    """An algorithm and the penalty. Everything but the loss is the algorithm's own."""
+    """An algorithm with the penalty added; everything but the loss is the algorithm's own."""
 
     algorithm: Algorithm
     coefficient: float
-    """Weight of the penalty, `trainer.kl_coefficient`."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     clamp: float | None = None
-    """Largest value of a token's estimate, in nats."""
+    """Bound of a token's estimate, in nats."""
 
     @property
     def signals(self) -> Mapping[str, Signal]:
-        """Those of the algorithm, `policy_loss` and `reference_kl`."""
+        """Signals of the algorithm, `policy_loss` and `reference_kl`."""
         return {**self.algorithm.signals, **_SIGNALS}
 
     @property
     def needs_reference(self) -> bool:
-        """True: the penalty compares with the reference."""
+        """Always True: the penalty compares with the reference."""
         return True
 
     def advantages(self, rewards: Rewards) -> Rewards:
@@ -90,11 +85,7 @@ class WithReferenceKl:
         return self.algorithm.advantages(rewards)
 
     def loss(self, batch: TokenBatch) -> LossSums:
-        """Summed loss of the module's equation.
-
-        Raises:
-            ValueError: the batch has no `reference_logprobs`.
-        """
+        """Return the loss with the penalty."""
         if batch.reference_logprobs is None:
             raise ValueError("the KL penalty needs reference_logprobs, and the batch has none")
         kl = self.per_token(batch.reference_logprobs - batch.logprobs)
@@ -108,11 +99,11 @@ class WithReferenceKl:
         penalty = self.coefficient * (batch.weights * kl).sum()
         if finisher(self.algorithm) is None:
             return LossSums(own.loss + penalty, sums)
-        # A part of its own, so that the step's factors do not change it.
+        # A separate part, so that the step's factors do not change it.
         return LossSums(own.loss, sums, {**own.parts, "reference_kl": penalty})
 
     def per_token(self, gap: Tensor) -> Tensor:
-        """`[N]` log(r / p) to `[N]` estimates."""
+        """Map `[N]` log(r / p) to `[N]` estimates."""
         if self.estimator == "k1":
             return -gap if self.clamp is None else (-gap).clamp(-self.clamp, self.clamp)
         if self.estimator == "k3" and self.clamp is not None:

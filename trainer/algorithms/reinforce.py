@@ -1,4 +1,4 @@
-"""REINFORCE with the leave-one-out baseline (arXiv 2402.14740, section 2.2).
+"""REINFORCE and RLOO: the leave-one-out baseline (arXiv 2402.14740, section 2.2).
 
     A_i  = r_i - mean over j != i of r_j  =  (r_i - mean(r)) * G / (G - 1)
     loss = -sg(w) * A * log p,    w = correction of p / b, by default min(p / b, cap)
@@ -8,21 +8,17 @@ What its gradient estimates depends on the denominator and, for stale tokens, on
 - on-policy it is unbiased with `loss_normalization: sample` only. `token`, the default, divides by
   the step's tokens, which depend on what was drawn; `sequence` gives short samples more weight.
 - stale tokens need the weight of the whole sample (`correction: sequence_truncated`), and it is
-  unbiased where no weight reaches the cap. A token's own weight leaves out that its prefix has
+  unbiased where no weight reaches the cap. A token's own weight ignores that its prefix has
   another probability now.
 
-docs/algorithms.md has the size of each bias on a small policy. `algorithm: rloo` is the same with
-unbiased defaults. `advantage_normalization` and `clip_ratio_*` have no effect. A group of one
-sample has no baseline and is refused. Empty batch: loss 0.
+`rloo` is the same with unbiased defaults, `loss_normalization: sample` and `correction:
+sequence_truncated`: the paper's view of a sample as one action,
 
-RLOO, REINFORCE leave-one-out (arXiv 2402.14740, section 2.2), on whole samples.
-
-    A_i  = r_i - mean over j != i of r_j
     loss = -sg(W) * A * sum of log p over the sample,    W = correction of its p / b as a whole
 
-The equations of `asyncrl.trainer.algorithms.reinforce` with the paper's view of a sample as one
-action: `loss_normalization: sample`, `correction: sequence_truncated`. So its gradient is unbiased
-on-policy, and for stale samples too where no weight reaches `importance_cap`. Empty batch: loss 0.
+docs/algorithms.md has the size of each bias on a small policy. `advantage_normalization` and
+`clip_ratio_*` have no effect. A group of one sample has no baseline and is refused. Empty batch:
+loss 0.
 """
 
 from __future__ import annotations
@@ -45,12 +41,12 @@ class Reinforce:
 
     @classmethod
     def from_config(cls, config: TrainerConfig) -> Self:
-        """It needs nothing of the trainer's settings."""
+        """Create it; it reads no settings."""
         del config
         return cls()
 
     def advantages(self, rewards: Rewards) -> Rewards:
-        """`[G]` leave-one-out advantages. Raises ValueError: G < 2."""
+        """`[G]` leave-one-out advantages. Raises ValueError if G < 2."""
         return leave_one_out(rewards)
 
     def loss(self, batch: TokenBatch) -> LossSums:

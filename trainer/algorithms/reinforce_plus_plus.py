@@ -15,14 +15,14 @@ the loss is linear in A, its gradient is
 
     1 / std(a) * (gradient of -w a log p  -  mean(a) * gradient of -w log p)
 
-so the learner keeps two sums of gradients, and nothing waits: it costs a second backward pass and
-the memory of one more gradient. In bfloat16 the two would cancel where mean(a) is far from 0: with
-rewards of 1,000 +- 1 nothing of the gradient would be left. So both a and mean(a) are taken from
-`centre`, the last step's mean, which changes the sum by rounding only. In a run's first step it is
-0. PPO's clip is not linear in A, since the sign of A decides which
-side is clipped. So there is none: in a single pass it clips nothing on-policy, and the correction
-bounds the weight of stale tokens. The standard deviation is the population's; a step in which a has
-none has no gradient. Empty batch: loss 0.
+so the learner keeps two gradient sums and nothing waits, at the cost of a second backward pass and
+the memory of one more gradient. In bfloat16 the two would cancel where mean(a) is far from 0
+(rewards of 1,000 +- 1 would leave nothing of the gradient). So both a and mean(a) are relative to
+`centre`, the last step's mean (0 in a run's first step), which changes rounding only.
+
+PPO's clip is not linear in A, so there is none: in a single pass it clips nothing on-policy, and
+the correction bounds the weight of stale tokens. The standard deviation is the population's; if it
+is 0, the step has no gradient. Empty batch: loss 0.
 """
 
 from __future__ import annotations
@@ -65,24 +65,24 @@ class ReinforcePlusPlus:
     needs_every_group: ClassVar[bool] = True
 
     gathered: bool = False
-    """Whether the learner has normalised the advantages already (several passes)."""
+    """True if the learner has already normalised the advantages (several passes)."""
 
     @classmethod
     def from_config(cls, config: TrainerConfig) -> Self:
-        """Take what this algorithm needs from the trainer's settings."""
+        """Create it from the trainer's settings."""
         return cls(gathered=config.gathers_first)
 
     @property
     def signals(self) -> Mapping[str, Signal]:
-        """The advantages' moments only where this class normalises them."""
+        """Moments of the advantages, if this class normalises them."""
         return {} if self.gathered else MOMENTS
 
     def advantages(self, rewards: Rewards) -> Rewards:
-        """`[G]` rewards as they are."""
+        """`[G]` unchanged rewards."""
         return np.asarray(rewards, np.float64)
 
     def loss(self, batch: TokenBatch) -> LossSums:
-        """Summed loss with a as advantage, and its part with 1 as advantage."""
+        """Loss with a as advantage, and its part with 1 as advantage."""
         if self.gathered:
             return LossSums(score_function(batch, batch.advantages))
         loss = score_function(batch, batch.advantages - batch.centre)
@@ -95,13 +95,13 @@ class ReinforcePlusPlus:
 
 
 def mean_of(totals: Mapping[str, list[float]], tokens: int) -> float | None:
-    """The mean of a step's advantages by the sums of its signals; None: it has none."""
+    """Mean of a step's advantages from its signal sums, if it has one."""
     total = totals.get("advantage_mean")
     return total[0] / tokens if total and tokens else None
 
 
 def moments(batch: TokenBatch) -> dict[str, Tensor]:
-    """The sums of `MOMENTS`."""
+    """Return the sums of `MOMENTS`."""
     raw = batch.advantages.double()
     return {"advantage_mean": raw.sum(), "advantage_square": raw.square().sum()}
 
@@ -121,5 +121,5 @@ class ReinforcePlusPlusBaseline(ReinforcePlusPlus):
     """Rewards minus their group's mean, normalised over the tokens of the step."""
 
     def advantages(self, rewards: Rewards) -> Rewards:
-        """`[G]` rewards minus their mean. Raises ValueError: G < 2."""
+        """`[G]` rewards minus their mean. Raises ValueError if G < 2."""
         return centred(rewards)

@@ -6,11 +6,10 @@ probabilities p_t (softmax over all E):
     f_e = share of the sample's K * L choices that fell on e          without gradient
     balance = mean over m of  E * sum over e of f_e * (mean over t of p_te)
 
-It is 1 where experts are used alike, at most E / K. The loss gets router_loss_coefficient times it,
-with the tokens' weights: a sample counts as it does in the policy's loss. Shares are those of a
-sample, not of a batch (DeepSeek-V2, arXiv 2405.04434, eq. 23-25): so the loss is a sum over samples
-and does not depend on how they are put into micro-batches. The Switch loss (arXiv 2101.03961, eq.
-4), which transformers computes, multiplies means over whatever is in a batch.
+It is 1 where experts are used alike, at most E / K. router_loss_coefficient times it is added to
+the loss, with the tokens' weights. Shares are per sample, not per batch (DeepSeek-V2, arXiv
+2405.04434, eq. 23-25; unlike the Switch loss, arXiv 2101.03961, eq. 4): the loss is a sum over
+samples, whatever the micro-batches.
 
 Groups that are not computed (`skip_zero_variance_groups`) have no such loss. Empty batch: 0.
 """
@@ -40,20 +39,19 @@ _SIGNALS = {
 
 @dataclass(frozen=True, slots=True)
 class WithRouterBalance:
-    """An algorithm and the loss of its model's routers."""
+    """An algorithm with the router loss added."""
 
     algorithm: Algorithm
     coefficient: float
-    """`trainer.router_loss_coefficient`."""
 
     @property
     def signals(self) -> Mapping[str, Signal]:
-        """Those of the algorithm, and `router_balance`."""
+        """Signals of the algorithm, and `router_balance`."""
         return {**self.algorithm.signals, **_SIGNALS}
 
     @property
     def needs_reference(self) -> bool:
-        """That of the algorithm."""
+        """True if the algorithm needs it."""
         return self.algorithm.needs_reference
 
     def advantages(self, rewards: Rewards) -> Rewards:
@@ -61,11 +59,7 @@ class WithRouterBalance:
         return self.algorithm.advantages(rewards)
 
     def loss(self, batch: TokenBatch) -> LossSums:
-        """Summed loss of the module's equation.
-
-        Raises:
-            ValueError: the batch has no `routes`.
-        """
+        """Return the loss with the balance added."""
         if batch.routes is None:
             raise ValueError("the router's loss needs routes, and the batch has none")
         own = self.algorithm.loss(batch)
@@ -75,7 +69,7 @@ class WithRouterBalance:
         sums = {**own.sums, "router_balance": balance.detach()}
         if finisher(self.algorithm) is None:
             return LossSums(own.loss + self.coefficient * balance, sums, own.parts)
-        # A part of its own, so that the step's factors do not change it.
+        # A separate part, so that the step's factors do not change it.
         return LossSums(own.loss, sums, {**own.parts, "router": self.coefficient * balance})
 
 

@@ -1,1 +1,1 @@
-"""What every part of the trainer imports and what imports none of them: settings and errors."""
+"""Settings and errors: what every part of the trainer imports and what imports none of them."""

@@ -1,4 +1,4 @@
-"""Names of algorithms, where their classes lie, and their defaults. Light: imports no torch."""
+"""Algorithm names, the classes behind them, and their defaults. Light: imports no torch."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a name stands for."""
+    """A registered algorithm."""
 
     target: str
-    """ "module:Class"."""
     smallest_group: int = 1
-    """2 where a sample is compared with the others of its group."""
+    """2 if a sample is compared with the others of its group."""
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """Settings of the trainer that have other defaults with this algorithm: those of its paper."""
+    """The paper's values of trainer settings, used as defaults with this algorithm."""
     only: Mapping[str, object] = field(default_factory=dict)
-    """Settings that have one possible value, because the equation has no other."""
+    """Settings with only one possible value, because the equation has no other."""
     unused: tuple[str, ...] = ()
-    """Settings of losses that this one does not read; refused unless they have their default."""
+    """Loss settings that this algorithm does not read; refused unless they have their default."""
     critic: bool = False
-    """Whether there is a value model."""
     normalises: Literal["never", "always", "std"] = "never"
-    """When advantages are normalised over all tokens of a step; std: with
-    `advantage_normalization: std`."""
+    """When advantages are normalised over all tokens of a step; std: with `advantage_normalization:
+    std`."""
 
 
 _CURRENT = {"proximal_policy": "current"}
@@ -108,7 +106,7 @@ _ENTRIES = {
 
 _TARGETS = {name: entry.target for name, entry in _ENTRIES.items()}
 _PROVIDED: dict[str, type] = {}
-"""Classes of a user's own that this process has loaded, by `trainer.algorithm`."""
+"""User classes that this process has loaded, by `trainer.algorithm`."""
 _OWN_NAME = re.compile(r"(?:[^\0]+\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
 
 
@@ -118,13 +116,10 @@ def known_algorithms() -> tuple[str, ...]:
 
 
 def register(name: str, target: str) -> None:
-    """Make `target` ("module:Class") known as `name`, in this process.
+    """Register `target` ("module:Class") as `name`, in this process.
 
-    The controller checks the name and the trainer's process builds the class, so code that adds an
-    algorithm of its own must be imported by both.
-
-    Raises:
-        ValueError: the name is taken by another target, or the target has no class part.
+    The controller checks the name and the trainer's process builds the class, so both must import
+    the code. Raises ValueError if the name has another target, or the target has no class part.
     """
     if _TARGETS.get(name, target) != target:
         raise ValueError(f"algorithm {name!r} is already registered as {_TARGETS[name]}")
@@ -134,20 +129,12 @@ def register(name: str, target: str) -> None:
 
 
 def smallest_group(name: str) -> int:
-    """Fewest samples of a group that this algorithm can learn from.
-
-    2 where a sample is compared with the others of its group. An algorithm of a user's own decides
-    when it is given a group.
-    """
+    """Fewest samples of a group that this algorithm can learn from; 1 for a user's."""
     return _ENTRIES[name].smallest_group if name in _ENTRIES else 1
 
 
 def check_name(name: str) -> None:
-    """Refuse what is neither known nor written as a class of the user's own.
-
-    Raises:
-        ValueError: says what there is.
-    """
+    """Raise ValueError for a name that is neither known nor written as a user's class."""
     if name not in _TARGETS and not _OWN_NAME.fullmatch(name):
         raise ValueError(
             f"{name!r} is not registered; known: {', '.join(known_algorithms())}. One of your own "
@@ -156,47 +143,45 @@ def check_name(name: str) -> None:
 
 
 def provide(name: str, found: type) -> None:
-    """Give the class that `name` (`path/to/file.py:Class`, `my.module:Class`) stands for."""
+    """Provide the class of a name like `path/to/file.py:Class` or `my.module:Class`."""
     _PROVIDED[name] = found
 
 
 def is_own(name: str) -> bool:
-    """Whether this algorithm is not one of those that come with asyncrl."""
+    """Return True if this algorithm does not come with asyncrl."""
     return name not in _ENTRIES
 
 
 def has_critic(name: str) -> bool:
-    """Whether this algorithm has a value model."""
+    """Return True if this algorithm has a value model."""
     return name in _ENTRIES and _ENTRIES[name].critic
 
 
 def normalises_over_step(name: str, *, std: bool) -> bool:
-    """Whether its advantages are normalised over a step; `std`: as `advantage_normalization`."""
+    """Return True if advantages are normalised over a step; `std` is `advantage_normalization`."""
     when = _ENTRIES[name].normalises if name in _ENTRIES else "never"
     return when == "always" or (when == "std" and std)
 
 
 def defaults_of(name: object) -> Mapping[str, object]:
-    """The trainer's settings that have other defaults with this algorithm."""
+    """Trainer settings with other defaults for this algorithm."""
     return _ENTRIES[name].defaults if isinstance(name, str) and name in _ENTRIES else {}
 
 
 def only_values_of(name: str) -> Mapping[str, object]:
-    """The trainer's settings that have one possible value with this algorithm."""
+    """Trainer settings with only one possible value for this algorithm."""
     return _ENTRIES[name].only if name in _ENTRIES else {}
 
 
 def unused_by(name: str) -> tuple[str, ...]:
-    """The trainer's settings that have no effect with this algorithm."""
+    """Trainer settings that have no effect with this algorithm."""
     return _ENTRIES[name].unused if name in _ENTRIES else ()
 
 
 def class_of(name: str) -> Any:
-    """The class that was registered or provided as `name`.
+    """Return the class that was registered or provided as `name`.
 
-    Raises:
-        ImportError, AttributeError: the registered target does not exist.
-        KeyError: nothing has this name in this process.
+    Raises KeyError for an unknown name; ImportError or AttributeError if the target does not exist.
     """
     if name in _PROVIDED:
         return _PROVIDED[name]

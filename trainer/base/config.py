@@ -29,9 +29,8 @@ from asyncrl.wire.transport.paths import (
 def refuse_what_does_not_fit(config: Any) -> None:
     """Raise ValueError for settings that contradict the algorithm, or that its loss does not read.
 
-    `config` is a `TrainerConfig`, whose module imports this one.
-
-    Settings that have their default pass: a run's resolved configuration names all of them.
+    `config` is a `TrainerConfig`. Settings at their default pass: a run's resolved configuration
+    names all of them.
     """
     _of_algorithm(config)
     _of_correction(config)
@@ -97,22 +96,21 @@ def _of_dual_clip(config: Any) -> None:
 
 
 def _is_set(config: Any, name: str) -> bool:
-    """Whether a setting differs from its default."""
     return bool(getattr(config, name) != type(config).model_fields[name].default)
 
 
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
 BFLOAT16_CAPABILITY = (8, 0)
-"""Compute capability of the first GPUs (A100) that multiply bfloat16."""
+"""CUDA compute capability of the first GPUs (A100) that multiply bfloat16."""
 
 
 class TrainerConfig(BaseModel):
-    """How groups of trajectories become optimizer steps.
+    """Settings that turn groups of trajectories into optimizer steps.
 
     By default each batch is passed over exactly once. `proximal_policy`, `correction` and
     `clip_ratio_*` decide what the importance ratio does. docs/algorithms.md has the equations, and
-    the defaults of `loss_normalization`, `advantage_normalization`, `proximal_policy`, `correction`
-    and `clip_ratio_*` that an algorithm has of its own.
+    each algorithm's defaults of `loss_normalization`, `advantage_normalization`, `proximal_policy`,
+    `correction` and `clip_ratio_*`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -138,18 +136,18 @@ class TrainerConfig(BaseModel):
     adam_epsilon: float = Field(default=1e-8, gt=0, le=1)
     """AdamW's epsilon."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """The global gradient norm is clipped to this; .inf turns it off."""
+    """The global gradient norm is clipped to this; .inf disables clipping."""
 
     proximal_policy: Literal["current", "behaviour"] = "current"
     """current: decoupled objective with truncated importance weights; a single pass clips nothing.
     behaviour: PPO's clipped ratio against the policy that drew the tokens."""
     importance_cap: float = Field(default=2.0, ge=1, le=1e6)
-    """Largest importance weight of a token or sample: the correction truncates it to this. Without
-    effect, and refused, with proximal_policy: behaviour (`dapo`, `gspo`, `cispo`) and with a
+    """Largest importance weight of a token or sample: the correction truncates it to this. Refused
+    where it has no effect: with proximal_policy: behaviour (`dapo`, `gspo`, `cispo`) and with a
     correction that does not truncate."""
     dual_clip: float | None = Field(default=None, gt=1, le=1e6)
     """PPO's dual clip: with a negative advantage, a token's loss grows up to this ratio and no
-    further. For proximal_policy: behaviour, and for several updates in a step; unset: none, as in
+    further. For proximal_policy: behaviour, and for several updates in a step; unset: off, as in
     GRPO's and DAPO's papers. 3 is usual."""
     correction: Literal[
         "token_truncated",
@@ -159,15 +157,15 @@ class TrainerConfig(BaseModel):
         "sequence_rejected",
         "none",
     ] = "token_truncated"
-    """What the ratio of current and behaviour probability does to a token or a whole sample:
-    truncated to `importance_cap`, left out where it is outside `correction_band` (masked), or left
-    out where the geometric mean of the sample's is (rejected). Without effect on-policy. With
-    proximal_policy: behaviour the ratio is in the loss, and only leaving out has an effect."""
+    """Effect of the ratio of current and behaviour probability on a token or a whole sample:
+    truncated to `importance_cap`, left out if it is outside `correction_band` (masked), or left out
+    if the sample's geometric mean is (rejected). No effect on-policy. With proximal_policy:
+    behaviour the ratio is in the loss, and only leaving out has an effect."""
     correction_band: tuple[float, float] | None = None
     """Ratios that masked and rejected keep; unset: 0.5 to 5 (masked), 0.99 to 1.01 (rejected)."""
     log_ratio_clamp: float | None = Field(default=None, gt=0, le=80)
-    """Bound of |log of current over behaviour probability| of a token in the loss, and of current
-    over proximal probability, nats; unset: none. Others use 20."""
+    """Bound of a token's |log of current over behaviour probability| in the loss, and of current
+    over proximal probability, nats; unset: no bound. Others use 20."""
     clip_ratio_low: float = Field(default=0.2, gt=0, le=1)
     """PPO clips the ratio below 1 - this."""
     clip_ratio_high: float = Field(default=0.2, gt=0, le=1e6)
@@ -175,112 +173,111 @@ class TrainerConfig(BaseModel):
     loss_normalization: Literal["token", "sequence", "sample"] = "token"
     """token: every response token of the step has the same weight (DAPO). sequence: every sample
     has the same weight, its tokens are averaged first (GRPO). sample: tokens are summed, and
-    divided by the samples of the step (Dr. GRPO, RLOO); the only one that is unbiased."""
+    divided by the samples of the step (Dr. GRPO, RLOO); the only unbiased one."""
     advantage_normalization: Literal["std", "none"] = "std"
     """std: divide by the group's standard deviation (GRPO), with `ppo` normalise over the tokens of
     the step. none: do not (Dr. GRPO)."""
     skip_zero_variance_groups: bool = True
     """Do not compute groups whose advantages are all 0. They still count in the denominator, so the
-    gradient is the same; their tokens are missing from the means of entropy, ratio and mismatch.
-    Without effect while kl_coefficient > 0 and with ppo and reinforce_plus_plus, whose groups all
-    have a gradient."""
+    gradient is the same; the means of entropy, ratio and mismatch lack their tokens. No effect
+    while kl_coefficient > 0 and with ppo and reinforce_plus_plus, whose groups all have a
+    gradient."""
     overlong_buffer: int = Field(default=0, ge=0, le=MAX_TOKENS)
-    """DAPO's overlong shaping: over its last so many tokens before sampling.max_tokens, a response
-    loses up to 1 of its reward, linearly. 0: off. Metrics keep the task's rewards."""
+    """DAPO's overlong shaping: over this many tokens before sampling.max_tokens, a response loses
+    up to 1 of its reward, linearly. 0: off. Metrics keep the task's rewards."""
     mask_truncated_completions: bool = False
-    """DAPO's overlong filtering: leave samples out of the loss that the token limit, a deadline or
-    `environment.max_turns` cut off. Their rewards stay in their group's baseline, and they stay in
-    the loss's denominator, as what a correction leaves out."""
+    """DAPO's overlong filtering: leave samples that the token limit, a deadline or
+    `environment.max_turns` cut off out of the loss. Their rewards stay in their group's baseline,
+    and they stay in the loss's denominator, like tokens that a correction leaves out."""
     kl_coefficient: float = Field(default=0.0, ge=0, le=1000)
     """Weight of the KL penalty towards the reference, which is the initial model unless it is
     refreshed; with 0 no second model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k3 (GRPO) and k2 are added to the loss, k1 is taken from the reward (RLHF, REINFORCE++)."""
+    """k3 (GRPO) and k2 are added to the loss; k1 is subtracted from the reward (RLHF,
+    REINFORCE++)."""
     kl_clamp: float | None = Field(default=None, gt=0, le=1e6)
-    """Largest KL estimate of a token, nats; unset: none. Others use 10."""
+    """Largest KL estimate of a token, nats; unset: no bound. Others use 10."""
     reference_refresh_steps: int | None = Field(default=None, gt=0, le=MAX_STEPS)
-    """Make the KL's reference a copy of the policy every so many steps; unset: it stays the initial
-    model."""
+    """Refresh the KL's reference with a copy of the policy every N steps; unset: it stays the
+    initial model."""
     reference_decay: float | None = Field(default=None, gt=0, lt=1)
-    """Make the KL's reference an average of policies: after each step it is this much of itself and
-    1 - this of the policy (0.99, say); unset: it stays the initial model."""
+    """Make the KL's reference a moving average of policies: after each step it is this much of
+    itself and 1 - this of the policy (0.99, say); unset: it stays the initial model."""
 
     ppo_epochs: int = Field(default=1, ge=1, le=100)
-    """Passes over the samples of a step. More than 1 trains on samples of which the policy has
-    already learnt: only the first pass is on-policy."""
+    """Passes over the samples of a step. More than 1 trains on samples that the policy has already
+    learnt from: only the first pass is on-policy."""
     minibatches: int = Field(default=1, ge=1, le=10_000)
     """Optimizer steps per pass, each on an equal share of the step's groups in data order. Weights
     are published once per step. More than 1: only the first minibatch is on-policy."""
     critic: CriticConfig = CriticConfig()
-    """Of `algorithm: ppo`; without effect on others, and refused with them."""
+    """The critic of `algorithm: ppo`; refused with other algorithms, where it has no effect."""
 
     lora: LoraConfig = LoraConfig()
-    """Train an adapter in place of all weights."""
+    """Train an adapter instead of all weights."""
 
     router_loss_coefficient: float = Field(default=0.0, ge=0, le=10)
-    """Weight of a loss that keeps the experts of a mixture in use (docs/algorithms.md); 0: none.
+    """Weight of a loss that keeps the experts of a mixture in use (docs/algorithms.md); 0: off.
     Pre-training uses 0.001 to 0.01."""
 
     micro_batch_tokens: int = Field(default=8192, gt=0, le=MAX_TOKENS)
     """Prompt + response tokens of one forward pass; a longer sequence gets its own."""
     mix_groups: bool = False
-    """Whole groups that wait share forward passes, up to micro_batch_tokens: for groups that are
-    much smaller than that. The order of sums, so the rounding, then depends on what waits."""
+    """Whole waiting groups share forward passes, up to micro_batch_tokens: for groups much smaller
+    than that. The order of sums, and so the rounding, then depends on which groups wait."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Compute type. auto: bfloat16 on a GPU of compute capability 8.0 or above, float32 on an older
-    one and on a CPU; what is chosen stands in the run's config.yaml. With agents, Ray and
-    Kubernetes, and on a GPU that nvidia-smi does not describe, config.yaml keeps auto and the
-    trainer's log says what was chosen. A resumed run keeps the type of its checkpoints. Under
-    bfloat16 (autocast) parameters and Adam stay float32. float32 on a GPU multiplies in
-    TensorFloat-32: 10 bits of a factor's mantissa, sums in float32 (docs/gpus.md)."""
+    one and on a CPU; the run's config.yaml records the choice. With agents, Ray and Kubernetes, and
+    on a GPU that nvidia-smi does not describe, config.yaml keeps auto and the trainer's log records
+    the choice. A resumed run keeps the type of its checkpoints. Under bfloat16 (autocast)
+    parameters and Adam stay float32. float32 on a GPU multiplies in TensorFloat-32: 10 bits of a
+    factor's mantissa, sums in float32 (docs/gpus.md)."""
     device: str = "auto"
     """auto (a GPU where there is one), cpu, cuda. `launcher.gpus` says which GPU."""
     threads: int | None = Field(default=None, gt=0, le=MAX_THREADS)
     """Torch threads of the trainer's process; unset: torch decides."""
     ranks: int = Field(default=1, ge=1, le=1024)
-    """Processes that train together, each on its share of the groups and, with GPUs, on a GPU of
-    its own. They share the optimizer's state (docs/trainer.md)."""
+    """Processes that train together, each on its share of the groups and, with GPUs, on its own
+    GPU. They share the optimizer's state (docs/trainer.md)."""
     sharding: Literal["optimizer", "full"] = "optimizer"
-    """What ranks share. optimizer: its state; weights and gradients are whole on each. full: all
-    three, for models that are too large for one device; ranks then compute micro-batches together
-    (docs/trainer.md)."""
+    """State that ranks share. optimizer: its own; weights and gradients are whole on each. full:
+    all three, for models that are too large for one device; ranks then compute micro-batches
+    together (docs/trainer.md)."""
     rank_network: str = Field(default=LOOPBACK, max_length=50)
-    """Network over which the ranks speak: an interface (eth0), or addresses (10.1.0.0/16) of which
+    """Network that connects the ranks: an interface (eth0), or addresses (10.1.0.0/16) of which
     each rank's machine has one. lo: all ranks are on one machine. Any other needs
     `launcher.trusted_network: true`, since gloo and NCCL have neither keys nor encryption."""
     rank_seconds: float = Field(default=1800.0, gt=0, le=WEEK_SECONDS)
-    """Longest wait of a rank for the others in the middle of a step, while they compute what is
-    left of theirs. Then the trainer counts as lost."""
+    """Longest wait of a rank for the others in the middle of a step, while they compute the rest of
+    theirs. Then the trainer counts as lost."""
     gradient_checkpointing: bool | Literal["selective"] = False
-    """Compute activations again in the backward pass. true: all of a block, a third slower.
-    selective: what costs little to compute again, for a fifth of the memory."""
+    """Recompute activations in the backward pass. true: all of a block, a third slower. selective:
+    what is cheap to recompute, for a fifth of the memory."""
     optimizer_state: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Adam's moments: 8, 4 or 2 bytes a parameter. bfloat16 and int8 are rounded by chance, so that
-    small changes are not lost; int8 is a code with a scale for each 256 numbers."""
+    """Adam's moments: 8, 4 or 2 bytes a parameter. bfloat16 and int8 are rounded stochastically, so
+    that small changes are not lost; int8 is a code with a scale for each 256 numbers."""
     optimizer_offload: bool = False
-    """Keep Adam's moments in the host's memory; each step brings them to the device and back."""
+    """Keep Adam's moments in the host's memory; each step copies them to the device and back."""
     compile: bool = False
     """Compile each transformer block (torch.compile). The start takes longer, by a minute or more.
     On a CPU it replaces `fused`."""
     fused: bool = True
-    """On a CPU, compute float32 Llama-like models in fused layers instead of transformers' own."""
+    """Compute float32 Llama-like models on a CPU in fused layers instead of transformers' own."""
     checkpoint_every: int = Field(default=50, gt=0, le=MAX_STEPS)
     """Optimizer steps between checkpoints."""
     async_checkpoints: bool = True
     """Write checkpoints while training continues, from a copy in host memory: 12 bytes a parameter,
-    divided by the ranks. false: no copy, and training waits until each is written."""
+    divided by the ranks. false: no copy; training waits until each is written."""
     keep_checkpoints: int = Field(default=2, gt=0, le=MAX_STEPS)
-    """How many of the newest checkpoints are kept."""
+    """Number of the newest checkpoints that are kept."""
 
     def for_device(
         self, capability: tuple[int, int] | None, *, engines_dtype: str | None = None
     ) -> TrainerConfig:
-        """These settings with `dtype: auto` resolved for a device.
+        """Resolve `dtype: auto` for a device; a CPU has no CUDA `capability`.
 
-        Args:
-            capability: CUDA compute capability of the device; None: it is a CPU.
-            engines_dtype: of the engines' weights, if it is known. Where they are float32, so is
-                the model that an adapter is added to (`lora.config.FINER_ENGINES`).
+        If the engines' weights are float32, so is the model that an adapter is added to
+        (`lora_config.FINER_ENGINES`).
         """
         if self.dtype != "auto":
             return self
@@ -291,11 +288,7 @@ class TrainerConfig(BaseModel):
 
     @property
     def compute_dtype(self) -> ComputeDtype:
-        """`dtype` of settings that `for_device` has resolved.
-
-        Raises:
-            ValueError: it is still `auto`.
-        """
+        """`dtype` of settings that `for_device` has resolved; raises ValueError if it is `auto`."""
         if self.dtype == "auto":
             raise ValueError(
                 "trainer.dtype is still auto where its value is needed: resolve it for the "
@@ -305,7 +298,7 @@ class TrainerConfig(BaseModel):
 
     @property
     def band_of_correction(self) -> tuple[float, float]:
-        """`correction_band`, or the correction's own."""
+        """`correction_band`, or the correction's default."""
         if self.correction_band is not None:
             return self.correction_band
         return (0.99, 1.01) if self.correction == "sequence_rejected" else (0.5, 5.0)
@@ -317,16 +310,16 @@ class TrainerConfig(BaseModel):
 
     @property
     def normalises_over_step(self) -> bool:
-        """Whether advantages are normalised over all tokens of a step."""
+        """True if advantages are normalised over all tokens of a step."""
         std = self.advantage_normalization == "std"
         return normalises_over_step(self.algorithm, std=std)
 
     @property
     def gathers_first(self) -> bool:
-        """Whether no gradient is computed before the step's last group has arrived.
+        """True if no gradient is computed before the step's last group has arrived.
 
-        With several minibatches it decides who belongs to the first one. With advantages that are
-        normalised over the step, PPO's clip and further passes need their mean (decision 0061).
+        Several minibatches need all groups to choose the first one. PPO's clip and further passes
+        need the mean of advantages that are normalised over the step (decision 0061).
         """
         clips = has_critic(self.algorithm) and self.proximal_policy == "behaviour"
         whole = self.normalises_over_step and (self.updates_per_step > 1 or clips)

@@ -12,27 +12,28 @@ from asyncrl.wire.transport.paths import MAX_STEPS
 class CriticConfig(BaseModel):
     """The value model of `trainer.algorithm: ppo`, and the advantages that are made of its values.
 
-    By default a copy of the initial policy with a head of one number, trained with the policy.
+    By default it is a copy of the initial policy with a scalar head, trained with the policy.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     model: str | None = None
     """Hugging Face directory that the value model starts from, with the policy's tokenizer; unset:
-    model.path. Its language-model head is not used: the head of values starts at 0."""
+    model.path. Its language-model head is not used: the value head starts at 0."""
     shared_trunk: bool = False
-    """Values from the policy's own hidden states, by a head of one number: no second model, but
-    the value loss changes the policy's weights."""
+    """Values from the policy's own hidden states, by a scalar head: no second model, but the value
+    loss changes the policy's weights."""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per token."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """Generalised advantage estimation: 1 trusts the rewards alone, smaller ones the critic."""
     truncated: Literal["terminal", "bootstrap"] = "terminal"
-    """A response that the token limit, a deadline or `environment.max_turns` cut off. terminal: it
-    ends there, with its reward. bootstrap: the critic's value of its end is added to its reward."""
+    """Treatment of a response that the token limit, a deadline or `environment.max_turns` cut off.
+    terminal: it ends there, with its reward. bootstrap: the critic's value of its end is added to
+    its reward."""
     value_clip: float | None = Field(default=0.2, gt=0, le=1e6)
-    """Values that move further than this from those of the step's start do not improve the loss;
-    null: off. Without effect in the first of several passes."""
+    """Moving a value further than this from that of the step's start does not improve the loss;
+    null: off. No effect in the first of several passes."""
     value_coefficient: float = Field(default=0.5, gt=0, le=1000)
     """Weight of the value loss."""
     learning_rate: float = Field(default=1e-5, gt=0, le=1)
@@ -40,13 +41,13 @@ class CriticConfig(BaseModel):
     warmup_steps: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps over which the critic's learning rate rises linearly."""
     passes: int = Field(default=1, ge=1, le=100)
-    """Passes of the critic over the samples of a step; the policy has `trainer.ppo_epochs` of its
-    own. Each pass after the first costs a forward and a backward pass of the critic."""
+    """Passes of the critic over the samples of a step; the policy has `trainer.ppo_epochs`. Each
+    pass after the first costs a forward and a backward pass of the critic."""
     minibatches: int = Field(default=1, ge=1, le=10_000)
     """Optimizer steps of the critic in each of its passes after the first, on equal shares of the
     step's groups."""
     head_start_steps: int = Field(default=0, ge=0, le=MAX_STEPS)
-    """First steps in which only the critic learns, and the policy stays as it is."""
+    """First steps in which only the critic learns, and the policy does not change."""
 
     @model_validator(mode="after")
     def _one_trunk(self) -> Self:

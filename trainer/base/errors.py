@@ -1,4 +1,4 @@
-"""What can go wrong in the trainer.
+"""The trainer's errors.
 
 TrainerError
 ├── UnsupportedModelError  the trainer cannot load or train this model
@@ -18,7 +18,7 @@ from asyncrl.wire.messages.from_trainer import CheckpointFault
 
 
 class TrainerError(Exception):
-    """Root of what the trainer raises."""
+    """Root of the trainer's errors."""
 
 
 class UnsupportedModelError(TrainerError):
@@ -33,11 +33,11 @@ class NonFiniteError(TrainerError):
     """A loss or gradient is not finite; weights and optimizer are untouched."""
 
 
-class Superseded(TrainerError):  # noqa: N818 - says what happened
-    """Another trainer was started in place of this one, which must not write any more."""
+class Superseded(TrainerError):  # noqa: N818 - names the event
+    """Another trainer was started in place of this one, which must stop writing."""
 
 
-class RankLost(TrainerError):  # noqa: N818 - says what happened
+class RankLost(TrainerError):  # noqa: N818 - names the event
     """Another rank of the trainer did not take part in an exchange; the trainer is replaced."""
 
 
@@ -45,13 +45,8 @@ class CheckpointError(TrainerError):
     """A checkpoint could not be written, read or resumed from; the message names the file."""
 
 
-class CheckpointUnwritable(CheckpointError):  # noqa: N818 - says what is the case
-    """The disk does not take a checkpoint now; nothing of it is left.
-
-    Args:
-        message: with the path, and the bytes needed and free.
-        cause: why.
-    """
+class CheckpointUnwritable(CheckpointError):  # noqa: N818 - names the state
+    """The disk refused a checkpoint; nothing of it is left."""
 
     def __init__(self, message: str, cause: CheckpointFault) -> None:
         super().__init__(message)

@@ -12,13 +12,13 @@ FINER_ENGINES = (
     "float32: they would sample from another policy. Set engine.dtype: bfloat16, or trainer.dtype: "
     "float32"
 )
-"""Why a run is refused whose engines hold what an adapter is added to more finely."""
+"""Refusal of a run whose engines hold the base model more precisely than the trainer."""
 
 
 class LoraConfig(BaseModel):
     """LoRA (arXiv 2106.09685): a matrix W is used as W + alpha / rank * B A; only A and B train.
 
-    Needs `pip install 'asyncrl[lora]'`. docs/lora.md has what is published, served and saved.
+    Needs `pip install 'asyncrl[lora]'`. docs/lora.md describes what is published, served and saved.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -28,15 +28,15 @@ class LoraConfig(BaseModel):
     alpha: float = Field(default=32.0, gt=0, le=1e4)
     """The adapter's output is multiplied by alpha / rank."""
     targets: str | tuple[str, ...] = ALL_LINEAR
-    """Layers that get an adapter: `all-linear`, all but the head and the embeddings, or their names
-    in each block, as in [q_proj, v_proj]."""
+    """Layers that get an adapter: `all-linear` (all but the head and the embeddings), or their
+    names in each block, as in [q_proj, v_proj]."""
     adapter: str | None = None
     """PEFT directory of an adapter to start from, with this rank, alpha and these targets. It is
     also the KL's reference. Unset: A is random and B is 0, so the first policy is the model."""
     serve: Literal["merged", "adapter"] = "merged"
-    """How engines decode with it. merged: each adds it to its own copy of the weights, in the
-    engine's data type. adapter: vLLM keeps it apart and computes both branches, without rounding
-    small adapters away; slower."""
+    """Engines' use of the adapter. merged: each adds it to its copy of the weights, in the engine's
+    data type. adapter: vLLM keeps it separate and computes both branches, which does not round
+    small adapters away but is slower."""
     dropout: float = 0.0
     """Refused unless 0: with dropout, the trainer's policy is not the one that engines sample."""
     modules_to_save: tuple[str, ...] = ()
@@ -44,12 +44,12 @@ class LoraConfig(BaseModel):
 
     @property
     def enabled(self) -> bool:
-        """Whether an adapter is trained."""
+        """True if an adapter is trained."""
         return self.rank > 0
 
     @property
     def scaling(self) -> float:
-        """What B A is multiplied by."""
+        """Factor of B A."""
         return self.alpha / self.rank
 
     @field_validator("dropout")
@@ -94,7 +94,7 @@ class LoraConfig(BaseModel):
 
 
 def refuse_conflicts(trainer: Any) -> None:
-    """Raise ValueError if other settings of a `TrainerConfig` do not go with its `lora`."""
+    """Raise ValueError if other settings of a `TrainerConfig` conflict with its `lora`."""
     if not trainer.lora.enabled:
         return
     for name in ("reference_refresh_steps", "reference_decay"):

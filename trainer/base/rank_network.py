@@ -1,4 +1,4 @@
-"""How a user names the network over which the ranks of a trainer speak. Light: no torch.
+"""The user's name for the network that connects a trainer's ranks. Light: no torch.
 
 >>> network_of("10.1.2.3/16"), network_of("eth0")
 ('10.1.0.0/16', 'eth0')
@@ -12,16 +12,11 @@ import ipaddress
 import re
 
 LOOPBACK = "lo"
-"""Linux's name of the interface that no other machine reaches."""
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,15}")
 
 
 def network_of(text: str) -> str:
-    """A network as the user names it: an interface, or addresses like 10.1.0.0/16.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Normalise an interface or addresses like 10.1.0.0/16. Raises ValueError if it is neither."""
     if "/" in text:
         return str(ipaddress.ip_network(text, strict=False))
     try:
@@ -41,14 +36,14 @@ def network_of(text: str) -> str:
 
 
 def is_loopback(network: str) -> bool:
-    """Whether no other machine reaches what listens in this network (as `network_of` has it)."""
+    """Return True if no other machine reaches listeners in this network (see `network_of`)."""
     if "/" in network:
         return ipaddress.ip_network(network).is_loopback
     return network == LOOPBACK
 
 
 def apart(where: str, network: str) -> str:
-    """For the user: ranks are on several machines, and the network connects one with itself."""
+    """Error text: ranks are on several machines, but the network is one machine's own."""
     return (
         f"{where}, and trainer.rank_network: {network} reaches no other machine. Name the network "
         "that connects them (an interface like eth0, or addresses like 10.1.0.0/16), and say with "

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: written whole or not at all, read by any number of ranks, and exported."""
+"""Checkpoints on disk: written atomically, read by any number of ranks, and exported."""

@@ -1,24 +1,23 @@
 """Checkpoints: each one is complete or absent.
 
-They are written to a temporary directory, which is then renamed.
-`trainer.checkpoint.format.manifest` has the manifest, `trainer.checkpoint.format.files` finds
-them, `asyncrl.trainer.checkpoint.export` makes models of them.
+They are written to a temporary directory, which is then renamed. `trainer.checkpoint.format` has
+the manifest and finds them, `asyncrl.trainer.checkpoint.export` makes models of them.
 
 ```
 checkpoints/step-000012/
   state/            weights, optimizer and random states: safetensors files of each rank, and
-                    index.json, which says where each tensor is
+                    index.json, which locates each tensor
   adapter/          adapter_config.json, if the weights are an adapter's (`trainer.lora`)
   model/            a Hugging Face directory without its weights: configuration, tokenizer
-  steps.jsonl       what the trainer knows of the steps since the checkpoint before
+  steps.jsonl       the trainer's records of the steps since the previous checkpoint
   manifest.json     format, policy version (also the data cursor: steps trained), settings, and
-                    size and digest of every other file; last
+                    size and digest of every other file; written last
 ```
 
     begin (between two steps) ──► copied while training continues ──► write (in a thread):
     files ──► digests ──► manifest ──► synced ──► not given up, not superseded ──► renamed
 
-Nothing in a checkpoint is a pickle, so reading one runs no code of whoever wrote it.
+Nothing in a checkpoint is a pickle, so reading one never runs its writer's code.
 """
 
 from __future__ import annotations
@@ -68,27 +67,24 @@ logger = logging.getLogger(__name__)
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".msgpack", ".h5")
 _LOOK_SECONDS = 0.02
-"""Between two looks for the parts of other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What is written to a checkpoint, besides the steps."""
+    """Contents of a checkpoint, besides the steps."""
 
     state: TrainingState
     model: PreTrainedModel
-    """Its configuration is written."""
     model_path: str
-    """Where the run's model came from; its tokenizer files are copied from there."""
+    """Source of the run's model; its tokenizer files are copied from there."""
     policy_version: int
     settings: dict[str, Any]
     """Every setting that shapes the run, as JSON types."""
     initial_weights: str
-    """Digest of the weights that the run started from; empty if it is not known."""
+    """Digest of the weights that the run started from; empty if unknown."""
     published: Published | None = None
-    """Digest of this version's weights as they were published; None: they were not."""
+    """Digest of this version's published weights, if they were published."""
     adapter: Mapping[str, Any] | None = None
-    """What a PEFT directory says of the adapter that the weights are; None: they are a model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +94,9 @@ class Place:
     rank: int = 0
     ranks: int = 1
     word: str = field(default_factory=lambda: os.urandom(8).hex())
-    """In the temporary folder's name, the same for all ranks and for no other checkpoint: two
-    containers may have trainers with one process id."""
+    """Part of the temporary folder's name, the same for all ranks and unique to the checkpoint:
+    trainers in two containers may share a process id."""
     seconds: float = 600.0
-    """Longest wait of rank 0 for the parts of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,22 +105,11 @@ class Loaded:
 
     policy_version: int
     initial_weights: str
-    """As in `Contents`."""
     values: dict[str, Any]
-    """As in `TrainingState`."""
 
 
 def pending(contents: Contents, snapshot: Snapshot | None, world: World) -> Pending:
-    """A checkpoint of all ranks. A collective.
-
-    Args:
-        contents: of the present version.
-        snapshot: copies the state, if all ranks have memory for that; None: it is not copied.
-        world: the ranks.
-
-    Raises:
-        RankLost: another rank did not take part.
-    """
+    """Prepare a checkpoint of all ranks; without `snapshot` the state is not copied. Collective."""
     held = held_by(contents.state.boxes(world.rank), world.rank)
     needed = 0 if snapshot is None else snapshot.needed(held)
     all_needed = world.gather(f"{needed} {this_machine()}".encode(), "memory of a checkpoint")
@@ -141,7 +125,7 @@ def pending(contents: Contents, snapshot: Snapshot | None, world: World) -> Pend
 
 
 def _needed_here(gathered: Sequence[bytes]) -> int:
-    """Bytes that all ranks of this machine need; from each "bytes machine"."""
+    """Sum the bytes that all ranks of this machine need, from each rank's "bytes machine"."""
     here, all_needed = this_machine(), (one.decode().partition(" ") for one in gathered)
     return sum(int(count) for count, _, machine in all_needed if machine == here)
 
@@ -149,12 +133,8 @@ def _needed_here(gathered: Sequence[bytes]) -> int:
 class Pending:
     """A checkpoint whose state is fixed and that is not written yet.
 
-    Args:
-        contents: of the present version.
-        held: what this rank writes.
-        snapshot: copies the state, so that training may continue; None: the state must not change
-            until it is written.
-        place: of this rank; None: there is no other.
+    `held` is what this rank writes. Without `snapshot`, which copies the state, the state must not
+    change until the checkpoint is written.
     """
 
     def __init__(
@@ -170,7 +150,7 @@ class Pending:
 
     @property
     def is_copied(self) -> bool:
-        """Whether training may continue before it is written."""
+        """True if training may continue before it is written."""
         return self._snapshot is not None
 
     def write(
@@ -180,22 +160,14 @@ class Pending:
         given_up: threading.Event | None = None,
         fence: Fence = UNFENCED,
     ) -> None:
-        """Write it to `directory` atomically; as another rank than 0, write this rank's part.
+        """Write it to `directory` atomically; ranks other than 0 write their part.
 
-        One of that name, and newer ones, are moved to `set-aside/`: they belong to another course
-        of the run.
+        A checkpoint of that name, and newer ones, are moved to `set-aside/`: they belong to another
+        course of the run. `steps` are the records since the previous checkpoint. Another thread
+        sets `given_up` when it stops waiting: the result may be inconsistent and is removed.
 
-        Args:
-            directory: its name.
-            steps: since the checkpoint before.
-            given_up: may be set by another thread, which does not wait any longer: what was written
-                may be inconsistent and is removed.
-            fence: keeps a trainer that was replaced from writing.
-
-        Raises:
-            Superseded: this is no longer the run's trainer; nothing of it is left.
-            CheckpointUnwritable: the disk does not take it, or it was given up; nothing of it is
-                left, and no other is removed.
+        Raises Superseded if this is no longer the run's trainer; CheckpointUnwritable if the disk
+        refused it, or it was given up. Then nothing of it is left, and no other is removed.
         """
         if self._snapshot is not None:
             self._snapshot.wait()
@@ -230,7 +202,7 @@ class Pending:
                 shutil.rmtree(temporary, ignore_errors=True)
 
     def _write_part(self, temporary: Path) -> Part:
-        """The files of this rank; another rank than 0 says so on the disk."""
+        """Write this rank's files; ranks other than 0 record them on the disk."""
         (temporary / STATE).mkdir(parents=True, exist_ok=True)
         part = write_tensors(temporary, self._held, self._place.rank)
         if self._place.rank:
@@ -268,7 +240,6 @@ class Pending:
                 sync(path)
 
     def _other_parts(self, temporary: Path, given_up: threading.Event | None) -> list[Part]:
-        """What the other ranks wrote; waits for them."""
         found: list[Part] = []
         until = time.monotonic() + self._place.seconds
         for rank in range(1, self._place.ranks):
@@ -291,13 +262,9 @@ class Pending:
 
 
 def read(directory: Path, state: TrainingState, settings: dict[str, Any], rank: int = 0) -> Loaded:
-    """Load a checkpoint into `state` and set the random states; return the rest.
+    """Load a checkpoint of any number of ranks into `state`, with random states; return the rest.
 
-    It may have been written by another number of ranks.
-
-    Raises:
-        CheckpointError: it is not whole, has another format, is of another model, or was written
-            under other settings.
+    Raises CheckpointError if it is incomplete, or of another format, model or settings.
     """
     manifest = verified(directory)
     check_settings(directory, manifest, settings)
@@ -331,16 +298,15 @@ def read(directory: Path, state: TrainingState, settings: dict[str, Any], rank: 
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a file is there.
+    """Return True if a file exists, by listing its folder.
 
-    Its folder is read: of a file that was asked for too early, a network file system may say for
-    half a minute that it does not exist.
+    A network file system may cache for half a minute that a file, once looked up too early, does
+    not exist.
     """
     return path.name in os.listdir(path.parent)  # noqa: PTH208 - names only
 
 
 def _failed_path(temporary: Path, rank: int) -> Path:
-    """Where a rank says why it cannot write its part."""
     return part_path(temporary, rank).with_suffix(".failed")
 
 

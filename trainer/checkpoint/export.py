@@ -1,7 +1,7 @@
-"""Makes a Hugging Face directory of a checkpoint: what transformers and vLLM load.
+"""Exports a checkpoint as a Hugging Face directory, which transformers and vLLM load.
 
-It is written to a temporary directory, which is then renamed, and nothing that exists is replaced.
-`asyncrl-export.json` says which checkpoint it is of; it is a manifest as that of a checkpoint.
+The export is written to a temporary directory, which is then renamed; nothing that exists is
+replaced. `asyncrl-export.json`, a manifest like a checkpoint's, names the checkpoint.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from asyncrl.wire.weights.pretrained import causal_lm_without_weights, load_caus
 
 
 def has_adapter(checkpoint: Path) -> bool:
-    """Whether the weights of a checkpoint are an adapter's."""
+    """Return True if the weights of a checkpoint are an adapter's."""
     return (checkpoint / ADAPTER / CONFIG).is_file()
 
 
 def settings_of_adapter(checkpoint: Path) -> dict[str, Any]:
-    """The contents of adapter_config.json. Raises OSError, ValueError."""
+    """Read adapter_config.json. Raises OSError, ValueError."""
     found: dict[str, Any] = json.loads((checkpoint / ADAPTER / CONFIG).read_bytes())
     return found
 
 
 def adapter_tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """A and B of each layer, by their names in the model. Raises CheckpointError and OSError."""
+    """Read A and B of each layer, by their names in the model. Raises CheckpointError, OSError."""
     index: Index = read_index(checkpoint)
     found: dict[str, Tensor] = {}
     for name, saved in index.tensors.items():
@@ -60,17 +60,10 @@ def adapter_tensors(checkpoint: Path) -> dict[str, Tensor]:
 def merged_model(
     checkpoint: Path, manifest: Manifest, dtype: torch.dtype | None
 ) -> PreTrainedModel:
-    """The model that the adapter is of, with the adapter merged into it.
+    """Load the adapter's base model and merge the adapter into it.
 
-    Args:
-        checkpoint: with an adapter.
-        manifest: of it.
-        dtype: of the weights; None: as the trainer held the model.
-
-    Raises:
-        CheckpointError: the model is not where it was, or is another one; or the weights are not
-            those that the run's engines were given.
-        OSError, ValueError, KeyError: the checkpoint's files cannot be read.
+    Raises CheckpointError if the base model is missing or has changed, or the result is not the
+    weights that the engines received; OSError, ValueError or KeyError for unreadable files.
     """
     settings = settings_of_adapter(checkpoint)
     scaling = settings["lora_alpha"] / settings["r"]
@@ -106,7 +99,7 @@ def _compare(
     pairs: dict[str, Pair],
     scaling: float,
 ) -> None:
-    """Refuse another model than the one that was trained, where the engines' digest is known."""
+    """Refuse another model than the one that was trained, if the engines' digest is known."""
     published = manifest.published or None
     if published is None:
         return
@@ -130,24 +123,19 @@ def _compare(
 
 
 _FILE_SIZE = "5GB"
-"""Of a weights file; a model that is larger has several and an index."""
 _POLICY = "weights/policy/"
 
 
 def export(checkpoint: Path, target: Path, dtype: torch.dtype | None = None) -> None:
     """Write the policy of a checkpoint to `target`, with its adapter merged if it has one.
 
-    Holds the model once in host memory, in the data type of the export. The weights are compared
-    with the digest of those that the run's engines were given, if the checkpoint has it.
-
-    Args:
-        checkpoint: a folder `step-NNNNNN`; its optimizer may be damaged.
-        target: must not exist.
-        dtype: of the weights; None: as they are trained.
+    Holds the model once in host memory, in `dtype`, by default the trained one. If the checkpoint
+    has the digest of the weights that the run's engines received, it is compared. The checkpoint's
+    optimizer may be damaged.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another format, or `target` exists.
-        CheckpointUnwritable: the disk does not take it; nothing of it is left.
+        CheckpointUnwritable: the disk refused it; nothing of it is left.
     """
     manifest = _verified(checkpoint, target)
     with _made_of(checkpoint, "a model"):
@@ -162,17 +150,7 @@ def export(checkpoint: Path, target: Path, dtype: torch.dtype | None = None) -> 
 
 
 def export_adapter(checkpoint: Path, target: Path, dtype: torch.dtype | None = None) -> None:
-    """Write the adapter of a checkpoint to `target`, a PEFT directory.
-
-    Args:
-        checkpoint: a folder `step-NNNNNN` with an adapter; its optimizer may be damaged.
-        target: must not exist.
-        dtype: of A and B; None: as they are trained.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or of another format, or `target` exists.
-        CheckpointUnwritable: the disk does not take it; nothing of it is left.
-    """
+    """Write the adapter of a checkpoint to `target`, a PEFT directory. Otherwise like `export`."""
     manifest = _verified(checkpoint, target)
     with _made_of(checkpoint, "an adapter"):
         tensors = converted(adapter_tensors(checkpoint), dtype)
@@ -184,7 +162,6 @@ def export_adapter(checkpoint: Path, target: Path, dtype: torch.dtype | None = N
 
 
 def _verified(checkpoint: Path, target: Path) -> Manifest:
-    """The manifest of a checkpoint whose weights are whole. Raises CheckpointError."""
     manifest = read_manifest(checkpoint)
     verify_files(checkpoint, manifest, only=(*WEIGHTS, ADAPTER))
     if target.exists():
@@ -194,7 +171,6 @@ def _verified(checkpoint: Path, target: Path) -> Manifest:
 
 @contextmanager
 def _made_of(checkpoint: Path, what: str) -> Iterator[None]:
-    """Name what could not be made. Raises CheckpointError."""
     try:
         yield
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
@@ -205,7 +181,7 @@ def _made_of(checkpoint: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def _written(target: Path, needed: int) -> Iterator[Path]:
-    """A folder to fill, which becomes `target` at the end. Raises CheckpointUnwritable."""
+    """Yield a folder to fill, which then becomes `target`. Raises CheckpointUnwritable."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}.writing")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -272,7 +248,6 @@ def _read(checkpoint: Path, index: Index, name: str) -> Tensor:
 
 
 def _unique(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Weights and persistent buffers, a tied weight once."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
@@ -281,7 +256,7 @@ def _unique(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _names_by_tensor(model: PreTrainedModel) -> dict[str, str]:
-    """Every name of the state dict, and the first name of the same tensor."""
+    """Map every name of the state dict to the first name of the same tensor."""
     first: dict[int, str] = {}
     return {
         name: first.setdefault(id(tensor), name)

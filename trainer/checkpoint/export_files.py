@@ -1,4 +1,4 @@
-"""Where exported models are, and of which checkpoint. Light: no torch.
+"""Paths and records of exported models. Light: no torch.
 
 ```
 RUN/exports/step-000012/            of RUN/checkpoints/step-000012
@@ -30,27 +30,26 @@ class ExportRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of asyncrl-export.json."""
 
     checkpoint: str
-    """Absolute path at the time."""
+    """Absolute path at the time of the export."""
     manifest: str
-    """Digest of the checkpoint's manifest, which is that of its contents."""
+    """Digest of the checkpoint's manifest, which covers its contents."""
     policy_version: int
     dtype: str
-    """Of the weights, torch's name without prefix."""
+    """torch's name of the weights' type, without prefix."""
     files: dict[str, FileDigest]
-    """By path relative to the export."""
+    """Digests by path relative to the export."""
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether this is a checkpoint, whole or not, which must be exported to be a model."""
+    """Return True if this is a checkpoint, complete or not, and not an exported model."""
     return (directory / MANIFEST).exists() and not (directory / "config.json").exists()
 
 
 def default_place(checkpoint: Path, dtype: str | None = None, *, adapter: bool = False) -> Path:
-    """Where a checkpoint is exported to unless the user says so.
+    """Default export folder of a checkpoint.
 
-    Example:
-        >>> str(default_place(Path("runs/first/checkpoints/step-000012"), "bfloat16"))
-        'runs/first/exports/step-000012-bfloat16'
+    >>> str(default_place(Path("runs/first/checkpoints/step-000012"), "bfloat16"))
+    'runs/first/exports/step-000012-bfloat16'
     """
     folder = checkpoint.parent
     run = folder.parent if folder.name == "checkpoints" else folder
@@ -72,10 +71,9 @@ def write_record(exported: Path, checkpoint: Path, manifest: Manifest, *, dtype:
 
 
 def is_export_of(place: Path, checkpoint: Path, dtype: str | None = None) -> bool:
-    """Whether `place` holds this checkpoint, whole; reads its files. False if it does not exist.
+    """Return True if `place` holds this checkpoint intact; reads its files. False if it is absent.
 
-    Raises:
-        CheckpointError: something else is there, or it was changed.
+    Raises CheckpointError if something else is there, or it was changed.
     """
     if not place.exists():
         return False

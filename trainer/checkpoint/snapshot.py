@@ -2,11 +2,10 @@
 
     take ──► thread: device to host ──► `copied`: weights may change ──► written ──► `take` again
 
-Weights and moments change in an optimizer step only. So a copy that begins after one step runs
-next to the forward and backward passes of the next, and training waits for it only where it would
-change something (`wait`). The buffers take as much host memory as this rank's part of the state
-(12 bytes a parameter, divided by the ranks) and are kept for the next copy: pages that are used for
-the first time cost more than the copy.
+Weights and moments change in an optimizer step only, so a copy runs during the forward and backward
+passes of the next step, and training waits for it only before that changes something (`wait`). The
+buffers take as much host memory as this rank's part of the state (12 bytes a parameter, divided by
+the ranks) and are reused: touching fresh pages costs more than the copy.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from asyncrl.trainer.model.host_memory import memory_left
 
 
 class Snapshot:
-    """Copies what a rank holds; one at a time, into buffers that are reused."""
+    """Copies what a rank holds; one at a time, into reused buffers."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.Size], Tensor] = {}
@@ -34,13 +33,10 @@ class Snapshot:
         self._error: BaseException | None = None
 
     def take(self, held: Sequence[Held]) -> list[Held]:
-        """Begin to copy; what is returned is filled when `wait` has returned.
-
-        The caller must not have an earlier copy in use any more.
-        """
+        """Begin to copy, once an earlier copy is done; the tensors are filled after `wait`."""
         self._join()
         buffers = {_key(one): self._buffers.get(_key(one)) for one in held}
-        self._buffers = {}  # what no longer fits is freed first
+        self._buffers = {}  # free what no longer fits first
         for one in held:
             kept = buffers[_key(one)]
             self._buffers[_key(one)] = _buffer(one.local) if kept is None else kept
@@ -56,9 +52,9 @@ class Snapshot:
         return copies
 
     def needed(self, held: Sequence[Held]) -> int:
-        """Bytes of host memory that a copy would take now.
+        """Bytes of additional host memory that a copy takes.
 
-        Torch rounds page-locked memory, which a GPU's tensors get, up to powers of two.
+        Torch rounds page-locked memory, used for a GPU's tensors, up to powers of two.
         """
         new = [one.local for one in held if _key(one) not in self._buffers]
         return sum(
@@ -68,7 +64,7 @@ class Snapshot:
 
     @staticmethod
     def lacks(needed: int) -> str:
-        """Why this machine or this container has no memory for so many bytes; empty if it has."""
+        """Explain if this machine or container lacks memory for this many bytes; else return ""."""
         left = memory_left()
         if left is None or needed <= left:
             return ""
@@ -78,10 +74,10 @@ class Snapshot:
         )
 
     def wait(self) -> float:
-        """Until everything is copied; seconds that this took. Raises what the copy raised."""
+        """Wait until everything is copied; return the seconds. Raises what the copy raised."""
         began = time.monotonic()
         self._join()
-        if self._error is not None:  # also for whoever waits second: training, or the writer
+        if self._error is not None:  # for both waiters: training and the writer
             raise self._error
         return time.monotonic() - began
 
@@ -111,12 +107,11 @@ def _key(one: Held) -> tuple[str, torch.dtype, torch.Size]:
 
 
 def _buffer(tensor: Tensor) -> Tensor:
-    """Pinned for a GPU's tensor, so that the copy does not hold up the GPU."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 def _side_streams(held: Sequence[Held]) -> dict[torch.device, torch.cuda.Stream]:
-    """A stream for each GPU, behind what was queued there so far."""
+    """Create a stream for each GPU, behind what is queued there."""
     streams = {}
     for device in {one.local.device for one in held if one.local.is_cuda}:
         streams[device] = torch.cuda.Stream(device)

@@ -1,9 +1,9 @@
 """Which trainer may write to a run's folder: the one that was started last.
 
-A lost trainer is dead as far as the controller knows. On another node it may live on, cut off from
-Ray but not from the disk. So the controller writes a random word to RUN/.trainer before it starts a
-trainer, and tells it the word. A trainer that finds another word there writes no checkpoint and no
-samples any more, and ends. It looks immediately before a checkpoint gets its name.
+The controller treats a lost trainer as dead, but on another node it may live on, cut off from the
+launcher but not from the disk. So the controller writes a random token to RUN/.trainer before it
+starts a trainer, and passes it the token. A trainer that finds another token there, immediately
+before it renames a checkpoint into place for instance, stops writing and exits.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ _BYTES = 64
 
 
 def raise_fence(run: Path) -> str:
-    """Fence off all earlier trainers of a run; the word for the next one.
-
-    Empty if the disk does not take it: then the next one is not fenced either.
-    """
+    """Fence off a run's earlier trainers; return the next one's token, empty if the disk fails."""
     word, path = secrets.token_hex(16), run / FENCE_FILE
     try:
         write_atomically(path, word)
@@ -39,7 +36,7 @@ def raise_fence(run: Path) -> str:
 
 @contextlib.contextmanager
 def fenced(run: Path) -> Iterator[str]:
-    """As `raise_fence`, for what follows; if that fails, the fence is where it was before."""
+    """Raise the fence for the block, and restore the previous one if the block fails."""
     path, before = run / FENCE_FILE, None
     with contextlib.suppress(OSError, UnicodeDecodeError):
         before = path.read_text(encoding="utf-8")
@@ -56,25 +53,14 @@ def fenced(run: Path) -> Iterator[str]:
 
 
 class Fence:
-    """What one trainer asks.
-
-    Args:
-        run: the run's folder.
-        word: that the trainer was started with; empty: it is not fenced.
-    """
+    """Checks one trainer's token `word`; an empty one disables the fence."""
 
     def __init__(self, run: Path, word: str) -> None:
         self._path = run / FENCE_FILE
         self._word = word
 
     def check(self) -> None:
-        """Look whether this is still the run's trainer; reads a small file.
-
-        A file that is missing or cannot be read fences nobody.
-
-        Raises:
-            Superseded: another one was started.
-        """
+        """Raise Superseded if another trainer was started; passes if the file is unreadable."""
         if not self._word:
             return
         try:
@@ -90,4 +76,3 @@ class Fence:
 
 
 UNFENCED = Fence(Path(), "")
-"""For a trainer that nobody replaces."""

@@ -1,7 +1,5 @@
 """Corrections: weights for tokens that another policy drew than the one that trains on them.
 
-base        by each token's own ratio or the whole sample's: truncated, masked, rejected
-
 With g = log of current over behaviour probability of a token, and sums and means over its sample:
 
     name                  weight of a token                               source
@@ -33,7 +31,7 @@ __all__ = ["make"]
 
 
 def make(config: TrainerConfig) -> Correction:
-    """The configured correction."""
+    """Return the configured correction."""
     low, high = config.band_of_correction
     cap = config.importance_cap
     made: dict[str, Correction] = {

@@ -1,16 +1,11 @@
-"""What a correction is: a pure function of the log-ratios of a micro-batch.
+"""Corrections: pure functions of the log-ratios g of a micro-batch's tokens.
 
-Corrections by each token's own ratio e^g.
+A token's own ratio e^g ignores how likely its prefix is now. The gradient keeps a bias even where
+nothing is truncated, in exchange for a variance that does not grow with the length of samples.
 
-The ratio of a token leaves out how likely its prefix is now. So the gradient keeps a bias even
-where nothing is truncated, in exchange for a variance that does not grow with the length of
-samples.
-
-Corrections by the ratio of a whole sample: W = e^(sum of g) over its tokens.
-
-W is the only weight whose expectation is the gradient of the current policy, because it accounts
-for the prefix of each token. Its variance grows exponentially with the length, so for long samples
-it is used to *reject*, by its geometric mean e^(mean of g), rather than to weigh.
+A sample's ratio W = e^(sum of g) is the only weight whose expectation is the gradient of the
+current policy. Its variance grows exponentially with the length, so for long samples it is used to
+*reject*, by its geometric mean e^(mean of g), rather than to weigh.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from asyncrl.trainer.algorithms.base import sample_means, sample_sums
 
 
 class Weights(NamedTuple):
-    """What is made of N tokens, without gradients."""
+    """Weights of N tokens, without gradients."""
 
     importance: Tensor
     """`[N]` weight of the token's score function; 0 where it is left out."""
@@ -39,20 +34,15 @@ class Correction(Protocol):
     """Pure: no state, no randomness."""
 
     def __call__(self, log_ratio: Tensor, owners: Tensor, /) -> Weights:
-        """Weights of tokens.
-
-        Args:
-            log_ratio: `[N]` current minus behaviour log-probability, without a gradient.
-            owners: `[N]` int64 index of the token's sample.
-        """
+        """Weigh tokens by `[N]` gradient-free log-ratios; `owners` `[N]` index their samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Uncorrected:
-    """1 for every token."""
+    """Weight 1 for every token."""
 
     def __call__(self, log_ratio: Tensor, _owners: Tensor, /) -> Weights:
-        """All ones."""
+        """Return ones."""
         ones = torch.ones_like(log_ratio)
         return Weights(ones, ones, torch.zeros_like(ones, dtype=torch.bool))
 
@@ -68,7 +58,7 @@ def truncated(ratio: Tensor, cap: float) -> Weights:
 
 
 def masked(weights: Weights, keep: Tensor) -> Weights:
-    """The weights where `keep` (`[N]` bool) is true, else 0."""
+    """Keep the weights where `keep` (`[N]` bool) is true, else 0."""
     found = torch.where(keep, weights.importance, 0.0)
     return Weights(found, keep.to(found.dtype), weights.capped & keep)
 
@@ -80,7 +70,7 @@ class TokenTruncated:
     cap: float
 
     def __call__(self, log_ratio: Tensor, _owners: Tensor, /) -> Weights:
-        """Truncated ratios; nothing is left out."""
+        """Return truncated ratios; nothing is left out."""
         return truncated(torch.exp(log_ratio), self.cap)
 
 
@@ -92,7 +82,7 @@ class TokenMasked:
     high: float
 
     def __call__(self, log_ratio: Tensor, _owners: Tensor, /) -> Weights:
-        """Ratios, and which tokens are left out."""
+        """Return ratios, and which tokens are left out."""
         ratio = torch.exp(log_ratio)
         return masked(truncated(ratio, torch.inf), inside(ratio, self.low, self.high))
 
@@ -104,7 +94,7 @@ class SequenceTruncated:
     cap: float
 
     def __call__(self, log_ratio: Tensor, owners: Tensor, /) -> Weights:
-        """Truncated ratios of samples; nothing is left out."""
+        """Return truncated ratios of samples; nothing is left out."""
         return truncated(torch.exp(sample_sums(log_ratio, owners)), self.cap)
 
 
@@ -116,21 +106,21 @@ class SequenceMasked:
     high: float
 
     def __call__(self, log_ratio: Tensor, owners: Tensor, /) -> Weights:
-        """Ratios of samples, and which are left out."""
+        """Return ratios of samples, and which are left out."""
         ratio = torch.exp(sample_sums(log_ratio, owners))
         return masked(truncated(ratio, torch.inf), inside(ratio, self.low, self.high))
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRejected:
-    """Samples whose geometric mean is outside the band are left out, others truncated by token."""
+    """Truncates by token; leaves out samples whose geometric mean is outside the band."""
 
     low: float
     high: float
     cap: float
 
     def __call__(self, log_ratio: Tensor, owners: Tensor, /) -> Weights:
-        """Truncated ratios of tokens, and which samples are left out."""
+        """Return truncated ratios of tokens, and which samples are left out."""
         mean = torch.exp(sample_means(log_ratio, owners))
         weights = truncated(torch.exp(log_ratio), self.cap)
         return masked(weights, inside(mean, self.low, self.high))

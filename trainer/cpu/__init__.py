@@ -1,4 +1,4 @@
-"""What only makes training on a CPU fast: numba kernels, oneDNN linear layers, fused blocks.
+"""Kernels that only speed up training on a CPU: numba kernels, oneDNN linear layers, fused blocks.
 
-Nothing here is needed for a right result; `trainer.fused: false` uses none of the kernels.
+Results do not depend on them; `trainer.fused: false` uses none of the kernels.
 """

@@ -2,8 +2,7 @@
 
 Each query attends to the tokens of its segment up to itself, and to `shared` tokens that begin at
 the segment's `place` in the row. Keys and values of a segment are copied once, next to each other,
-so that the loops of each query are whole vectors. Shapes as in `trainer.cpu.fused`; N
-segments.
+so that the loops of each query are whole vectors. Shapes as in `trainer.cpu.fused`; N segments.
 """
 
 from __future__ import annotations
@@ -33,18 +32,11 @@ def attend(
 ) -> None:
     """Causal softmax attention within segments.
 
-    Args:
-        rotated: `[T or more, (H + J) D]` queries and keys.
-        packed: `[T or more, (H + 2 J) D]`, values last.
-        heads: H.
-        kv_heads: J.
-        starts: `[N]` first token of each segment.
-        ends: `[N]` one after its last token.
-        places: `[N]` where what it shares with others begins.
-        shared: `[N]` tokens from there on that it attends to as well.
-        scale: of the scores.
-        log_sums: `[T, H]` gets the logarithm of each softmax's denominator.
-        out: `[T or more, H D]`
+    `rotated` `[T or more, (H + J) D]` are queries and keys of H `heads` and J `kv_heads`; `packed`
+    `[T or more, (H + 2 J) D]` has the values last. Each of N segments has its first token in
+    `starts`, one after its last in `ends`, and also attends to `shared` tokens from `places` on.
+    `scale` is that of the scores. Fills `out` `[T or more, H D]`, and `log_sums` `[T, H]` with the
+    logarithm of each softmax's denominator.
     """
     size = rotated.shape[1] // (heads + kv_heads)
     group = heads // kv_heads
@@ -92,7 +84,7 @@ def _longest(starts: LongArray, ends: LongArray, shared: LongArray) -> int:
 
 @kernel.of_vectors
 def _whole_vectors(length: int) -> int:
-    """Rounded up to 32: a vector loop takes 32 numbers at once, and the rest one by one."""
+    """Round up to 32: a vector loop takes 32 numbers at once, and the rest one by one."""
     return (length + 31) // 32 * 32
 
 
@@ -100,7 +92,7 @@ def _whole_vectors(length: int) -> int:
 def _copy(
     table: FloatArray, column: int, place: int, shared: int, skipped: int, end: int, out: FloatArray
 ) -> None:
-    """The rows of a segment and what it shares, from a column on: `[length, D]`."""
+    """Copy the rows of a segment and what it shares, from a column on: `[length, D]`."""
     for i in range(end - skipped):
         row = table[place + i if i < shared else i + skipped, column : column + out.shape[1]]
         copy = out[i]
@@ -112,7 +104,7 @@ def _copy(
 def _copy_turned(
     table: FloatArray, column: int, place: int, shared: int, skipped: int, end: int, out: FloatArray
 ) -> None:
-    """As `_copy`, but `[D, length]`."""
+    """Copy like `_copy`, but transposed: `[D, length]`."""
     for i in range(end - skipped):
         row = table[place + i if i < shared else i + skipped, column : column + len(out)]
         for d in range(len(row)):
@@ -121,7 +113,7 @@ def _copy_turned(
 
 @kernel.of_vectors
 def _products(vector: FloatArray, turned: FloatArray, length: int, out: FloatArray) -> None:
-    """Products of `[D]` with the first columns of `[D, length]`; D is a multiple of 4."""
+    """Multiply `[D]` with the first columns of `[D, length]`; D is a multiple of 4."""
     for i in range(length):
         out[i] = 0
     for d in range(0, len(vector), 4):
@@ -133,7 +125,6 @@ def _products(vector: FloatArray, turned: FloatArray, length: int, out: FloatArr
 
 @kernel.of_vectors
 def _mean(masses: FloatArray, rows: FloatArray, length: int, out: FloatArray) -> None:
-    """The sum of the first rows of `[length, D]`, each times its mass."""
     for d in range(len(out)):
         out[d] = 0
     for i in range(length):
@@ -218,7 +209,7 @@ def _add_products(masses: FloatArray, vector: FloatArray, length: int, out: Floa
 def _add_rows(
     rows: FloatArray, column: int, place: int, shared: int, skipped: int, end: int, out: FloatArray
 ) -> None:
-    """The reverse of `_copy`: add `[length, D]` to a segment's rows, from a column on."""
+    """Reverse `_copy`: add `[length, D]` to a segment's rows, from a column on."""
     for i in range(end - skipped):
         target = out[place + i if i < shared else i + skipped, column : column + rows.shape[1]]
         row = rows[i]

@@ -1,15 +1,13 @@
 """Forward and backward pass of Llama-like models on a CPU core, in as few operations as possible.
 
 transformers' forward pass of a layer is about 40 operations, and autograd's backward pass twice as
-many. A small model's micro-batch spends more time in them than in matrix products. Here a layer is
-four products (queries, keys and values at once; output; gate and up at once; down) and compiled
-loops, each with a backward pass written by hand. Attention needs
-no padding, and a shared prompt is computed once.
+many: more time than a small micro-batch's matrix products. Here a layer is four products and
+compiled loops, each with a handwritten backward pass. Attention needs no padding, and a shared
+prompt is computed once.
 
     embed, norm -> [qkv, rotate, attend, output, add + norm, gate and up, gated, down, add + norm]
 
-`why_not_trained_fused` says which models it is for. All others run through transformers' forward
-pass.
+`why_not_trained_fused` refuses other models, which run through transformers' forward pass.
 
 Shapes of the compiled loops: T packed tokens (some kernels also take rows that fill up a block), C
 hidden size, I intermediate size, H query heads, J key/value heads, D head size. All numbers are
@@ -64,7 +62,7 @@ def add_and_norm(
     inverse: FloatArray,
     out: FloatArray,
 ) -> None:
-    """`total` = `states` + `change`, all `[T, C]`, and its RMS norm as `norm`."""
+    """`total` = `states` + `change`, all `[T, C]`, and its RMS norm like `norm`."""
     for t in range(len(states)):
         for c in range(states.shape[1]):
             total[t, c] = states[t, c] + change[t, c]
@@ -96,7 +94,7 @@ def norm_backward(
 
 @kernel.of_vectors
 def gated_backward(both: FloatArray, grad: FloatArray, for_both: FloatArray) -> None:
-    """Gradient of `gated`: `[T, I]` to `[T, 2 I]`."""
+    """Map the gradient of `gated`, `[T, I]`, to `[T, 2 I]`."""
     width = grad.shape[1]
     for t in range(len(grad)):
         gate, up, row = both[t, :width], both[t, width:], grad[t]
@@ -122,17 +120,9 @@ def rotate(
 ) -> None:
     """Norm and rotate queries and keys (arXiv 2104.09864, halves as in transformers).
 
-    Args:
-        packed: `[T or more, (H + 2 J) D]` queries, keys, values.
-        heads: H.
-        kv_heads: J.
-        query_norm: `[D]` weight of the norm of each query head; `[0]`: there is none.
-        key_norm: as `query_norm`.
-        epsilon: of the norms.
-        cosines: `[positions, D]`
-        sines: `[positions, D]`
-        positions: `[T]`
-        out: `[T or more, (H + J) D]` queries and keys.
+    `packed` `[T or more, (H + 2 J) D]` has queries, keys and values of H `heads` and J `kv_heads`.
+    `query_norm` and `key_norm` are the `[D]` weights of each head's norm, or `[0]`; `cosines` and
+    `sines` are `[positions, D]`, `positions` `[T]`. Fills `out` `[T or more, (H + J) D]`.
     """
     size = cosines.shape[1]
     half = size // 2
@@ -170,10 +160,10 @@ def rotate_backward(
     for_query_norm: FloatArray,
     for_key_norm: FloatArray,
 ) -> None:
-    """Gradient of `rotate`, in place.
+    """Compute the gradient of `rotate` in place.
 
-    `for_packed` `[T or more, (H + 2 J) D]` holds the gradient of `rotate`'s output in its first
-    columns, and then that of its input. Gradients of the norms' weights are added.
+    The first columns of `for_packed` `[T or more, (H + 2 J) D]` hold the gradient of `rotate`'s
+    output, and then that of its input. Gradients of the norms' weights are added.
     """
     size = cosines.shape[1]
     half = size // 2
@@ -204,14 +194,13 @@ def rotate_backward(
 
 
 MAX_LENGTH = 512
-"""Tokens of the longest sequence; beyond it torch's attention, in blocks, is faster."""
+"""Tokens of the longest sequence; beyond it torch's blocked attention is faster."""
 
 MAX_JOINED = 1 << 23
 """Numbers of joined gate and up (32 MiB) from which transformers' MLP is used: glibc maps larger
-blocks afresh each time, and clearing their pages costs more than joining them saves."""
+blocks afresh each time, and clearing their pages costs more than joining saves."""
 
 _Rotary = tuple[FloatArray, FloatArray]
-"""`[positions, D]` cosines and sines."""
 
 
 class _AddNorm(torch.autograd.Function):
@@ -318,7 +307,7 @@ def _array(grad: Tensor) -> FloatArray:
 
 
 class _Heads:
-    """Numbers of a layer's attention."""
+    """Shape of a layer's attention."""
 
     def __init__(self, attention: Any, config: Any) -> None:
         self.heads = int(config.num_attention_heads)
@@ -330,7 +319,7 @@ class _Heads:
 
 
 class _Layout(Protocol):
-    """What is read of a `model.packing.Layout`, which imports this module's package."""
+    """The used part of a `model.packing.Layout`, which imports this module's package."""
 
     @property
     def positions(self) -> Tensor: ...
@@ -341,8 +330,6 @@ class _Layout(Protocol):
 
 
 class _Sequences:
-    """Positions, rotary angles and segments of a packed row."""
-
     def __init__(self, layout: _Layout, rotary: _Rotary) -> None:
         self.rotary = rotary
         self.positions: LongArray = layout.positions[0].numpy()
@@ -362,12 +349,12 @@ class FusedDecoder:
 
     @property
     def first_layer(self) -> nn.Module:
-        """Transformers' module; the gradients of its parameters pass through all layers."""
+        """transformers' module; the gradients of its parameters pass through all layers."""
         first: nn.Module = self._inner.layers[0]
         return first
 
     def hidden(self, tokens: Tensor, layout: _Layout) -> Tensor:
-        """`[T or more, C]` normed states of `[1, T]` tokens; the rows after T mean nothing."""
+        """`[T or more, C]` normed states of `[1, T]` tokens; rows after T are undefined."""
         if layout.longest > len(self._rotary[0]):
             self._rotary = _angles(self._inner, 2 * layout.longest)
         sequences = _Sequences(layout, self._rotary)
@@ -400,7 +387,7 @@ def _add_norm(states: Tensor, change: Tensor | None, module: Any) -> tuple[Tenso
 
 
 def _joined(x: Tensor, *layers: nn.Linear) -> Tensor:
-    """The outputs of linear layers with the same input, side by side: one product."""
+    """Compute linear layers with the same input as one product, outputs side by side."""
     weights: list[Tensor] = [one.weight for one in layers]
     weight = torch.cat(weights)
     of_layers: list[Tensor | None] = [one.bias for one in layers]
@@ -412,7 +399,6 @@ def _joined(x: Tensor, *layers: nn.Linear) -> Tensor:
 
 
 def _angles(inner: Any, positions: int) -> _Rotary:
-    """`[positions, D]` cosines and sines."""
     with torch.no_grad():
         cosines, sines = inner.rotary_emb(
             torch.empty(0), position_ids=torch.arange(max(1, positions))[None]
@@ -421,12 +407,7 @@ def _angles(inner: Any, positions: int) -> _Rotary:
 
 
 def why_not_trained_fused(model: Any, *, threads: int) -> str | None:
-    """Why a model is trained through transformers' forward pass; None: it need not.
-
-    Args:
-        model: of transformers, loaded.
-        threads: torch's, of the trainer.
-    """
+    """Return why a model must use transformers' forward pass, or None."""
     window = getattr(model.config, "sliding_window", None) or MAX_LENGTH
     if window < MAX_LENGTH:
         return f"it has a sliding window of {window} tokens"

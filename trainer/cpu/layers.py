@@ -2,15 +2,14 @@
 
 Two things take most of a training step on a CPU:
 
-- **Matrix products.** torch sends float32 products to MKL, which uses only AVX2 on processors that
-  are not Intel's. oneDNN, also part of torch, uses AVX-512 there: 215 instead of 97 GFLOP/s per
-  core on an EPYC 9005. `OnednnLinear` uses it, forward and backward.
-- **RMS norms**, which transformers writes as eight elementwise operations, each with its own
-  backward pass. `_RmsNorm` has a single one, written by hand: 220 instead of 730 µs for 591 x 256.
-  It also stays in float64 where transformers would fall back to float32.
+- **Matrix products.** torch's MKL uses only AVX2 on processors that are not Intel's; oneDNN, also
+  part of torch, uses AVX-512 there: 215 instead of 97 GFLOP/s per core on an EPYC 9005.
+  `OnednnLinear` uses it, forward and backward.
+- **RMS norms**, in transformers eight elementwise operations with a backward pass each. `_RmsNorm`
+  has a single handwritten one: 220 instead of 730 µs for 591 x 256. It also stays in float64.
 
-Each replacement is compared with the original on random input before it is made; where the results
-differ (Gemma adds 1 to its weights, for example) the original stays.
+Each replacement is first compared with the original on random input; if the results differ (Gemma
+adds 1 to its weights, for example) the original stays.
 """
 
 from __future__ import annotations
@@ -28,19 +27,20 @@ from torch.nn.functional import linear, pad
 logger = logging.getLogger(__name__)
 
 MIN_ROWS = 16
-"""With fewer rows oneDNN's set-up costs more than it saves."""
+"""Least number of rows for which oneDNN saves more than its set-up costs."""
 LARGE = 1 << 29
 """Multiplications of a product (5 ms of a core) from which code for one more shape costs less than
 rows of zeros."""
 TRANSPOSED_BLOCK = 1 << 22
-"""Numbers of a matrix (16 MiB) from which copying it transposed is slower than a product's rest."""
+"""Numbers of a matrix (16 MiB) from which copying it transposed is slower than the rest of a
+product."""
 
 
 def speed_up(model: nn.Module, *, norms_too: bool = True) -> tuple[int, int]:
-    """Replace layers of a model in place; returns how many (linear layers, norms).
+    """Replace layers of a model in place; return how many (linear layers, norms).
 
-    Names, parameters and results stay the same. A model that is not on the CPU stays as it is.
-    Without `norms_too` norms stay as they are, for a compiler.
+    Names, parameters and results stay the same; only models on the CPU change. Without `norms_too`
+    norms stay, for a compiler.
     """
     if next(model.parameters()).device.type != "cpu":
         return 0, 0
@@ -61,9 +61,9 @@ def speed_up(model: nn.Module, *, norms_too: bool = True) -> tuple[int, int]:
 
 @functools.cache
 def onednn_is_faster() -> bool:
-    """Whether float32 products should go to oneDNN: AVX-512, not Intel, and correct results.
+    """Return True if float32 products should use oneDNN: AVX-512, not Intel, correct results.
 
-    Decided by the machine's properties and not by timing, so that a run repeats bit for bit.
+    Depends on the machine's properties, not on timing, so that a run repeats bit for bit.
     """
     if not (
         torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -81,23 +81,23 @@ def onednn_is_faster() -> bool:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`[N, k]`, `[o, k]` to `[N, o]`: x times weight transposed, by oneDNN; any strides."""
+    """Multiply `[N, k]` with the transpose of `[o, k]`, by oneDNN; any strides."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # noqa: SLF001
     return out
 
 
 def whole_blocks(rows: int) -> int:
-    """Rows rounded up to one of at most eight sizes per power of two, multiples of MIN_ROWS.
+    """Round rows up to one of at most eight sizes per power of two, multiples of MIN_ROWS.
 
     oneDNN compiles code for each shape (0.2 ms, as long as a small model's product) and keeps 1,024
-    shapes. Packed batches have a different number of tokens each time.
+    shapes, while packed batches keep changing their number of tokens.
     """
     block = max(MIN_ROWS, 1 << max(0, rows.bit_length() - 4))
     return -(-rows // block) * block
 
 
 def _filled_up(x: Tensor) -> Tensor:
-    """`[N, k]` followed by rows of zeros, up to `whole_blocks`."""
+    """Append rows of zeros to `[N, k]`, up to `whole_blocks`."""
     missing = whole_blocks(len(x)) - len(x)
     return pad(x, (0, 0, 0, missing)) if missing else x
 
@@ -114,18 +114,13 @@ def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
 
 
 def whole_rows(x: Tensor, weight: Tensor) -> tuple[int, Tensor]:
-    """`[..., k]` as `[N or more, k]` and N, filled up with zeros unless products are large.
-
-    Args:
-        x: input or gradient of a linear layer.
-        weight: of the layer.
-    """
+    """Flatten `[..., k]` to `[N or more, k]`, zero-filled unless products are large; with N."""
     flat = x.reshape(-1, x.shape[-1])
     return len(flat), flat if len(flat) * weight.numel() >= LARGE else _filled_up(flat)
 
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As `fast_linear`, without gradients."""
+    """Compute `fast_linear` without gradients."""
     rows, flat = whole_rows(x, weight)
     return product(flat, weight, bias)[:rows].view(*x.shape[:-1], weight.shape[0])
 
@@ -136,7 +131,7 @@ class _Linear(torch.autograd.Function):
         rows, flat = whole_rows(x, weight)
         ctx.save_for_backward(flat, weight)
         shape = [*x.shape[:-1], weight.shape[0]]
-        # To autograd no view, which a model could not change in place (Gemma 3n).
+        # Not a view to autograd, which a model could not change in place (Gemma 3n).
         out: Tensor = torch.ops.aten._unsafe_view(product(flat, weight, bias)[:rows], shape)  # noqa: SLF001
         return out
 
@@ -161,7 +156,7 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class OnednnLinear(nn.Linear):
-    """`nn.Linear` whose float32 products run in oneDNN, forward and backward."""
+    """An `nn.Linear` whose float32 products run in oneDNN, forward and backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., k]` to `[..., o]`."""
@@ -211,7 +206,7 @@ def _epsilon(module: Any) -> float:
 
 @torch.no_grad()
 def _is_rms_norm(module: Any) -> bool:
-    """Whether the module is a plain RMS norm, by its name and by what it computes."""
+    """Return True if the module is a plain RMS norm, by its name and by its results."""
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor):
         return False

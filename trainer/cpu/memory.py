@@ -1,9 +1,8 @@
-"""Keep the memory that tensors on a CPU free, for those that come next.
+"""Keeps the memory of freed CPU tensors for the next ones.
 
-glibc gives large blocks back to the system when they are freed, and the next ones are pages that
-the system has to clear: ten times the cost of the arithmetic for a tensor of 40 MiB. A training
-step frees and allocates the same blocks over and over. So a trainer on a CPU keeps all that it once
-had; its memory is that of its peak in any case.
+glibc returns large freed blocks to the system, which clears the pages of the next ones: ten times
+the cost of the arithmetic for a tensor of 40 MiB. A training step frees and allocates the same
+blocks repeatedly, so a trainer on a CPU keeps them; its peak memory is the same.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ import logging
 logger = logging.getLogger(__name__)
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-"""Of glibc's malloc.h."""
 _NEVER = (1 << 31) - 1
 
 
 def keep_freed_memory() -> bool:
-    """From now on, in this process; whether the C library can do it (glibc can)."""
+    """Keep freed memory from now on; return True if the C library supports it (glibc does)."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

@@ -1,1 +1,1 @@
-"""LoRA: adapters are trained, and the model that they are added to stays as it is."""
+"""LoRA: adapters are trained; the model they are added to does not change."""

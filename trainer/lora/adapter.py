@@ -1,14 +1,12 @@
-"""The adapter of a policy: layers that peft puts around the model's, and what others need of them.
+"""The adapter of a policy: peft's layers around the model's, and its PEFT directories.
 
 ```
-x ─┬─► W (stays as it is) ─────────────► + ─► y
+x ─┬─► W (frozen) ─────────────────────► + ─► y
    └─► A ─► B ─► times alpha / rank ──────┘
 ```
 
-The trainer computes both branches. What it publishes are A and B; `fingerprint` is that of the
-merged weights, which engines compute from them (`asyncrl.wire.weights.adapter`).
-
-PEFT directories: the tensors of an adapter, by the names that they have in a model.
+The trainer computes both branches and publishes A and B. `fingerprint` is that of the merged
+weights, which engines compute from them (`asyncrl.wire.weights.adapter`).
 """
 
 from __future__ import annotations
@@ -39,11 +37,7 @@ from asyncrl.wire.weights.layout import Fingerprint, LoraSpec
 
 
 def read_adapter(directory: Path, config: LoraConfig) -> dict[str, Tensor]:
-    """The tensors of an adapter, by the names that peft gives them in a model.
-
-    Raises:
-        UnsupportedModelError: it is damaged, or another kind of adapter.
-    """
+    """Read an adapter's tensors, by peft's names in a model. Raises UnsupportedModelError."""
     why = why_not_started_from(directory, config)
     if why is not None:
         raise UnsupportedModelError(f"trainer.lora.adapter: {why}")
@@ -67,12 +61,11 @@ def write_adapter(
 
 
 def converted(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """In another data type; None: as they are."""
+    """Convert to another data type, if one is given."""
     return {n: one if dtype is None else one.to(dtype) for n, one in tensors.items()}
 
 
 def _outer(name: str) -> str:
-    """From the model's name to the file's."""
     return PREFIX + name.replace(".default.weight", ".weight")
 
 
@@ -83,21 +76,15 @@ def _inner(name: str) -> str:
 
 _NAME = "default"
 _BASE = ".base_layer."
-"""What peft puts into the names of an adapted layer's own parameters."""
+"""Inserted by peft into the names of an adapted layer's own parameters."""
 _LINEAR = {"Linear", "OnednnLinear"}
 
 
 class Adapter:
-    """Attributes: `config`, `layers` by name.
+    """Adds adapters to a model's linear layers, in place. Attributes: `config`, `layers` by name.
 
-    Args:
-        model: whose linear layers get adapters, in place; all other parameters stay as they are.
-        config: with a rank.
-        dtype: of A and B.
-
-    Raises:
-        UnsupportedModelError: the targets are not linear layers of the model, or the adapter to
-            start from does not fit.
+    Raises UnsupportedModelError if the targets are not linear layers of the model, or the adapter
+    to start from does not fit.
     """
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, dtype: torch.dtype) -> None:
@@ -126,40 +113,40 @@ class Adapter:
 
     @property
     def spec(self) -> LoraSpec:
-        """What a manifest says of it."""
+        """Its description in a manifest."""
         return LoraSpec(self.config.rank, self.config.scaling, self.config.serve)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """A and B of each layer, as they are published; alive."""
+        """Yield A and B of each layer, as they are published; live tensors."""
         for name, parameter in self._parameters().items():
             yield name, parameter.detach()
 
     def settings(self, model_path: str) -> dict[str, Any]:
-        """What a PEFT directory of it says."""
+        """Contents of its PEFT adapter_config.json."""
         return adapter_settings(self.layers, self.config, model_path)
 
     def module(self) -> nn.Module:
-        """A module of A and B alone: what a checkpoint holds of the policy."""
+        """A module of A and B alone, for checkpoints."""
         return _AdapterModule(self._parameters())
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's own weights by name of the HF state dict, tied ones by each name."""
+        """Yield the model's own weights by name of the HF state dict, tied ones by each name."""
         for name, tensor in self._model.state_dict(keep_vars=True).items():
             if layer_of(name) is None:
                 yield name.replace(_BASE, "."), tensor
 
     def base_digest(self) -> str:
-        """Of the model's own weights."""
+        """Digest of the model's own weights."""
         return fingerprint(self.base()).whole
 
     def own(self) -> Fingerprint:
-        """Of the model's own weights and the adapter's, as they are."""
+        """Fingerprint of the model's own weights and the adapter's, unmerged."""
         return fingerprint([*self.base(), *self.tensors()])
 
     def fingerprint(self, dtype: torch.dtype) -> Fingerprint:
-        """Of the merged weights, or of weights and adapter apart, in the engines' data type.
+        """Fingerprint as engines of this type hold them: merged, or weights and adapter separate.
 
-        A merged matrix exists one at a time. Digests of weights without adapter are kept.
+        One merged matrix exists at a time. Digests of weights without adapter are cached.
         """
         apart = self.config.serve == "adapter"
         pairs = {} if apart else self._pairs()
@@ -180,7 +167,7 @@ class Adapter:
 
     @contextmanager
     def initial(self) -> Iterator[None]:
-        """Compute as the initial policy inside the block; without gradients only."""
+        """Compute as the initial policy inside the block, without gradients."""
         if self._initial is None:
             _switch(self.layers, off=True)
             try:
@@ -196,7 +183,7 @@ class Adapter:
             self._set(trained)
 
     def _set(self, tensors: Mapping[str, Tensor]) -> None:
-        # As `.data`, so that tensors that a backward pass has kept are not taken for changed.
+        # Through `.data`, so that tensors kept for a backward pass do not count as changed.
         for name, parameter in self._parameters().items():
             parameter.data = tensors[name].to(parameter.device)
 
@@ -239,11 +226,11 @@ class _AdapterModule(nn.Module):
         self._named = dict(parameters)
 
     def state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """As of any module."""
+        """Return the parameters by name."""
         return dict(self._named)
 
     def named_parameters(self, *_args: Any, **_kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module."""
+        """Yield the parameters by name."""
         yield from self._named.items()
 
 
@@ -268,10 +255,10 @@ def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _targets(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:
-    """What peft is told to adapt.
+    """Name the layers that peft adapts.
 
-    All linear layers by name: its own `all-linear` also means the experts of a mixture, which are
-    parameters and no layers. Where there are none (GPT-2), what it finds is refused by kind.
+    All linear layers by name: peft's `all-linear` also means the experts of a mixture, which are
+    parameters and not layers. If there are none (GPT-2), what peft finds is refused by kind.
     """
     if not isinstance(config.targets, str):
         return list(config.targets)
@@ -279,14 +266,13 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Names of those that may have an adapter: all but the head and the embeddings."""
+    """Names of linear layers that may have an adapter: all but the head and the embeddings."""
     outer = (model.get_output_embeddings(), model.get_input_embeddings())
     modules = model.named_modules()
     return [name for name, one in modules if isinstance(one, nn.Linear) and one not in outer]
 
 
 def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Refuse targets that are no linear layers inside the blocks."""
     if isinstance(config.targets, str):
         return
     modules, linear = dict(model.named_modules()), _linear_layers(model)
@@ -307,9 +293,6 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _switch(layers: Mapping[str, Any], *, off: bool) -> None:
-    """Use the layers without or with their adapters.
-
-    Not by peft's `enable_adapters`, which also changes what has gradients.
-    """
+    """Disable or enable adapters; peft's `enable_adapters` also changes what has gradients."""
     for layer in layers.values():
         layer._disable_adapters = off  # noqa: SLF001

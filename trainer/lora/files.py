@@ -1,7 +1,7 @@
 """PEFT directories: an adapter's settings. Light: no torch.
 
 ```
-adapter_config.json         what it is, and which model it is of
+adapter_config.json         its settings, and the model it belongs to
 adapter_model.safetensors   base_model.model.LAYER.lora_A.weight and lora_B, of each layer
 ```
 
@@ -20,9 +20,9 @@ from asyncrl.trainer.base.lora_config import LoraConfig
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Of the names in a PEFT file, before those of the model's layers."""
+"""Prefix of the layers' names in a PEFT file."""
 ADAPTER = "adapter"
-"""Folder of a checkpoint with the settings of its adapter; others have none."""
+"""Folder of a checkpoint with the settings of its adapter, if it has one."""
 _PLAIN: dict[str, Any] = {
     "use_dora": False,
     "use_rslora": False,
@@ -30,19 +30,13 @@ _PLAIN: dict[str, Any] = {
     "lora_bias": False,
     "fan_in_fan_out": False,
 }
-"""What other values of these mean is not trained here."""
+"""Required values: other variants are not trained here."""
 _EMPTY = ("rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform",
           "target_parameters", "trainable_token_indices", "layer_replication")  # fmt: skip
 
 
 def adapter_settings(layers: Iterable[str], config: LoraConfig, base: str) -> dict[str, Any]:
-    """The contents of adapter_config.json.
-
-    Args:
-        layers: full names of those that have an adapter.
-        config: of the run.
-        base: the model that the adapter is of: a directory or hub id.
-    """
+    """Return the contents of adapter_config.json; `base` is a directory or hub id."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -57,9 +51,9 @@ def adapter_settings(layers: Iterable[str], config: LoraConfig, base: str) -> di
 
 
 def why_not_started_from(directory: Path, config: LoraConfig) -> str | None:
-    """Why an adapter cannot be started from, by its settings; None: it can, if it fits the model.
+    """Return why its settings forbid starting from an adapter, or None.
 
-    Light: reads adapter_config.json only.
+    Light: reads adapter_config.json only. The adapter may still not fit the model.
     """
     if not (directory / CONFIG).is_file():
         return f"{directory} has no {CONFIG}"

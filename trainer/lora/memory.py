@@ -1,4 +1,4 @@
-"""How large an adapter is. Pure arithmetic; no torch."""
+"""The size of an adapter. Pure arithmetic; no torch."""
 
 from __future__ import annotations
 
@@ -8,38 +8,35 @@ from asyncrl.trainer.base.lora_config import LoraConfig
 
 
 class Shape(Protocol):
-    """What `asyncrl.trainer.model.memory_estimate.ModelShape` says of a model."""
+    """The used part of `asyncrl.trainer.model.memory_estimate.ModelShape`."""
 
     @property
     def hidden(self) -> int:
-        """Numbers of a hidden state."""
+        """Size of a hidden state."""
 
     @property
     def layers(self) -> int:
-        """Blocks."""
+        """Number of blocks."""
 
     @property
     def intermediate(self) -> int:
-        """Numbers between the MLP's matrices."""
+        """Width between the MLP's matrices."""
 
     @property
     def heads(self) -> int:
-        """Of queries."""
+        """Query heads."""
 
     @property
     def kv_heads(self) -> int:
-        """Of keys and values."""
+        """Key/value heads."""
 
     @property
     def head_size(self) -> int:
-        """Numbers of each."""
+        """Numbers of a head."""
 
 
 def adapter_parameters(shape: Shape, config: LoraConfig) -> int:
-    """Parameters of A and B of all layers of a Llama-like model.
-
-    A target of another name is taken for one of the MLP's.
-    """
+    """Count the parameters of A and B; a layer of another name counts as one of the MLP's."""
     hidden, middle = shape.hidden, shape.intermediate
     queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     sizes = {

@@ -4,10 +4,11 @@
             └──────── compiled ───────┘             └─────────────── compiled ─────────────────┘
 
 One block is compiled for all of them: weights are its inputs, and the number of tokens is a
-variable, so that no micro-batch compiles anything again. Attention and, on a CPU, oneDNN's products
-are called as they are; the compiler does not look into them.
+variable, so no micro-batch triggers a recompilation. Attention and, on a CPU, oneDNN's products are
+called unchanged; the compiler does not look into them.
 
-Whether two ways to compute a model's hidden states are the same, value and gradient.
+`results_of` and `where_different` check that two ways to compute hidden states agree in value and
+gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from asyncrl.trainer.model.packing import ATTENTION_NAME, packed_attention
 
 
 def results_of(run: Callable[[], Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
-    """What `run` computes, and gradients of a function of it by some parameters."""
+    """Return the output of `run`, and gradients of a function of it by some parameters."""
     with torch.enable_grad():
         out = run()
         direction = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
@@ -41,7 +42,7 @@ def results_of(run: Callable[[], Tensor], parameters: Sequence[Tensor]) -> list[
 def where_different(
     ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float = 1e-3
 ) -> str | None:
-    """By how much the first of `results_of` differs that does by more than rounding, or None."""
+    """Describe the first difference of `results_of` that exceeds rounding, or return None."""
     size = max((float(one.norm()) for one in theirs[1:]), default=0.0)
     for one, other in zip(ours, theirs, strict=True):
         gap, whole = float((one - other).norm()), float(other.norm())
@@ -53,22 +54,15 @@ def where_different(
 logger = logging.getLogger(__name__)
 
 BACKEND = "inductor"
-"""Of torch.compile; torch's default."""
 
 
 def compile_blocks(
     model: nn.Module, name: str, run: Callable[[], Tensor], dtype: torch.dtype
 ) -> None:
-    """Compile every block of a model, in place, and compare with what it computed before.
+    """Compile every block of a model in place, and compare with its results before.
 
-    Args:
-        model: of transformers; its names and parameters stay the same.
-        name: of the model, for messages.
-        run: gives the model's hidden states of some tokens.
-        dtype: in which it computes.
-
-    Raises:
-        UnsupportedModelError: it cannot be compiled here, or then computes something else.
+    `run` computes hidden states of some tokens. Names and parameters stay the same. Raises
+    UnsupportedModelError if the model cannot be compiled here, or its results change.
     """
     blocks = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
     if not blocks:
@@ -81,7 +75,7 @@ def compile_blocks(
     AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the compiler, about what it does itself
+            warnings.simplefilter("ignore")  # the compiler's warnings about its own work
             for block in blocks:
                 block.compile(dynamic=True, backend=BACKEND)
             after = results_of(run, parameters)
@@ -99,7 +93,7 @@ def compile_blocks(
 
 
 def _reason(error: Exception) -> str:
-    """The error's first lines; the very first may only say which part of the compiler it was."""
+    """First lines of an error; the very first may only name the compiler's part."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])}"
 
@@ -121,7 +115,7 @@ def linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Te
     rows, flat_grad = whole_rows(grad, weight)
     _, flat = whole_rows(x, weight)
     for_x = product(flat_grad, weight.t())[:rows].view(x.shape)
-    return for_x, weight_gradient(flat, flat_grad).contiguous()  # as the compiler was told
+    return for_x, weight_gradient(flat, flat_grad).contiguous()  # as the compiler expects
 
 
 @linear_backward.register_fake

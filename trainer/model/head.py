@@ -1,15 +1,13 @@
-"""From hidden states to log-probabilities, without ever holding tokens x vocabulary.
+"""Log-probabilities of hidden states, without ever holding tokens x vocabulary.
 
     hidden [N, C] ─► a block of logits ─► LogitMap ─► running log-sum-exp, entropy, target's logit
                      (a part of the vocabulary, or whole rows where sampling is truncated)
 
-A block has at most BLOCK numbers and is dropped at once. What is kept for the backward pass is one
-number a token, the logarithm of the softmax's denominator. The backward pass computes each block
-again: a third more arithmetic of the head, for a memory that does not grow with N x V. Blocks of
-the vocabulary write each row of the weight's gradient once; blocks of tokens would add to all of it
-each time.
-
-Whole rows are needed to know which tokens top-k, top-p and min-p leave in.
+A block has at most BLOCK numbers and is dropped at once. The backward pass keeps one number a
+token, the logarithm of the softmax's denominator, and recomputes each block: a third more
+arithmetic of the head, for memory that does not grow with N x V. Blocks of the vocabulary write
+each row of the weight's gradient once; blocks of tokens would add to all of it each time. Top-k,
+top-p and min-p need whole rows.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from asyncrl.trainer.cpu.layers import MIN_ROWS, OnednnLinear, product, weight_g
 LOGIT_BUDGET = 1 << 25
 """Logits (numbers) up to which all are computed at once and kept for the backward pass."""
 BLOCK = {"cpu": 1 << 23, "cuda": 1 << 26}
-"""Logits (numbers) of a block beyond it, by the device: on a CPU a block stays near the cache."""
+"""Logits (numbers) of a block beyond it, by device: on a CPU a block stays near the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +40,20 @@ class TokenScores:
     logprobs: Tensor
     """`[N]` nats, of the processed distribution, float32 (float64 for float64 models)."""
     entropy: Tensor
-    """`[N]` nats, of the processed distribution."""
+    """`[N]` nats."""
     outside: Tensor
-    """`[N]` bool: current truncation leaves the drawn token out, and it was added."""
+    """`[N]` bool: current truncation excludes the drawn token, which was added."""
     routes: Routes | None = None
-    """What routers said, where it was asked for; carries the gradient."""
+    """Router logits, if requested; carries the gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitMap:
     """Elementwise, from the head's product x to the logits that sampling takes.
 
-    A model's `logits` are scaled and capped already.
+        softcap * tanh(scale * x / softcap) / temperature
 
-    softcap * tanh(scale * x / softcap) / temperature
+    A model's `logits` are already scaled and capped.
     """
 
     temperature: float = 1.0
@@ -72,12 +70,12 @@ class LogitMap:
         return cls(scale=scale, softcap=getattr(text, "final_logit_softcapping", None))
 
     def applied(self, x: Tensor) -> Tensor:
-        """Scaled and capped, not divided by the temperature."""
+        """Scale and cap, but do not divide by the temperature."""
         x = x if self.scale == 1 else x * self.scale
         return x if self.softcap is None else torch.tanh(x / self.softcap) * self.softcap
 
     def apply_(self, x: Tensor) -> Tensor:
-        """In place, float32 or more."""
+        """Apply in place, in float32 or more."""
         factor = self.scale if self.softcap is None else self.scale / self.softcap
         if self.softcap is not None:
             x = x.mul_(factor).tanh_()
@@ -86,7 +84,7 @@ class LogitMap:
         return x if factor == 1 else x.mul_(factor)
 
     def pull_back_(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """The gradient of x in place of that of the logits, which `apply_` gave."""
+        """Turn the gradient of the logits, the result of `apply_`, into that of x in place."""
         if self.softcap is not None:
             tanh = logits * (self.temperature / self.softcap)
             grad = grad.addcmul_(grad * tanh, tanh, value=-1)
@@ -96,7 +94,7 @@ class LogitMap:
 
 @dataclass(frozen=True, slots=True)
 class Processing:
-    """How logits become the distribution from which tokens are drawn."""
+    """The map from logits to the distribution from which tokens are drawn."""
 
     logits: LogitMap
     truncation: Truncation = EVERYTHING
@@ -109,14 +107,9 @@ def score_tokens(
     processing: Processing,
     dtype: torch.dtype | None = None,
 ) -> TokenScores:
-    """Processed log-probability and entropy of each target.
+    """Processed log-probability and entropy of `[N]` targets, from `[N, C]` hidden states.
 
-    Args:
-        head: a linear layer to the vocabulary of V tokens.
-        hidden: `[N, C]`.
-        targets: `[N]` int64.
-        processing: of the logits.
-        dtype: in which products are computed; None: that of the weight.
+    Products are computed in `dtype`, by default the weight's.
     """
     weight, bias = head.weight, getattr(head, "bias", None)
     assert isinstance(weight, Tensor)  # noqa: S101 - for the type checker
@@ -128,7 +121,7 @@ def score_tokens(
 
 
 def process(logits: Tensor, targets: Tensor, processing: Processing) -> TokenScores:
-    """`[N, V]` logits of a model and `[N]` targets to scores, all in memory at once."""
+    """Score `[N]` targets under a model's `[N, V]` logits, all in memory at once."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if processing.logits.temperature != 1.0:
         logits = logits / processing.logits.temperature
@@ -150,8 +143,6 @@ def _left_out(truncation: Truncation, logits: Tensor, targets: Tensor) -> tuple[
 
 
 class _Products:
-    """Matrix products of a linear layer."""
-
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`[n, C]` and `[v, C]` to `[n, v]`; float32 on a GPU in 16 bits."""
         if x.is_cuda and x.dtype.itemsize == 2:
@@ -168,8 +159,6 @@ class _Products:
 
 
 class _Onednn(_Products):
-    """The same in float32 by oneDNN."""
-
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return linear(x, weight, bias) if len(x) < MIN_ROWS else product(x, weight, bias)
 
@@ -182,21 +171,18 @@ class _Onednn(_Products):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Everything of `_Score` that is not a tensor."""
-
     processing: Processing
     products: _Products
     dtype: torch.dtype
-    """Of products."""
 
     def logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """A block of logits in float32 or more."""
+        """Compute a block of logits in float32 or more."""
         raw = self.products.forward(x, weight, bias)
         return self.processing.logits.apply_(raw.to(torch.promote_types(raw.dtype, torch.float32)))
 
 
 class _Score(torch.autograd.Function):
-    """`[N, C]`, `[V, C]`, `[V]` or None, `[N]`: log-probabilities, entropy, whether outside."""
+    """Log-probabilities, entropy, `outside` from `[N, C]`, `[V, C]`, `[V]` or None, `[N]`."""
 
     @staticmethod
     def forward(
@@ -232,8 +218,6 @@ class _Score(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Sums of gradients; None: not wanted."""
-
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
@@ -241,7 +225,7 @@ class _Gradients:
     def add(
         self, plan: _Plan, grad: Tensor, x: Tensor, w: Tensor, rows: slice, part: slice
     ) -> None:
-        """Those of a block, given that of its products; `rows` of N, `part` of V."""
+        """Add those of a block, given that of its products; `rows` of N, `part` of V."""
         if self.bias is not None:
             self.bias[part] += grad.sum(0)
         grad = grad.to(plan.dtype)
@@ -257,7 +241,7 @@ _Forward = tuple[Tensor, Tensor, Tensor, Tensor]
 def _by_vocabulary(
     plan: _Plan, x: Tensor, w: Tensor, b: Tensor | None, targets: Tensor
 ) -> _Forward:
-    """The softmax of whole rows, a part of the vocabulary at a time (arXiv 1805.02867)."""
+    """Softmax of whole rows, a part of the vocabulary at a time (arXiv 1805.02867)."""
     kind = torch.promote_types(plan.dtype, torch.float32)
     top = torch.full((len(x),), -torch.inf, dtype=kind, device=x.device)
     total, weighed, chosen = (torch.zeros_like(top) for _ in range(3))
@@ -296,7 +280,7 @@ def _by_vocabulary_backward(
 
 
 def _by_rows(plan: _Plan, x: Tensor, w: Tensor, b: Tensor | None, targets: Tensor) -> _Forward:
-    """Some tokens at a time, with all of the vocabulary."""
+    """Compute some tokens at a time, with all of the vocabulary."""
     found = []
     for rows in _parts(len(x), _block(x) // len(w)):
         logits, outside = _truncated(plan, x[rows], w, b, targets[rows])
@@ -332,14 +316,14 @@ def _by_rows_backward(
 def _truncated(
     plan: _Plan, x: Tensor, w: Tensor, b: Tensor | None, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Logits of whole rows, -inf where truncation leaves a token out; targets that it did."""
+    """Logits of whole rows, -inf where truncation excludes a token; targets that it excluded."""
     logits = plan.logits(x, w, b)
     left_out, outside = _left_out(plan.processing.truncation, logits, targets)
     return logits.masked_fill_(left_out, -torch.inf), outside
 
 
 def _within(targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """`[N]` whether a target is in this part of the vocabulary, and its column there, or any."""
+    """`[N]` True if a target is in this part of the vocabulary, and its column there, else any."""
     column = targets - part.start
     inside = (column >= 0) & (targets < part.stop)
     return inside, column.clamp(0, part.stop - part.start - 1)
@@ -350,7 +334,6 @@ def _block(x: Tensor) -> int:
 
 
 def _parts(count: int, size: int) -> Iterator[slice]:
-    """0 to `count` in slices of at most `size`, at least 1."""
     size = max(1, size)
     for start in range(0, count, size):
         yield slice(start, min(count, start + size))

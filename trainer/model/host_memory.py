@@ -1,8 +1,7 @@
-"""Memory of this machine, or of the container that a process is in. Light: no torch.
+"""Memory of this machine, or of the container of a process. Light: no torch.
 
-A control group may allow less than the machine has. What it counts as used holds the pages of files
-that were read or written, which the kernel takes back when somebody needs the room. After a
-checkpoint these are most of it.
+A control group may allow less than the machine has. Its usage includes the page cache, which the
+kernel reclaims when memory is needed; after a checkpoint that is most of it.
 """
 
 from __future__ import annotations
@@ -14,12 +13,10 @@ from typing import NamedTuple
 
 
 class _Version(NamedTuple):
-    """How a version of control groups names what is wanted."""
-
     limit: str
     used: str
     cached: str
-    """In memory.stat: pages of files that were not used twice."""
+    """Field of memory.stat: cached pages that were not used twice."""
 
 
 _V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -27,18 +24,14 @@ _V2 = _Version("memory.max", "memory.current", "inactive_file")
 
 
 def host_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that this process may use: the machine's, or less if its control group says so.
-
-    Args:
-        root: of the file system.
-    """
+    """Memory that this process may use: the machine's, or its control group's limit if lower."""
     found = [_of_machine(root, "MemTotal:")]
     found += [_number(folder / version.limit) for folder, version in _groups(root)]
     return min((one for one in found if one is not None), default=None)
 
 
 def memory_left(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may still take; None where nobody says. `root` as above."""
+    """Bytes that this process may still take, if known. `root` as above."""
     found = [_of_machine(root, "MemAvailable:")]
     for folder, version in _groups(root):
         limit, used = (_number(folder / name) for name in (version.limit, version.used))
@@ -57,7 +50,7 @@ def _of_machine(root: Path, name: str) -> int | None:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Version]]:
-    """Folders of this process's control group and of those above it."""
+    """Folders of this process's control group and its ancestors."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -79,7 +72,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Version]]:
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):  # "max", or not this one's to read
+    except (OSError, ValueError):  # "max", or not readable for this process
         return None
 
 

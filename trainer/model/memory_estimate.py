@@ -1,9 +1,8 @@
-"""What memory a training step needs, by kind. Pure arithmetic; no torch.
+"""Memory that a training step needs, by kind. Pure arithmetic; no torch.
 
-The first kinds are exact: so many bytes a parameter. Activations are what the backward pass of one
-micro-batch needs, counted from the operations of a Llama-like layer; tests compare them with what a
-learner allocates, and ACTIVATIONS_FACTOR says within what. A model of another kind needs about as
-much.
+Weights, gradients and moments are exact: bytes a parameter. Activations are what the backward pass
+of one micro-batch needs, counted from the operations of a Llama-like layer; tests check that they
+are within ACTIVATIONS_FACTOR of what a learner allocates. Other kinds of model need about as much.
 """
 
 from __future__ import annotations
@@ -21,47 +20,44 @@ GIB = 2**30
 ACTIVATIONS_FACTOR = 1.5
 """Measured activations are between 1 / this and this times the estimate (tests/trainer)."""
 _PROCESS = int(0.6 * GIB)
-"""Of a process that has loaded torch, on a CPU; of CUDA's context and libraries on a GPU."""
+"""Memory of a process that has loaded torch, on a CPU; of CUDA's context and libraries on a GPU."""
 _LOGITS_AT_ONCE = 1 << 25
 _BLOCK = {False: 1 << 23, True: 1 << 26}
-"""`LOGIT_BUDGET` and `BLOCK` of `asyncrl.trainer.model.head`, with and without a GPU."""
+"""`LOGIT_BUDGET` and `BLOCK` of `asyncrl.trainer.model.head`, without and with a GPU."""
 FULL = 0.92
-"""Share of a GPU's memory that a step may need by estimate: what varies is estimated within
-ACTIVATIONS_FACTOR, and the driver keeps about 1% to itself."""
+"""Share of a GPU's memory that a step may need by estimate: the varying part is estimated within
+ACTIVATIONS_FACTOR, and the driver reserves about 1%."""
 _NCCL = 1 * GIB
-"""Of NCCL on each GPU: buffers of 4 MiB for each of 32 channels and 4 connections of a channel are
-0.5 GiB, and about as much again is its other protocols', its kernels' and the driver's."""
+"""NCCL's memory on each GPU: buffers of 4 MiB for each of 32 channels and 4 connections of a
+channel are 0.5 GiB, and about as much again is for its other protocols, its kernels and the
+driver."""
 _WORKSPACES = 96 << 20
 """32 MiB each for cuBLAS (on Hopper), cuBLASLt and attention."""
 _FRAGMENTED = 0.05
-"""Of what varies from step to step: the allocator keeps blocks that no later tensor fits."""
+"""Share of the varying part: the allocator keeps blocks that no later tensor fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The numbers of a model's config.json that memory depends on."""
+    """The numbers of a model's config.json that determine memory."""
 
     parameters: int
     hidden: int
     layers: int
     intermediate: int
     heads: int
-    """Of queries."""
     kv_heads: int
     head_size: int
     vocabulary: int
     tied: bool = False
-    """Whether the head's weight is the embedding's."""
+    """True if the head's weight is the embedding's."""
     critic: int = 0
-    """Parameters of a value model next to it."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int | None = None) -> Self | None:
-        """From config.json; None if it is not that of a transformer.
+        """Read config.json; None if it is not that of a transformer.
 
-        Args:
-            config: the file's contents.
-            parameters: counted in the weights; None: by arithmetic, for a dense Llama-like model.
+        Without a count of `parameters`, it is computed as for a dense Llama-like model.
         """
         config = config.get("text_config") or config
         try:
@@ -89,35 +85,33 @@ class StepMemory:
     """Bytes by kind, on the trainer's device unless they say otherwise."""
 
     weights: int
-    """Float32 masters, and what is computed with in bfloat16; with `sharding: full` this rank's
-    part. With LoRA the model as it is computed with, and the adapter."""
+    """Float32 masters, and bfloat16 copies for computing; with `sharding: full` this rank's part.
+    With LoRA the model in its compute type, and the adapter."""
     gradients: int
     """Sums, one per part of the loss, and the newest of the largest matrix; or this rank's part of
     the sums."""
     moments: int
-    """Adam's two, this rank's part."""
+    """Adam's two moments, this rank's part."""
     reference: int
     """The initial model, for a KL penalty."""
     activations: int
-    """Of one micro-batch."""
     head: int
     """Logits in memory at once, and hidden states of response tokens."""
     process: int
     critic: int = 0
     """A value model's weights, gradients, moments and activations."""
     libraries: int = 0
-    """On a GPU: buffers of NCCL and cuBLAS, and memory that is lost to fragmentation."""
+    """Buffers of NCCL and cuBLAS, and fragmentation, on a GPU."""
     gathered: int = 0
-    """With `sharding: full`, whole weights and gradients of what is computed, and what carries them
-    to the other ranks."""
+    """Whole weights and gradients in use with `sharding: full`, and buffers that carry them to the
+    other ranks."""
     copy: int = 0
-    """Of what a checkpoint is written from, if the device is the host."""
+    """The copy for checkpoints, if the device is the host."""
     host_moments: int = 0
-    """Moments that are kept on the host."""
     host_copy: int = 0
-    """The copy for checkpoints, next to a GPU."""
+    """The copy for checkpoints of a GPU's state, on the host."""
     published: int = 0
-    """Two versions of the weights in shared memory, of the host."""
+    """Two versions of the weights in the host's shared memory."""
 
     @property
     def device(self) -> int:
@@ -126,15 +120,15 @@ class StepMemory:
 
     @property
     def least(self) -> int:
-        """Bytes without which the step cannot work, however the estimate errs.
+        """Bytes without which the step cannot work, even if the estimate is too high.
 
-        Where the copy for checkpoints does not fit, they are written without it.
+        Without memory for the copy, checkpoints are written without it.
         """
         unsure = self.activations * (2 if self.critic else 1) + self.head
         return self.device - self.copy - unsure + int(unsure / ACTIVATIONS_FACTOR)
 
     def kinds(self) -> list[tuple[str, int]]:
-        """What is on the device, largest first, without what is 0."""
+        """Kinds on the device, largest first, without zeros."""
         found = [
             (one.name, getattr(self, one.name))
             for one in fields(self)
@@ -145,7 +139,7 @@ class StepMemory:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Of what a step trains on."""
+    """Sizes of a step's samples."""
 
     longest: int
     """Tokens of the longest sample, prompt included."""
@@ -160,15 +154,7 @@ def step_memory(
     on_gpu: bool,
     engine_bytes: int = 2,
 ) -> StepMemory:
-    """What one rank of a trainer needs.
-
-    Args:
-        shape: of the model.
-        config: of the trainer.
-        samples: of a step.
-        on_gpu: whether the device is a GPU.
-        engine_bytes: of a number of the published weights.
-    """
+    """Estimate what one rank of a trainer needs; engines' numbers have `engine_bytes`."""
     count, low = shape.parameters, config.compute_dtype == "bfloat16"
     width = 8 if config.compute_dtype == "float64" else 4
     head = shape.vocabulary * shape.hidden
@@ -208,7 +194,7 @@ def step_memory(
 
 
 def _libraries(config: TrainerConfig, varying: int) -> int:
-    """Bytes on a GPU that are nobody's tensor; `varying` is of what changes from step to step."""
+    """Bytes on a GPU outside of tensors; `varying` is what changes from step to step."""
     return _WORKSPACES + _NCCL * (config.ranks > 1) + int(_FRAGMENTED * varying)
 
 
@@ -218,14 +204,14 @@ def _bytes_of_a_moment(config: TrainerConfig, width: int) -> float:
 
 
 def _copy(shape: ModelShape, config: TrainerConfig, of_policy: int) -> int:
-    """What a rank writes to a checkpoint: its part of the weights and moments."""
+    """A rank's part of a checkpoint: of the weights and moments."""
     if not config.async_checkpoints:
         return 0
     return of_policy + of_policy * shape.critic // max(1, shape.parameters)
 
 
 def _low_copies(shape: ModelShape, config: TrainerConfig) -> int:
-    """Bytes of weights in bfloat16 at a time: all, or where blocks are recomputed those of one."""
+    """Bytes of bfloat16 weights at a time: all, or one block's where blocks are recomputed."""
     if not config.gradient_checkpointing:
         return 2 * shape.parameters
     head = shape.vocabulary * shape.hidden
@@ -234,11 +220,11 @@ def _low_copies(shape: ModelShape, config: TrainerConfig) -> int:
 
 
 def _gathered(shape: ModelShape, config: TrainerConfig) -> int:
-    """Bytes of what is whole at a time.
+    """Bytes of whole tensors at a time.
 
     In the backward pass of a block: its weights, those of the next one as they arrive and as they
     are laid out, its gradients, and those of two blocks on their way to the ranks that sum them.
-    Head and embedding: weight and gradient, or the gradient twice, when it leaves; a tied one stays
+    Head and embedding: weight and gradient, or the gradient twice when it is sent; a tied one stays
     from the head's backward pass to the embedding's.
     """
     width = 8 if config.compute_dtype == "float64" else 4
@@ -258,11 +244,10 @@ def remedies(
     *,
     on_gpu: bool,
 ) -> tuple[list[str], int]:
-    """Settings with which the step fits: one that is enough by itself, the cheapest, or several.
+    """Settings with which the step fits: one that suffices alone, the cheapest, or several.
 
-    Returns:
-        The settings as `trainer.NAME: VALUE`, and the bytes that are needed with them, which are
-        more than `available` if nothing is enough.
+    Returns them as `trainer.NAME: VALUE`, and the bytes that are needed with them, more than
+    `available` if nothing suffices.
     """
     ways: list[tuple[str, object]] = [
         ("gradient_checkpointing", "selective"),
@@ -280,7 +265,7 @@ def remedies(
     def needed(changes: Mapping[str, object]) -> int:
         changed = config.model_copy(update=dict(changes))
         found = step_memory(shape, changed, samples, on_gpu=on_gpu)
-        return found.device - found.copy  # which a run can do without
+        return found.device - found.copy  # the copy is optional
 
     for name, value in ways:
         if needed({name: value}) <= available:
@@ -299,7 +284,6 @@ def remedies(
 
 
 def _saves(config: TrainerConfig, name: str, value: object) -> bool:
-    """Whether a setting is a change, and not one for the worse."""
     now = getattr(config, name)
     if name == "micro_batch_tokens":
         return bool(now > value)
@@ -310,7 +294,6 @@ def _saves(config: TrainerConfig, name: str, value: object) -> bool:
 
 
 def _is_possible(config: TrainerConfig, name: str, value: object) -> bool:
-    """Whether a setting goes with the others."""
     try:
         type(config).model_validate({**config.model_dump(), name: value})
     except ValidationError:
@@ -329,7 +312,7 @@ def tokens_at_once(config: TrainerConfig, samples: Samples) -> int:
 
 
 def _activations(shape: ModelShape, config: TrainerConfig, samples: Samples) -> int:
-    """Kept for the backward pass: of every layer, or of every layer's input and one layer."""
+    """Kept for the backward pass: all layers, or every layer's input and one layer."""
     tokens = tokens_at_once(config, samples)
     queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     # A layer's two norms and the residual stream, in float32; queries, keys, values and attention's

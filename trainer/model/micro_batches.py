@@ -1,4 +1,4 @@
-"""Which samples share a forward pass."""
+"""Assigns samples to forward passes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from asyncrl.trainer.algorithms.base import Rewards
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Samples to be computed, B of them, with what they are trained towards."""
+    """B samples to compute, with their training targets."""
 
     trajectories: list[Trajectory]
     advantages: list[float]
-    """`[B]`"""
     owners: list[tuple[int, int]]
     """`[B]` index of each sample's group among those added, and its place in the group."""
     is_padding: bool = False
-    """Whether it counts nowhere (`asyncrl.trainer.accumulation`)."""
+    """True if nothing counts it (`asyncrl.trainer.accumulation`)."""
 
     def add(self, trajectories: Sequence[Trajectory], advantages: Rewards, group: int) -> None:
         """Add a whole group."""
@@ -31,9 +30,9 @@ class Work:
         self.owners.extend((group, place) for place in range(len(trajectories)))
 
     def split(self, budget: int) -> Iterator[Work]:
-        """Micro-batches of at most `budget` tokens, longest samples first.
+        """Split into micro-batches of at most `budget` tokens, longest samples first.
 
-        In each, those of a group are together, so that they share their prompt.
+        In each, samples of a group are adjacent, so that they share their prompt.
         """
         lengths = [len(one.prompt_tokens) + len(one.tokens) for one in self.trajectories]
         for indices in split_by_tokens(lengths, budget):
@@ -50,9 +49,9 @@ class Work:
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of sequences per micro-batch: at most `budget` tokens each, longest first.
+    """Group sequences into micro-batches of at most `budget` tokens, by index, longest first.
 
-    A sequence longer than the budget gets its own micro-batch. Deterministic.
+    A longer sequence gets its own. Deterministic.
     """
     batches: list[list[int]] = []
     room = 0

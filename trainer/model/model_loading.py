@@ -1,4 +1,4 @@
-"""Loads the model that is trained, and refuses what packed sequences cannot be trained with."""
+"""Loads the model to train, and refuses models that cannot be trained packed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from asyncrl.wire.weights.pretrained import load_causal_lm
 def load_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Load a causal language model from a directory or hub id, onto the CPU.
 
-    Raises:
-        UnsupportedModelError: transformers cannot load it, or it does not take an attention
-            function.
+    Raises UnsupportedModelError if transformers cannot load it, or it does not take an attention
+    function.
     """
     try:
         model: Any = load_causal_lm(model_path, dtype)
@@ -47,13 +46,10 @@ def load_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def multiply_in_tf32(models: Iterable[nn.Module]) -> None:
-    """Have this process multiply float32 matrices in TensorFloat-32, except for rotary angles.
+    """Make this process multiply float32 matrices in TensorFloat-32, except for rotary angles.
 
     transformers computes an angle as a matrix product of a position and a frequency. In the 11
     significant bits of TensorFloat-32, positions from 2,049 on would be rounded.
-
-    Args:
-        models: that are trained or scored with.
     """
     torch.set_float32_matmul_precision("high")
     for module in (one for model in models for one in model.modules()):

@@ -21,18 +21,16 @@ from asyncrl.trainer.model.token_batch import to_device
 class PackedBatch:
     """B sequences (prompt + response) in one row of T tokens, N of which are scored.
 
-    Scored are the response tokens that a policy has drawn. Observed ones are in the row alone: the
-    head is not computed for them. A prompt that several sequences in succession share is in the row
-    once.
+    Response tokens that a policy drew are scored. Observed ones are only in the row; the head is
+    not computed for them. A prompt that consecutive sequences share is in the row once.
     """
 
     tokens: Tensor
-    """`[1, T]` int64."""
     layout: Layout
     predictors: Tensor
     """`[N]` int64: position in the row whose hidden state predicts each scored token."""
     targets: Tensor
-    """`[N]` int64: the scored tokens."""
+    """`[N]` int64."""
 
     @classmethod
     def of(
@@ -43,13 +41,9 @@ class PackedBatch:
     ) -> PackedBatch:
         """Pack (prompt `[P]`, response `[L]`) pairs in order; P and L at least 1.
 
-        The last response token predicts nothing, so it is left out of the row. A prompt that
-        several pairs in succession have comes once, before their responses.
-
-        Args:
-            sequences: the pairs.
-            device: of all tensors.
-            trained: `[L]` of each response, the tokens that are scored; None: all.
+        The last response token predicts nothing, so the row lacks it. A prompt that consecutive
+        pairs share comes once, before their responses. `trained` `[L]` selects the scored tokens of
+        each response, by default all.
         """
         families: list[Family] = []
         rows: list[IntArray] = []
@@ -86,17 +80,13 @@ class PackedBatch:
     def of_samples(
         cls, trajectories: Sequence[Trajectory], device: torch.device, *, one_more: bool = False
     ) -> PackedBatch:
-        """Pack the contexts of samples; the scored tokens are in the order of the samples.
-
-        `one_more` as in `contexts_of`.
-        """
+        """Pack the contexts of samples, in order; `one_more` as in `contexts_of`."""
         contexts = [c for one in trajectories for c in contexts_of(one, one_more=one_more)]
         pairs = [(one.prompt, one.response) for one in contexts]
         return cls.of(pairs, device, [one.trained for one in contexts])
 
 
 def _joined(parts: Sequence[NDArray[Any]], masks: Sequence[BoolArray | slice]) -> NDArray[np.int64]:
-    """All of the parts that their masks select, one after another."""
     chosen = [part[mask] for part, mask in zip(parts, masks, strict=True)]
     found: NDArray[np.int64] = np.concatenate(chosen).astype(np.int64)
     return found
@@ -105,7 +95,7 @@ def _joined(parts: Sequence[NDArray[Any]], masks: Sequence[BoolArray | slice]) -
 def groupby_prompt(
     sequences: Sequence[tuple[IntArray, IntArray]],
 ) -> Iterator[tuple[IntArray, list[IntArray]]]:
-    """Runs of equal prompts, token by token, each with its responses."""
+    """Group consecutive sequences by equal prompts, with their responses."""
     first, alike = sequences[0][0], [sequences[0][1]]
     for prompt, response in sequences[1:]:
         if np.array_equal(prompt, first):

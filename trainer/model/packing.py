@@ -2,18 +2,15 @@
 
 Linear layers, norms and activations see `[1, T]` real tokens. Only attention needs to know where a
 sequence ends: `packed_attention`, registered with transformers under `ATTENTION_NAME`, spreads
-queries, keys and values over `[B, H, L_max, D]`, runs causal SDPA, and gathers the real tokens
-again. Where lengths are uneven and the padding would be large, it does so for several blocks, each
-of successive sequences of similar lengths. It pads nothing on a GPU in 16 bits
-(`asyncrl.trainer.model.varlen`) and on a CPU where sequences are not short
-(`trainer.model.tiled_attention`). Positions restart at 0 in each sequence, so rotary and learned
-positions are those of the sequence.
+queries, keys and values over `[B, H, L_max, D]`, in several blocks of similar lengths if the
+padding would be large, runs causal SDPA, and gathers the real tokens again. It pads nothing on a
+GPU in 16 bits (`asyncrl.trainer.model.varlen`) and on a CPU unless sequences are short
+(`trainer.model.tiled_attention`). Positions restart at 0 in each sequence.
 
-Causal attention with capped scores or sinks, which torch's kernels do not compute.
-
-The formula is that of `asyncrl.rollout.attention`. Scores exist for a block of queries at a time,
-and the backward pass computes them again, so memory grows with the sequence and not with its
-square. It costs about three times what a fused kernel does: use it for the models that need it.
+`capped_attention` serves models with capped scores or sinks, by the formula of
+`asyncrl.rollout.attention`. It computes scores for a block of queries at a time and again in the
+backward pass, so memory grows with the sequence and not with its square, at about three times the
+cost of a fused kernel.
 """
 
 from __future__ import annotations
@@ -51,16 +48,10 @@ def capped_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`query` `[B, H, L, D]`, `key` and `value` `[B, H_kv, L, D]` to `[B, H, L, D]`.
+    """Map `query` `[B, H, L, D]`, `key` and `value` `[B, H_kv, L, D]` to `[B, H, L, D]`.
 
-    Args:
-        query: of every position.
-        key: likewise.
-        value: likewise.
-        scale: of scores; None: 1 / sqrt(D).
-        window: keys that a query sees, its own among them; None: all before it.
-        softcap: bound of scores; None: none.
-        sinks: `[H]` score of a key without a value; None: none.
+    The scale of the scores defaults to 1 / sqrt(D); `softcap` bounds them. A query sees `window`
+    keys, its own among them, by default all. `sinks` `[H]` are scores of a key without a value.
     """
     batch, heads, length, size = query.shape
     groups = heads // key.shape[1]
@@ -93,7 +84,7 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Queries from position `first` on, and the keys that they may see, from position `low` on."""
+    """Attend from queries at position `first` on to keys from position `low` on."""
     scores = query @ key.transpose(2, 3)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     scores = capped(scores, softcap)
@@ -108,10 +99,9 @@ def _attend(
 
 
 ATTENTION_NAME = "asyncrl_packed"
-"""The name under which the attention function is registered with transformers."""
 
 WORTHWHILE = 1024
-"""Padded slots that must be saved for sequences to be spread over more than one block."""
+"""Padded slots that several blocks must save to be used."""
 _SIMILAR = 0.8
 """A block's sequences have at least this share of the tokens of its first one, and no more."""
 
@@ -119,32 +109,30 @@ _PLAIN_ARGUMENTS = {
     *("position_ids", "use_cache", "cache_position", "layer_idx", "output_attentions"),
     "output_router_logits",
 }
-"""Arguments that some models pass to the attention function and that do not affect its result."""
+"""Arguments of some models' attention calls that do not affect the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Sequences that follow one another in a row and share their first tokens."""
+    """Consecutive sequences in a row that share their first tokens."""
 
     sequences: int
     shared: int = 0
-    """First tokens that all of them have in common; they come once, before the rest of each."""
+    """Number of shared first tokens; they come once, before the rest of each."""
 
 
 class Block(NamedTuple):
-    """Successive sequences that attention computes together, padded to the longest."""
+    """Consecutive sequences that attention computes together, padded to the longest."""
 
     first: int
     last: int
-    """One after the last sequence."""
     longest: int
-    """Tokens, and slots of each sequence."""
+    """Tokens of the longest sequence: slots of each."""
     start: int
-    """The first slot."""
 
     @property
     def slots(self) -> slice:
-        """Of all sequences."""
+        """Slots of all sequences."""
         return slice(self.start, self.start + (self.last - self.first) * self.longest)
 
 
@@ -153,8 +141,9 @@ class Layout:
     """Positions of B sequences in a packed row of T tokens and in attention's S padded slots.
 
     Sequences may share their first tokens, as the samples of a group share their prompt. These come
-    once, before the rest of each. In the padded slots each sequence has them, and those of the
-    family's first sequence are the tokens' own: there they get what attention gives to queries.
+    once in the row, before the rest of each sequence. In the padded slots every sequence has them,
+    and only those of the family's first sequence are the tokens' own: they receive attention's
+    output.
     """
 
     positions: Tensor
@@ -162,25 +151,25 @@ class Layout:
     spread: Tensor
     """`[S]` int64: the packed token in each padded slot; 0 where there is none."""
     own: Tensor
-    """`[S, 1, 1]` bool: whether the padded slot is a token's own."""
+    """`[S, 1, 1]` bool: True if the padded slot is a token's own."""
     gather: Tensor
-    """`[T]` int64: the padded slot of each packed token, its own one."""
+    """`[T]` int64: each packed token's own padded slot."""
     blocks: tuple[Block, ...]
-    """Of the padded slots, in order."""
+    """Blocks of the padded slots, in order."""
     longest: int
-    """Tokens of the longest sequence."""
     lengths: tuple[int, ...]
-    """`[B]` tokens of each whole sequence."""
     segments: tuple[tuple[int, int, int, int], ...]
-    """In the order of the row, without empty ones: first token, one after the last, place in the
-    row of what it shares, tokens of that. Its tokens attend to those and to the segment's own."""
+    """First token, one after the last, place in the row of what it shares, number of shared tokens;
+    in the order of the row, without empty ones. Tokens attend to those and to their segment's
+    own."""
     families: tuple[tuple[int, int, int, int], ...]
-    """Of those that share tokens: place in the row, tokens, first sequence, one after the last."""
+    """Place in the row, number of tokens, first sequence, one after the last, of families that
+    share tokens."""
 
     _keys: list[varlen.Keys] = field(default_factory=list)
 
     def keys(self) -> varlen.Keys:
-        """For attention without padding; made once."""
+        """Key layout for attention without padding; cached."""
         if not self._keys:
             self._keys.append(varlen.Keys.of(self.segments, self.positions.device))
         return self._keys[0]
@@ -191,11 +180,7 @@ class Layout:
     ) -> Layout:
         """Lay out sequences of these lengths (each at least 1), one after another.
 
-        Args:
-            lengths: of the whole sequences.
-            device: of all tensors.
-            families: which sequences share tokens, in order; empty: none. What a family shares is
-                at most its shortest sequence.
+        `families` share at most their shortest sequence; together they are all sequences, in order.
         """
         counts = np.asarray(lengths, np.int64)
         kin = families or [Family(len(lengths))]
@@ -248,7 +233,7 @@ class Layout:
 
 
 def _blocks(counts: Sequence[int]) -> tuple[Block, ...]:
-    """Of sequences with so many tokens: one, or several if they save much padding."""
+    """Divide sequences of these lengths into one block, or several if they save much padding."""
     whole = Block(0, len(counts), max(counts), 0)
     found: list[Block] = []
     first = start = 0
@@ -264,9 +249,8 @@ def _blocks(counts: Sequence[int]) -> tuple[Block, ...]:
 class _Spread(torch.autograd.Function):
     """`[T, H, D]` to `[S, H, D]`; padding repeats token 0, and its gradient is dropped.
 
-    The backward pass is written by hand because it is then a plain gather, and a sum over the
-    sequences for the tokens that they share. That of autograd would be a scatter-add over colliding
-    indices.
+    The handwritten backward pass is a plain gather, plus a sum over the sequences for the tokens
+    that they share. Autograd's would be a scatter-add over colliding indices.
     """
 
     @staticmethod
@@ -288,7 +272,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """`[S, H, D]` to `[T, H, D]`, the inverse of `_Spread`."""
+    """The inverse of `_Spread`."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, layout: Layout) -> Tensor:
@@ -318,11 +302,8 @@ def packed_attention(
     """Causal attention within each packed sequence, by transformers' attention interface.
 
     `query` is `[1, H, T, D]`, `key` and `value` `[1, H_kv, T, D]`; returns `[1, T, H, D]`.
-    `softcap` and `s_aux` (sinks) are those of `asyncrl.trainer.model.packing`.
-
-    Raises:
-        UnsupportedModelError: the model does not pass the layout on, or needs something that this
-            function does not do (its own mask, non-causal attention).
+    `softcap` and `s_aux` (sinks) are those of `capped_attention`. Raises UnsupportedModelError if
+    the model does not pass the layout on, or needs more (its own mask, non-causal attention).
     """
     if packed_layout is None:
         raise UnsupportedModelError(
@@ -372,7 +353,6 @@ def packed_attention(
 
 
 def _spread(packed: Tensor, layout: Layout) -> list[Tensor]:
-    """`[1, H, T, D]` to `[B, H, L, D]` of each block."""
     flat: Tensor = _Spread.apply(packed[0].transpose(0, 1), layout)
     sizes = [block.slots.stop - block.start for block in layout.blocks]
     parts = flat.split(sizes) if len(sizes) > 1 else [flat]

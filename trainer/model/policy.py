@@ -3,19 +3,13 @@
 The log-probabilities are those of the *processed* distribution, from which the engine samples:
 logits divided by the temperature, restricted to the tokens that top-k, top-p and min-p leave in
 (`asyncrl.rollout.sampled_set`, the engines' function), and renormalised. With truncation the set is
-that of the *current* policy plus the drawn token. Without the drawn token, a token at the set's
-edge would have probability 0 after the smallest change of the weights, and no gradient to bring it
-back. The share of such tokens is reported (`mismatch.outside_nucleus`); at staleness 0 it is
-rounding.
+that of the *current* policy plus the drawn token, which would otherwise have probability 0, and no
+gradient, after the smallest change at the set's edge. The share of such tokens is reported
+(`mismatch.outside_nucleus`); at staleness 0 it is rounding.
 
-What activation checkpointing keeps of a block, and what it computes again.
-
-`true` keeps a block's input alone: all of the forward pass is done twice. `selective` also keeps
-the results of attention and of products that are no wider than their input (queries, keys, values,
-both output projections). Norms, rotation, activation and the wide products of the MLP are computed
-again: about half of a block's forward pass, for a fifth of its memory.
-
-What the routers of a mixture of experts say, from transformers' outputs.
+Activation checkpointing: `true` keeps only a block's input, so the whole forward pass runs twice.
+`selective` also keeps the results of attention and of products that are no wider than their input,
+and recomputes the rest: about half of a block's forward pass, for a fifth of its memory.
 """
 
 from __future__ import annotations
@@ -51,12 +45,12 @@ from asyncrl.trainer.model.packing import ATTENTION_NAME
 
 
 def has_experts(model: PreTrainedModel) -> bool:
-    """Whether a model is a mixture of experts."""
+    """Return True if a model is a mixture of experts."""
     return any(name.endswith("experts") for name, _ in model.named_modules())
 
 
 def why_no_routes(model: PreTrainedModel) -> str | None:
-    """Why the loss of routers cannot be computed for a model; None: it can."""
+    """Return why the router loss cannot be computed for a model, or None."""
     name, config = type(model).__name__, model.config.get_text_config()
     recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
     if "router_logits" not in recorded:
@@ -67,7 +61,7 @@ def why_no_routes(model: PreTrainedModel) -> str | None:
 
 
 def check_routes(model: PreTrainedModel, config: TrainerConfig) -> None:
-    """Raise UnsupportedModelError if the loss of routers is wanted and cannot be computed."""
+    """Raise UnsupportedModelError if the router loss is wanted and cannot be computed."""
     if config.router_loss_coefficient == 0:
         return
     reason = why_no_routes(model)
@@ -78,7 +72,7 @@ def check_routes(model: PreTrainedModel, config: TrainerConfig) -> None:
 
 
 def routes_of(model: PreTrainedModel, output: Any, predictors: Tensor) -> Routes:
-    """At `predictors` `[N]`, of an output that was computed with `output_router_logits`."""
+    """Router logits at `predictors` `[N]`, from an output with `output_router_logits`."""
     config: Any = model.config.get_text_config()
     logits = tuple(one.flatten(0, -2)[predictors] for one in output.router_logits)
     return Routes(logits, int(config.num_experts_per_tok))
@@ -92,11 +86,11 @@ _ATTENTION = {
     "torch_attn::_varlen_attn",
 }
 _PRODUCTS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "mkldnn::_linear_pointwise": (0, 1)}
-"""Where the input and the weight are among the arguments."""
+"""Positions of the input and the weight among the arguments."""
 
 
 def selective() -> Any:
-    """The two contexts that `torch.utils.checkpoint` enters, in the first and second pass."""
+    """The contexts that `torch.utils.checkpoint` enters in the first and second pass."""
     return create_selective_checkpoint_contexts(_policy)
 
 
@@ -119,15 +113,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _LEAST_ROUNDING, _MOST_ROUNDING = 0.02, 0.25
-"""Difference of a sequence's logits in 16 bits, of their size, that rounding always explains, and
-that it never does. Small models of two layers have 0.001 to 0.008."""
+"""Relative difference of a sequence's logits in 16 bits that rounding always explains, and that it
+never explains. Small models of two layers have 0.001 to 0.008."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 class Policy:
     """A causal language model, packed. Attributes: `model`, `device`, `vocab_size`, `adapter`."""
 
-    is_sharded = False  # whether weights are in parts on ranks, which then compute together
+    is_sharded = False  # True if weights are divided among ranks, which compute together
     _speeds_up = True
 
     def __init__(
@@ -143,11 +137,9 @@ class Policy:
         compiled: bool = False,
         lora: LoraConfig | None = None,
     ) -> None:
-        """Load the model and check on two short sequences that packing changes nothing.
+        """Load the model and check on two short sequences that packing does not change its results.
 
-        Raises:
-            UnsupportedModelError: it cannot be loaded or compiled, or packing would change its
-                results.
+        Raises UnsupportedModelError if it does, or the model cannot be loaded or compiled.
         """
         if not temperature > 0:
             raise UnsupportedModelError(f"temperature must be above 0, got {temperature}")
@@ -189,7 +181,7 @@ class Policy:
 
     @property
     def hidden_size(self) -> int:
-        """Numbers of a hidden state, C."""
+        """Size of a hidden state, C."""
         return int(self.model.get_output_embeddings().weight.shape[-1])
 
     @property
@@ -199,21 +191,18 @@ class Policy:
 
     @property
     def has_plain_head(self) -> bool:
-        """Whether logits are a linear layer of the hidden states, and no more."""
+        """True if logits are just a linear layer of the hidden states."""
         return self._head is not None
 
     @property
     def is_fused(self) -> bool:
-        """Whether short sequences are computed by `trainer.fused`."""
+        """True if short sequences are computed by `trainer.cpu.fused`."""
         return self._fused is not None
 
     def score(self, batch: PackedBatch, *, with_routes: bool = False) -> TokenScores:
         """Processed log-probability and entropy of each response token of a micro-batch.
 
-        Args:
-            batch: of tokens.
-            with_routes: also give what routers said, for models of which
-                `asyncrl.trainer.model.policy.why_no_routes` says nothing.
+        `with_routes` also returns router logits, for models that `why_no_routes` does not refuse.
         """
         if self._head is None:
             processing = Processing(LogitMap(self.temperature), self.truncation)
@@ -230,11 +219,11 @@ class Policy:
             return self._hidden(batch)[batch.predictors]
 
     def within(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function that uses `hidden` and `score_hidden`; they share weights meanwhile."""
+        """Call a function that uses `hidden` and `score_hidden`, which then share weights."""
         return function(*arguments)
 
     def score_hidden(self, hidden: Tensor, targets: Tensor) -> TokenScores:
-        """As `score`, of the hidden states that `hidden` gave, if `has_plain_head`."""
+        """Score the hidden states that `hidden` returned, if `has_plain_head`."""
         assert self._head is not None  # noqa: S101 - for the type checker
         mapped = replace(self._logits, temperature=self.temperature)
         processing = Processing(mapped, self.truncation)
@@ -246,7 +235,7 @@ class Policy:
             return score_tokens(self._head, hidden, targets, processing, self._compute_dtype)
 
     def _autocast(self) -> torch.autocast:
-        # Where blocks are computed again, their weights in bfloat16 are made again too, not kept.
+        # Recomputed blocks recompute their bfloat16 weights, too.
         return torch.autocast(
             self.device.type,
             torch.bfloat16,
@@ -258,7 +247,7 @@ class Policy:
     def changed(
         self, temperature: float | None, weights: Sequence[tuple[str, Tensor]]
     ) -> Iterator[None]:
-        """Compute at another temperature, and with other weights, inside the block only."""
+        """Compute at another temperature, and with other weights, inside the block."""
         own_temperature, own = self.temperature, self.model.state_dict(keep_vars=True)
         saved = [(name, own[name].detach().cpu().clone()) for name, _ in weights]
         self.temperature = own_temperature if temperature is None else temperature
@@ -288,7 +277,6 @@ class Policy:
         return FusedDecoder(self.model)
 
     def _hidden(self, batch: PackedBatch) -> Tensor:
-        """`[T, C]` last hidden states of the row."""
         return self._forward(batch, with_routes=False)[0]
 
     def _forward(self, batch: PackedBatch, *, with_routes: bool) -> tuple[Tensor, Routes | None]:
@@ -347,8 +335,8 @@ class Policy:
     def _check_packing_as_trained(self, model_path: str) -> None:
         """Refuse a model that packing changes under autocast, where attention is another kernel.
 
-        What rounding does to a sequence alone is measured: the difference of its logits in float32
-        and in bfloat16, which grows with depth and where tokens go to other experts.
+        The rounding of a separate sequence is measured: the difference of its logits in float32 and
+        in bfloat16, which grows with depth and where tokens go to other experts.
         """
         pairs = _to_pack_as_trained(self.vocab_size, long=self.device.type == "cuda")
         exact = self._separate(model_path, pairs)
@@ -373,7 +361,7 @@ class Policy:
                 )
 
     def _check_fused(self, batch: PackedBatch) -> None:
-        """Train through transformers' forward pass if the fused one computes something else.
+        """Fall back to transformers' forward pass if the fused one computes something else.
 
         Compares hidden states, and the gradients of the first layer's parameters, which pass
         through all other layers. This also compiles or loads the kernels before the first step.
@@ -421,10 +409,10 @@ def _refuse_weights_that_are_no_numbers(model: nn.Module, model_path: str) -> No
 
 
 def _close(found: Tensor, wanted: Tensor) -> bool:
-    """Whether logits differ by rounding alone.
+    """Return True if logits differ by rounding alone.
 
-    In 16 bits, in which the model of an adapter is held, rounding is 1% of all logits together in
-    28 layers; in single ones it may be more, and send a token to another expert.
+    In 16 bits, the type of an adapter's base model, rounding is 1% of all logits together in 28
+    layers; single ones may differ more, and send a token to another expert.
     """
     gap = (found - wanted).float()
     if wanted.dtype.itemsize < 4:
@@ -433,17 +421,14 @@ def _close(found: Tensor, wanted: Tensor) -> bool:
 
 
 def _relative_gap(found: Tensor, wanted: Tensor, *, by_token: bool) -> float:
-    """Norm of the difference of `[T, V]` logits by theirs; `by_token`: the median of tokens'."""
+    """Norm of the difference of `[T, V]` logits over theirs; `by_token`: the tokens' median."""
     dim = -1 if by_token else None
     gap, size = (found.float() - wanted.float()).norm(dim=dim), wanted.float().norm(dim=dim)
     return float(torch.where(gap == 0, gap, gap / size).median())
 
 
 def _to_pack_as_trained(vocabulary: int, *, long: bool) -> list[tuple[IntArray, IntArray]]:
-    """Two responses to one prompt and another sequence; with `long`, of several tiles of a kernel.
-
-    They are at most 160 tokens long.
-    """
+    """Two responses to one prompt and another sequence; if `long`, of several kernel tiles."""
     (first, one), (second, other) = _two_sequences(vocabulary)
     more = 16 if long else 1
     prompt, third = np.tile(first, more), np.tile(other, more)
@@ -451,7 +436,6 @@ def _to_pack_as_trained(vocabulary: int, *, long: bool) -> list[tuple[IntArray, 
 
 
 def _two_sequences(vocabulary: int) -> list[tuple[IntArray, IntArray]]:
-    """Prompts and responses of different lengths, to try a model with."""
     return [
         (_tokens(range(1, 4), vocabulary), _tokens(range(2, 9), vocabulary)),
         (_tokens(range(5, 7), vocabulary), _tokens(range(9, 5, -1), vocabulary)),
@@ -465,9 +449,9 @@ def _tokens(numbers: Sequence[int], vocabulary: int) -> IntArray:
 def _set_modes(
     model: PreTrainedModel, *, gradient_checkpointing: bool | Literal["selective"]
 ) -> None:
-    """Turn dropout off everywhere: the trainer's log-probabilities must equal the engine's.
+    """Disable dropout everywhere: the trainer's log-probabilities must equal the engine's.
 
-    Gradient checkpointing works only in training mode, so that mode is set on its layers alone.
+    Gradient checkpointing works only in training mode, so only its layers get that mode.
     """
     model.eval()
     if not gradient_checkpointing:

@@ -1,12 +1,12 @@
 """Attention of packed rows on a CPU by matrix products of tiles, without padding.
 
-torch's fused kernel for CPUs computes padded sequences, at a small part of the speed of matrix
-products. Here each segment of the row (`Layout.segments`) is computed for itself: a tile of
-its queries, of all heads that share keys, against the keys up to the tile's end. Only a tile's last
-square has a mask. The backward pass computes a tile's probabilities again, so memory grows with the
-tokens and not with their square.
+torch's fused kernel for CPUs computes padded sequences, at a fraction of the speed of matrix
+products. Here each segment of the row (`Layout.segments`) is computed separately: a tile of its
+queries, of all heads that share keys, against the keys up to the tile's end, whose last square has
+a mask. The backward pass recomputes a tile's probabilities, so memory grows with the tokens and not
+with their square.
 
-A segment's sums depend on its own tokens only, not on what else is in the row.
+A segment's sums depend on its own tokens only, not on the rest of the row.
 """
 
 from __future__ import annotations
@@ -19,29 +19,26 @@ import torch
 from torch import Tensor
 
 WORTHWHILE = 64
-"""Tokens that segments must have on average: shorter ones cost more in calls than in products."""
+"""Average tokens that segments must have: shorter ones cost more in calls than in products."""
 _QUERIES = 64
-"""Of a tile, for each head."""
 
 Segments = Sequence[tuple[int, int, int, int]]
 
 
 class _Tile(NamedTuple):
     first: int
-    """First query, in the row."""
     last: int
-    """One after the last query."""
     seen: int
-    """Keys of the segment that the last query sees: the first ones."""
+    """Number of the segment's first keys that the last query sees."""
 
     @property
     def rows(self) -> slice:
-        """The queries."""
+        """Queries of the tile, as a slice."""
         return slice(self.first, self.last)
 
 
 def serves(query: Tensor, segments: Segments) -> bool:
-    """Whether `attend` is the better way for `[1, H, T, D]` queries."""
+    """Return True if `attend` is faster for `[1, H, T, D]` queries."""
     if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
         return False
     return query.shape[2] >= WORTHWHILE * len(segments) and not torch.is_autocast_enabled("cpu")
@@ -52,12 +49,7 @@ def attend(
 ) -> Tensor:
     """Causal attention within segments: `[1, H, T, D]` and `[1, H_kv, T, D]` to `[1, T, H, D]`.
 
-    Args:
-        query: of all tokens.
-        key: of all tokens.
-        value: of all tokens.
-        segments: of the row, as `Layout.segments`.
-        scale: of the scores; None: 1 over the root of D.
+    `segments` are `Layout.segments`; the scale of the scores defaults to 1 over the root of D.
     """
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     out: Tensor = _Attend.apply(query[0], key[0], value[0], segments, factor)
@@ -114,7 +106,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _of_segment(packed: Tensor, segment: tuple[int, int, int, int]) -> Tensor:
-    """`[J, N, D]` what a segment attends to: the tokens that it shares, then its own."""
+    """`[J, N, D]` that a segment attends to: the tokens that it shares, then its own."""
     start, end, place, shared = segment
     if place + shared == start or not shared:
         return packed[:, start - shared : end]
@@ -122,7 +114,6 @@ def _of_segment(packed: Tensor, segment: tuple[int, int, int, int]) -> Tensor:
 
 
 def _tiles(segment: tuple[int, int, int, int]) -> Iterator[_Tile]:
-    """Of the queries of a segment, of about the same size."""
     start, end, _, shared = segment
     count = -(-(end - start) // _QUERIES)
     ends = [start + (end - start) * (i + 1) // count for i in range(count)]
@@ -146,5 +137,4 @@ def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
 
 @functools.cache
 def _later(count: int) -> Tensor:
-    """`[n, n]` bool: keys after the query."""
     return torch.ones(count, count, dtype=torch.bool).triu(1)

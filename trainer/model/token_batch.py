@@ -1,6 +1,4 @@
-"""The trained tokens of some samples, as a loss takes them.
-
-How tokens are weighed within a step, and what the step's sums are divided by.
+"""The trained tokens of some samples, as a loss takes them, with their weights in the step.
 
     loss_normalization   weight of a token   denominator
     token                1                   trained tokens of the step (DAPO, 2503.14476, eq. 8)
@@ -8,10 +6,8 @@ How tokens are weighed within a step, and what the step's sums are divided by.
     sample               1                   samples of the step (Dr. GRPO, 2503.20783)
 
 L and the denominators count trained tokens alone, not those of an environment
-(`Trajectory.trained`). Only with `sample` is the gradient of a sample that of its log-probability,
-divided by a number that does not depend on what was drawn: it is the one that is unbiased.
-
-Arrays of the host on the trainer's device, without making the host wait for the device.
+(`Trajectory.trained`). Only `sample` is unbiased: a sample's gradient is that of its
+log-probability, divided by a number that does not depend on what was drawn.
 """
 
 from __future__ import annotations
@@ -31,10 +27,10 @@ from asyncrl.trainer.algorithms.base import Rewards, TokenBatch
 def to_device(
     values: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """A tensor of these values.
+    """Copy values to the device without making the host wait for it.
 
-    A copy to a GPU from ordinary memory returns when everything before it has been computed. From
-    pinned memory it is one more entry of the device's queue.
+    A copy to a GPU from pageable memory returns when everything queued before it has been computed.
+    From pinned memory it is one more entry of the device's queue.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if dtype is not None:
@@ -48,12 +44,12 @@ Normalization = Literal["token", "sequence", "sample"]
 
 
 def token_weights(kind: Normalization, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-    """`[B]` lengths of samples to the `[B]` weight of each of their tokens."""
+    """Map `[B]` lengths of samples to the `[B]` weight of each of their tokens."""
     return 1.0 / lengths if kind == "sequence" else np.ones(len(lengths))
 
 
 def denominator(kind: Normalization, *, tokens: int, samples: int) -> float:
-    """Of a step with so many response tokens and samples; at least 1."""
+    """Loss denominator of a step, at least 1."""
     return float(max(1, tokens if kind == "token" else samples))
 
 
@@ -65,10 +61,9 @@ def token_batch(
     *,
     masks_truncated: bool = False,
 ) -> TokenBatch:
-    """B trajectories with `[N]` log-probabilities under the policy and `[B]` advantages.
+    """Build a batch of B trajectories from `[N]` log-probabilities and `[B]` advantages.
 
-    N tokens are trained; observed ones (`Trajectory.trained`) count nowhere. `masks_truncated` as
-    in `weights_of`.
+    N tokens are trained; observed ones (`Trajectory.trained`) count nowhere.
     """
     lengths = np.array([t.trained_count for t in trajectories])
 
@@ -88,7 +83,7 @@ def token_batch(
 def weights_of(
     trajectories: Sequence[Trajectory], normalization: Normalization, *, masks_truncated: bool
 ) -> NDArray[np.float64]:
-    """`[N]` weights of the trained tokens; `masks_truncated`: 0 in samples that were cut off."""
+    """`[N]` weights of the trained tokens; `masks_truncated` gives cut-off samples weight 0."""
     lengths = np.array([t.trained_count for t in trajectories])
     weights = token_weights(normalization, lengths)
     if masks_truncated:
@@ -97,5 +92,5 @@ def weights_of(
 
 
 def behaviour_logprobs_of(trajectories: Sequence[Trajectory]) -> FloatArray:
-    """`[N]` of the trained tokens, as the engine has recorded them."""
+    """`[N]` of the trained tokens, as the engine recorded them."""
     return np.concatenate([one.behaviour_logprobs[one.trained] for one in trajectories])

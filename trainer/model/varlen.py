@@ -1,16 +1,15 @@
 """Attention of packed rows on a GPU, without padding, by torch's variable-length kernel.
 
 The kernel takes queries, keys and values of all sequences one after another, and where each ends.
-Queries are the row itself. What sequences share stands in the row once, so keys and values are
-copied into the order in which each segment needs them:
+Queries are the row itself; keys and values are copied, since shared tokens are in the row once:
 
     row       p p p a a b b b        p: a prompt, a and b: two responses to it
     queries   |p p p|a a|b b b|
     keys      |p p p|p p p a a|p p p b b b|
 
-With fewer queries than keys, the kernel's causal mask is that of the last queries, as it must be.
-It exists for 16-bit types on CUDA only; everything else takes the padded way
-(`asyncrl.trainer.model.packing`).
+The kernel exists for 16-bit types on CUDA only; everything else is padded
+(`asyncrl.trainer.model.packing`). With fewer queries than keys, its causal mask is that of the last
+queries.
 """
 
 from __future__ import annotations
@@ -28,18 +27,17 @@ from torch.nn.attention.varlen import varlen_attn
 from asyncrl.trainer.model.token_batch import to_device
 
 MAX_HEAD = 256
-"""Numbers of a head that the kernel takes at most."""
 _LOW = (torch.bfloat16, torch.float16)
 _GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether several heads of queries may share one of keys. In torch 2.11 they may not."""
+"""True if several query heads may share a key head. In torch 2.11 they may not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Where each segment's queries and keys are. N segments, T tokens in the row, K keys."""
+    """Places of each segment's queries and keys. N segments, T tokens in the row, K keys."""
 
     order: Tensor | None
-    """`[K]` int64: the token of the row of each key; None: the row itself, nothing is shared."""
+    """`[K]` int64: the row's token of each key; None if nothing is shared: the row itself."""
     query_ends: Tensor
     """`[N + 1]` int32, from 0."""
     key_ends: Tensor
@@ -49,7 +47,7 @@ class Keys:
 
     @classmethod
     def of(cls, segments: Sequence[tuple[int, int, int, int]], device: torch.device) -> Keys:
-        """From `Layout.segments`."""
+        """Derive from `Layout.segments`."""
         starts, ends, _, shared = np.array(segments, np.int64).T
         queries = ends - starts
         keys = queries + shared
@@ -85,7 +83,6 @@ class _InOrder(torch.autograd.Function):
 
 
 def _kind(query: Tensor) -> torch.dtype:
-    """The data type that attention computes in."""
     device = query.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -93,7 +90,7 @@ def _kind(query: Tensor) -> torch.dtype:
 
 
 def serves(query: Tensor) -> bool:
-    """Whether the kernel exists for `[1, H, T, D]` queries, where and as they are computed."""
+    """Return True if the kernel supports `[1, H, T, D]` queries, their device and compute type."""
     return query.is_cuda and _kind(query) in _LOW and query.shape[-1] <= MAX_HEAD
 
 
@@ -108,13 +105,8 @@ def attend(
 ) -> Tensor:
     """Causal attention within segments: `[1, H, T, D]` and `[1, H_kv, T, D]` to `[1, T, H, D]`.
 
-    Args:
-        query: of all tokens.
-        key: of all tokens.
-        value: of all tokens.
-        keys: of the row.
-        scale: of the scores; None: 1 over the root of D.
-        window: most keys that a token attends to; None: all before it.
+    The scale of the scores defaults to 1 over the root of D; `window` is the most keys that a token
+    attends to, by default all before it.
     """
     kind = _kind(query)
     queries, heads, values = (one[0].transpose(0, 1).to(kind) for one in (query, key, value))

@@ -1,1 +1,1 @@
-"""From log-probabilities to a loss: algorithms, corrections, per-token targets and their sums."""
+"""Log-probabilities become a loss: algorithms, corrections, per-token targets and their sums."""

@@ -1,14 +1,12 @@
-"""Build the configured algorithm.
-
-An algorithm with a correction, and the numbers by which people judge one.
+"""Builds the configured algorithm with its correction, which reports how stale the tokens are.
 
     effective_share      (sum w)^2 / (N sum w^2) of the weights w with which tokens are trained
     importance_capped    share of tokens whose w was cut to `importance_cap`
     chi_squared          mean of (p / b)^2 - 1, of the ratios before any correction: 0 on-policy
     correction_masked    share of tokens that the correction leaves out
 
-The first two only where the loss uses w: with `proximal_policy: behaviour` it holds the ratio.
-The k3 estimate of KL(behaviour || current) is `mismatch.kl`, and over tokens of staleness 0, engine
+The first two only where the loss uses w: with `proximal_policy: behaviour` it holds the ratio. The
+k3 estimate of KL(behaviour || current) is `mismatch.kl`, and over tokens of staleness 0, engine
 against trainer, `mismatch.fresh_kl`.
 """
 
@@ -51,24 +49,24 @@ _SIGNALS = {
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """Everything but the weights is the algorithm's own."""
+    """An algorithm whose tokens are weighted by a correction."""
 
     algorithm: Algorithm
     correction: Correction
     log_ratio_clamp: float | None = None
-    """Bound of |log(p / b)|, and of |log(p / x)|, nats; None: no bound."""
+    """Bound of |log(p / b)|, and of |log(p / x)|, in nats, if any."""
     weighs: bool = True
-    """Whether the loss uses the weights, and not only what is left out."""
+    """True if the loss uses the weights, not only what is left out."""
 
     @property
     def signals(self) -> Mapping[str, Signal]:
-        """Those of the algorithm, and the module's."""
+        """Signals of the algorithm, and those of the module."""
         of_weights = _OF_WEIGHTS if self.weighs else {}
         return {**self.algorithm.signals, **of_weights, **_SIGNALS}
 
     @property
     def needs_reference(self) -> bool:
-        """As the algorithm's."""
+        """True if the algorithm needs it."""
         return self.algorithm.needs_reference
 
     def advantages(self, rewards: Rewards) -> Rewards:
@@ -76,7 +74,7 @@ class Corrected:
         return self.algorithm.advantages(rewards)
 
     def loss(self, batch: TokenBatch) -> LossSums:
-        """The algorithm's loss of the corrected batch."""
+        """Return the algorithm's loss of the corrected batch."""
         proximal = batch.proximal_logprobs
         current = batch.logprobs.detach() if proximal is None else proximal
         log_ratio = current - batch.behaviour_logprobs
@@ -102,11 +100,7 @@ class Corrected:
 
 
 def make(config: TrainerConfig) -> Algorithm:
-    """The configured algorithm, with its correction, and the KL penalty if there is one.
-
-    Raises:
-        ImportError, AttributeError: the registered target does not exist.
-    """
+    """Build the configured algorithm, with its correction and the KL penalty if there is one."""
     made = class_of(config.algorithm).from_config(config)
     algorithm: Algorithm = Corrected(
         cast("Algorithm", made),

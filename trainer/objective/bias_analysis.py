@@ -1,9 +1,8 @@
-"""What the gradient of a configuration estimates. Pure; no torch.
+"""Analysis of what a configuration's gradient estimates. Pure; no torch.
 
 The policy gradient is that of the expected reward, a prompt's samples being drawn by the policy
-that is trained. An estimator is unbiased if its expectation is a positive multiple of it, the same
-for all prompts. tests/trainer/test_estimators.py compares what is said here with exact
-expectations.
+being trained. An estimator is unbiased if its expectation is a positive multiple of it, the same
+for all prompts. tests/trainer/test_estimators.py checks this module against exact expectations.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from asyncrl.trainer.base.algorithm_registry import has_critic, is_own
 from asyncrl.trainer.base.config import TrainerConfig
 
 _CLIPS_TOWARDS_THE_STEP = ("dapo", "dr_grpo", "grpo", "ppo")
-"""With `proximal_policy: current`."""
+"""Biased with `proximal_policy: current`."""
 _SCALED_BY_GROUP = ("cispo", "dapo", "grpo", "gspo")
 _OTHER_OBJECTIVES = (
     "overlong_buffer",
@@ -22,27 +21,25 @@ _OTHER_OBJECTIVES = (
     "kl_coefficient",
     "router_loss_coefficient",
 )
-"""With one of these, what is maximised is not the expected reward of the task alone."""
+"""Settings with which the expected reward of the task alone is not what is maximised."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What is known of a configuration."""
+    """Known biases of a configuration."""
 
     known: bool
-    """False for algorithms of a user's own."""
+    """False for a user's algorithm."""
     biases: tuple[str, ...]
-    """What makes it differ from the policy gradient, a few words each; empty: it is unbiased.
-    docs/algorithms.md says why."""
+    """Reasons why it differs from the policy gradient, a few words each; empty if it is unbiased.
+    docs/algorithms.md explains them."""
 
 
 def estimate_of(config: TrainerConfig, *, stale: bool) -> Estimate:
-    """Of the trainer's settings.
+    """Estimate the biases of the trainer's settings.
 
-    Args:
-        config: of the trainer.
-        stale: whether tokens may be of an older policy than the step's. Within a step they are,
-            from its second update on.
+    `stale` tokens may be of an older policy than the step's. Within a step they are, from its
+    second update on.
     """
     if is_own(config.algorithm):
         return Estimate(known=False, biases=())
@@ -74,9 +71,10 @@ def _of_advantages(config: TrainerConfig) -> str:
 
 
 def _of_values(config: TrainerConfig) -> str:
-    """With gamma and lambda 1 the value of a state is its baseline, and no more.
+    """The bias of a critic's values.
 
-    The value loss moves the weights of a trunk that policy and critic share.
+    With gamma and lambda 1 a state's value is only its baseline. The value loss moves the weights
+    of a trunk that policy and critic share.
     """
     if config.critic.gamma < 1:
         return "critic.gamma"

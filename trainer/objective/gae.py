@@ -28,12 +28,10 @@ Floats = NDArray[np.float64]
 
 
 class Advantages(NamedTuple):
-    """Of N tokens."""
+    """Advantages and value targets of N tokens."""
 
     advantages: Floats
-    """`[N]`."""
     returns: Floats
-    """`[N]` targets of the values."""
 
 
 def advantages_of(
@@ -45,15 +43,10 @@ def advantages_of(
     gamma: float = 1.0,
     gae_lambda: float = 0.95,
 ) -> Advantages:
-    """Of B samples that lie one after another.
+    """Estimate the advantages of B samples that lie one after another.
 
-    Args:
-        rewards: `[N]` of each token.
-        values: `[N]` of the state before each token.
-        lengths: `[B]` tokens of each sample, at least 1; their sum is N.
-        last_values: `[B]` of the state after each sample's last token; None: 0.
-        gamma: discount per token.
-        gae_lambda: 0 to 1.
+    `rewards` and `values` `[N]` are of each token and of the state before it; `lengths` `[B]`, at
+    least 1, sum to N. `last_values` `[B]` are of the state after each sample, by default 0.
     """
     count, longest = len(lengths), int(lengths.max(initial=0))
     filled = np.arange(longest)[None, :] < lengths[:, None]
@@ -75,13 +68,7 @@ def advantages_of(
 def token_rewards(
     rewards: Floats, lengths: NDArray[np.int64], penalties: Floats | None = None
 ) -> Floats:
-    """`[B]` rewards of samples to `[N]` of tokens: all of it at the last token, minus penalties.
-
-    Args:
-        rewards: `[B]`.
-        lengths: `[B]` tokens of each sample, at least 1.
-        penalties: `[N]` of each token; None: none.
-    """
+    """Put `[B]` rewards of samples at their last tokens, `[N]`, and subtract `[N]` penalties."""
     out = np.zeros(int(lengths.sum())) if penalties is None else -np.asarray(penalties, np.float64)
     out[np.cumsum(lengths) - 1] += rewards
     return out

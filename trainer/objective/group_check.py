@@ -1,4 +1,4 @@
-"""What a group must be so that it can be trained on."""
+"""Validation of groups before training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl.rollout.trajectory import Provenance, Trajectory
 from asyncrl.trainer.base.errors import BatchError
 
 _ROUNDING = 1e-3
-"""How far above 0 rounding may take a log-probability, in nats."""
+"""Tolerance for positive log-probabilities caused by rounding, in nats."""
 _LAST_PROVENANCE = int(max(Provenance))
 
 
@@ -24,17 +24,10 @@ def check_group(
     vocab_size: int,
     policy_version: int,
 ) -> int:
-    """Refuse a group that cannot be trained on; returns its index.
+    """Check the distinct samples of a group and their rewards `[G]`; return the group's index.
 
-    Args:
-        trajectories: the distinct samples of one group.
-        rewards: `[G]`, in the order of `trajectories`.
-        group_size: G that the learner was made for.
-        vocab_size: of the model; every token id must be below it.
-        policy_version: the trainer's; no token may follow a newer one.
-
-    Raises:
-        BatchError: names the group or the sample, and what is wrong with it.
+    Raises BatchError, naming the group or sample and what is wrong. No token may follow a newer
+    policy than `policy_version`.
     """
     groups = {t.id.group for t in trajectories}
     samples = {t.id.sample for t in trajectories}
@@ -56,16 +49,7 @@ def check_group(
 
 
 def check_trajectory(trajectory: Trajectory, vocab_size: int, version: int) -> None:
-    """Refuse a trajectory that cannot be trained on.
-
-    Args:
-        trajectory: its arrays have the shapes that its type says.
-        vocab_size: of the model.
-        version: the trainer's.
-
-    Raises:
-        BatchError: names the sample, and what is wrong with it.
-    """
+    """Raise BatchError, naming the sample and the fault, if it cannot be trained on."""
     name = f"trajectory {trajectory.id}"
     if not len(trajectory.prompt_tokens) or not len(trajectory.tokens):
         raise BatchError(f"{name}: an empty prompt or response")
@@ -95,7 +79,7 @@ def check_trajectory(trajectory: Trajectory, vocab_size: int, version: int) -> N
 
 
 def _check_observed(trajectory: Trajectory, name: str) -> None:
-    """Observed tokens have log-probability 0 and begin each context, and others are left."""
+    """Check that observed tokens have log-probability 0, begin each context, and are not all."""
     trained = trajectory.trained
     if not trained.any():
         raise BatchError(f"{name}: every token is observed, so there is nothing to train on")
@@ -117,7 +101,7 @@ def _check_observed(trajectory: Trajectory, name: str) -> None:
 
 
 def _check_segments(trajectory: Trajectory, name: str) -> None:
-    """Segments cover the response without gaps, and versions do not fall."""
+    """Check that segments cover the response without gaps, and versions do not fall."""
     end, version = 0, trajectory.oldest_version
     for segment in trajectory.segments:
         if segment.start != end or segment.end <= end or segment.policy_version < version:

@@ -1,4 +1,4 @@
-"""How far the log-probabilities of an engine are from the trainer's, on tokens of one policy.
+"""Distance of an engine's log-probabilities from the trainer's, on tokens of one policy.
 
 For a token x that an engine drew under exactly the trainer's version, d = trainer's minus engine's
 log-probability is rounding if both have the same policy. Two numbers are judged:
@@ -11,14 +11,14 @@ engine that samples at temperature T * exp(slope) in place of T has d = slope * 
 Rounding is uncorrelated with g, so the slope shows a wrong temperature far below the size of d.
 
 Where a policy is sure of its token, d and g are both near 0, so a few uncertain tokens may decide
-about the slope. Its error must then not be estimated from the residuals of all tokens: they are
-near 0 by themselves. So a slope is judged by a ratio, with e = d - limit * g:
+the slope, and the residuals of all tokens do not show its error. So a slope is judged by a ratio,
+with e = d - limit * g:
 
     sum of sign(g) * e  /  root of (sum of e**2)
 
 If the slope is at the limit and the signs of e are random, the ratio exceeds x with a probability
 below exp(-x**2 / 2), however large or small each e is (Hoeffding). It is at most the root of the
-number of tokens, so a few tokens that decide alone cannot exceed it.
+number of tokens, so a few deciding tokens cannot exceed it.
 """
 
 from __future__ import annotations
@@ -37,34 +37,33 @@ from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.trainer.model.token_batch import behaviour_logprobs_of, to_device
 
 MIN_TOKENS = 64
-"""Fewer say nothing: a single token of small probability can be far off."""
+"""Fewer tokens say nothing: a single one of small probability can be far off."""
 MIN_RATIO = 7.0
-"""That shows a slope beyond its limit: by chance, once in 2 * 10**10 checks of either sign."""
+"""Above this ratio the slope exceeds its limit; by chance, once in 2 * 10**10 checks of either
+sign."""
 
 SUMS = 7
-"""Columns of `disagreement_of`: the fields of `Disagreement`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """Sums over some tokens. They add."""
+    """Sums over some tokens. They add. d is cut to -1 and 1."""
 
     tokens: float = 0.0
     gaps: float = 0.0
-    """Of min(|d|, 1), in nats."""
+    """Sum of min(|d|, 1), in nats."""
     squares: float = 0.0
-    """Of d**2. Here and below, d is cut to -1 and 1."""
+    """Sum of d**2."""
     products: float = 0.0
-    """Of d * g."""
+    """Sum of d * g."""
     slopes: float = 0.0
-    """Of g**2."""
+    """Sum of g**2."""
     signed: float = 0.0
-    """Of d * sign(g)."""
+    """Sum of d * sign(g)."""
     sizes: float = 0.0
-    """Of |g|."""
+    """Sum of |g|."""
 
     def __add__(self, other: Self) -> Self:
-        """The sums over both."""
         return type(self)(
             self.tokens + other.tokens,
             self.gaps + other.gaps,
@@ -77,7 +76,7 @@ class Disagreement:
 
     @classmethod
     def total(cls, rows: Tensor) -> Self:
-        """The sum of `[B, SUMS]` rows of `disagreement_of`."""
+        """Sum the `[B, SUMS]` rows of `disagreement_of`."""
         return cls(*rows.sum(0).tolist())
 
     @property
@@ -91,7 +90,7 @@ class Disagreement:
         return self.products / self.slopes if self.slopes else 0.0
 
     def ratio_beyond(self, limit: float) -> float:
-        """The ratio of the module's docstring; above MIN_RATIO, |slope| is beyond this limit."""
+        """The module's ratio; above MIN_RATIO, |slope| exceeds this limit."""
         side = math.copysign(1.0, self.signed)
         over = abs(self.signed) - limit * self.sizes
         scale = self.squares - 2 * limit * side * self.products + limit**2 * self.slopes
@@ -100,15 +99,13 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What rounding can explain, by how the engine computes."""
+    """Largest mismatch that rounding can explain, by how the engine computes."""
 
     mean: float
-    """Of `Disagreement.mean`, in nats."""
     slope: float
-    """Of the absolute value of `Disagreement.slope`."""
 
     def exceeded_by(self, found: Disagreement) -> bool:
-        """Whether these tokens follow another policy than the trainer's."""
+        """Return True if these tokens follow another policy than the trainer's."""
         if found.tokens < MIN_TOKENS:
             return False
         return found.mean > self.mean or found.ratio_beyond(self.slope) > MIN_RATIO
@@ -116,11 +113,10 @@ class Limits:
 
 FLOAT32_CPU = Limits(mean=1e-3, slope=1e-3)
 TENSOR_CORES = Limits(mean=0.1, slope=0.02)
-"""bfloat16, and float32 on a GPU, where kernels may round products to TensorFloat-32.
-
-docs/reliability.md derives the limits and has what healthy runs measured."""
+"""Limits of bfloat16, and of float32 on a GPU, where kernels may round to TensorFloat-32.
+docs/reliability.md derives them and lists what healthy runs measured."""
 ROUTED_TENSOR_CORES = Limits(mean=0.3, slope=0.06)
-"""The same for mixtures of experts, where rounding sends some tokens to other experts."""
+"""Limits of mixtures of experts, where rounding sends some tokens to other experts."""
 
 
 def disagreement_of(
@@ -129,13 +125,10 @@ def disagreement_of(
     trajectories: Sequence[Trajectory],
     counted: NDArray[np.bool_],
 ) -> Tensor:
-    """`[B, SUMS]` float64 sums over the tokens of each trajectory, on the device, not read.
+    """Return `[B, SUMS]` float64 sums over the tokens of each trajectory, on the device, unread.
 
-    Args:
-        logprobs: `[N]` the trainer's, of all trained tokens of the trajectories in order, in nats.
-        entropy: `[N]` of the distributions that they are from, in nats.
-        trajectories: B, with what the engine recorded.
-        counted: `[B]` whether a trajectory is wholly of the trainer's version; others get zeros.
+    `logprobs` and `entropy` `[N]` are the trainer's, in nats, of all trained tokens in order.
+    `counted` `[B]` is True if a trajectory is wholly of the trainer's version; others get zeros.
     """
     logprobs = logprobs.detach().double()
     recorded = behaviour_logprobs_of(trajectories)

@@ -1,4 +1,4 @@
-"""Find out which other policy an engine has sampled from, by scoring its tokens under candidates.
+"""Finds out which other policy an engine sampled from, by scoring its tokens under candidates.
 
 Slow, and needs memory for another copy of the weights; used only when something is wrong.
 """
@@ -21,12 +21,12 @@ from asyncrl.wire.records.wrong_policy import Cause
 
 _NEWTON_STEPS = 6
 _MAX_FACTOR = 100.0
-"""Temperatures are looked for between the right one divided and multiplied by this."""
+"""Search range of temperatures, as a factor in both directions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What explains the log-probabilities that an engine recorded."""
+    """The cause of the log-probabilities that an engine recorded."""
 
     cause: Cause
     text: str
@@ -41,17 +41,11 @@ def explain(
     previous: Sequence[tuple[str, Tensor]],
     version: int,
 ) -> Explanation | None:
-    """Which policy the tokens follow: another temperature, or the version before.
+    """Find the policy that the tokens follow: another temperature, or the previous version.
 
-    Args:
-        policy: the trainer's, with the weights that the tokens should follow.
-        trajectories: suspicious ones, wholly of this version; not empty.
-        limits: what rounding explains.
-        previous: the weights of the version before by HF name; empty: they are not known.
-        version: that the tokens should follow.
-
-    Returns:
-        None if neither explains them.
+    `trajectories` are suspicious ones, wholly of this version; `limits` say what rounding explains.
+    `previous` are the previous version's weights by HF name, empty if unknown. Returns None if
+    neither explains the tokens.
     """
     own = rescored(policy, trajectories).mean
     # An explanation leaves rounding only, and not much of what there was to explain.
@@ -83,13 +77,9 @@ def rescored(
     temperature: float | None = None,
     weights: Sequence[tuple[str, Tensor]] = (),
 ) -> Disagreement:
-    """How far the recorded log-probabilities are from those of a changed policy.
+    """Compare the recorded log-probabilities with those of a changed policy.
 
-    Args:
-        policy: the same as before afterwards.
-        trajectories: not empty.
-        temperature: None: the policy's own.
-        weights: by HF name; empty: the policy's own.
+    The policy is restored afterwards. `weights` are by HF name; by default it keeps its own.
     """
     found = Disagreement()
     with policy.changed(temperature, weights):
@@ -109,12 +99,12 @@ def logprobs_of(policy: Policy, trajectories: Sequence[Trajectory]) -> list[Floa
 
 
 def _packed(policy: Policy, trajectory: Trajectory) -> PackedBatch:
-    """One at a time: together they may be longer than a micro-batch that fits into memory."""
+    """Pack one trajectory: several together may exceed a micro-batch that fits into memory."""
     return PackedBatch.of_samples([trajectory], policy.device)
 
 
 def _temperature(policy: Policy, trajectories: Sequence[Trajectory]) -> float:
-    """The temperature at which the recorded log-probabilities fit best, by Newton's method."""
+    """Fit the temperature of the recorded log-probabilities by Newton's method."""
     low, high = policy.temperature / _MAX_FACTOR, policy.temperature * _MAX_FACTOR
     temperature = policy.temperature
     for _ in range(_NEWTON_STEPS):

@@ -1,7 +1,7 @@
 """The sums of one optimizer step, and the record made of them.
 
-Sums over tokens stay on the device until somebody needs them, at the end of the step: reading a
-number makes the host wait for all that the device has been given.
+Sums over tokens stay on the device until the end of the step: reading a number makes the host wait
+for everything submitted to the device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asyncrl.wire.records.step import (
 )
 
 _PART = "part of the loss: "
-"""Before the name of a part, where signals and parts are read from the device together."""
+"""Prefix of a part's name, where signals and parts are read from the device together."""
 
 
 class TokenSums(NamedTuple):
@@ -45,16 +45,13 @@ class TokenSums(NamedTuple):
     abs_gap: float = 0.0
     kl: float = 0.0
     fresh: float = 0.0
-    """Tokens of staleness 0; the two below are over these."""
+    """Tokens of staleness 0; the two sums below are over these."""
     fresh_abs_gap: float = 0.0
     fresh_kl: float = 0.0
 
 
 class _OnDevice(NamedTuple):
-    """Sums over tokens that were not read yet."""
-
     names: tuple[tuple[str, int], ...]
-    """Of what the loss reports, with its numbers."""
     sums: Tensor
     """`[K]` float64: the fields of `TokenSums`, then those of `names`."""
     peaks: Tensor
@@ -65,20 +62,18 @@ class _OnDevice(NamedTuple):
 class StepTotals:
     """Sums over the groups since the last step. Their order changes rounding only.
 
-    Sums over tokens are those that were read; `read` first.
+    Call `read` first: sums over tokens include only what was read.
     """
 
     signals: Mapping[str, Signal]
-    """What the algorithm declares."""
     centre: float = 0.0
-    """`TokenBatch.centre` of the micro-batches."""
     groups: int = 0
     zero_variance_groups: int = 0
     samples: int = 0
     tokens: int = 0
     """Trained tokens, skipped groups included: the token-level denominator."""
     observed: int = 0
-    """Response tokens that no policy has drawn; they are in no other count."""
+    """Response tokens that no policy drew; no other count includes them."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Samples by `rounded_length`."""
     truncated: int = 0
@@ -90,9 +85,8 @@ class StepTotals:
     """Trained tokens that went through the model."""
     sums: TokenSums = field(default_factory=TokenSums)
     signal_sums: dict[str, list[float]] = field(default_factory=dict)
-    """By name; two numbers for a signal that is `effective`, else one."""
+    """Sums by name; two numbers for a signal that is `effective`, four if `explained`, else one."""
     part_sums: dict[str, float] = field(default_factory=dict)
-    """Further parts of the loss."""
     ratio_max: float = 0.0
     abs_gap_max: float = 0.0
     _unread: _OnDevice | None = None
@@ -125,8 +119,7 @@ class StepTotals:
     ) -> None:
         """Add one computed micro-batch; `fresh` is `[N]` bool, staleness 0.
 
-        Raises:
-            TrainerError: the loss did not report exactly the signals that its algorithm declares.
+        Raises TrainerError unless the loss reports exactly the signals that its algorithm declares.
         """
         if loss.sums.keys() != self.signals.keys():
             raise TrainerError(
@@ -163,7 +156,7 @@ class StepTotals:
         self._unread = new
 
     def read(self) -> None:
-        """Take over what is on the device: one transfer, which waits for all that was computed."""
+        """Read the sums from the device in one transfer, which waits for all that was computed."""
         if self._unread is None:
             return
         (names, sums, peaks), self._unread = self._unread, None
@@ -182,7 +175,7 @@ class StepTotals:
                 self.signal_sums[name] = list(map(operator.add, old, new))
 
     def absorb_loss(self, other: StepTotals) -> None:
-        """Add what another optimizer step's loss reported, and its computed tokens."""
+        """Add the loss, signals and computed tokens of another optimizer step."""
         self.computed += other.computed
         self.sums = self.sums._replace(loss=self.sums.loss + other.sums.loss)
         for name, sums in other.signal_sums.items():
@@ -190,13 +183,13 @@ class StepTotals:
             self.signal_sums[name] = list(map(operator.add, old, sums))
 
     def whole(self) -> StepSums:
-        """What an algorithm's `finish` is told."""
+        """Return the sums for an algorithm's `finish`."""
         self.read()
         sums = {name: sums[0] for name, sums in self.signal_sums.items()}
         return StepSums(self.groups, self.zero_variance_groups, self.computed, sums, self.centre)
 
     def finish(self, factors: Finish) -> None:
-        """Put the reported loss together as `GradientParts.finish` does the gradient."""
+        """Combine the reported loss as `GradientParts.finish` does the gradient."""
         self.read()
         loss = factors.scale * self.sums.loss
         loss += sum(factors.parts.get(name, 1.0) * one for name, one in self.part_sums.items())
@@ -210,7 +203,7 @@ class StepTotals:
     def metrics(
         self, denominator: float, *, grad_norm: float, learning_rate: float
     ) -> LearnerMetrics:
-        """The step's record; `denominator` is that of the loss."""
+        """Build the step's record; `denominator` is that of the loss."""
         self.read()
         rewards = np.asarray(self.rewards or [0.0])
         samples = max(self.samples, 1)
@@ -273,23 +266,23 @@ class StepTotals:
 
 
 def _explained(sums: list[float], count: int) -> Measured:
-    """1 - var(e) / var(R); None where all targets R are alike."""
+    """1 - var(e) / var(R), or None where all targets R are alike."""
     error, errors, target, targets = (one / count for one in sums)
     spread = targets - target**2
     return None if spread <= 1e-12 * targets else 1 - (errors - error**2) / spread
 
 
 def rounded_length(tokens: int) -> int:
-    """The length as `BatchMetrics.response_lengths` counts it: down to 8 significant bits."""
+    """Round a length down to 8 significant bits, as `BatchMetrics.response_lengths` counts it."""
     shift = max(0, tokens.bit_length() - 8)
     return tokens >> shift << shift
 
 
 def _measured(value: float, count: float) -> Measured:
-    """The value; None where nothing was counted or it is not finite."""
+    """The value, or None where nothing was counted or it is not finite."""
     return value if count and math.isfinite(value) else None
 
 
 def _mean(total: float, count: float) -> Measured:
-    """`total / count`; None where nothing was counted or the result is not finite."""
+    """`total / count`, or None where nothing was counted or the result is not finite."""
     return _measured(total / count, count) if count else None

@@ -1,11 +1,11 @@
-"""The loss of a critic's values, and what is reported of them. Pure.
+"""The loss of a critic's values, and its signals. Pure.
 
 With the value V of a token's state now, V_old its value when the step began, and its return R:
 
     loss = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
 as in PPO's reference implementation (arXiv 1707.06347; c is `critic.value_clip`). In the first
-optimizer step of a step V = V_old, and it is the squared error. Tokens are weighed as in the
+optimizer step of a step V = V_old, and it is the squared error. Tokens are weighted as in the
 policy's loss (`loss_normalization`).
 """
 
@@ -33,15 +33,7 @@ SIGNALS: Mapping[str, Signal] = {
 def value_loss(
     values: Tensor, old: Tensor, returns: Tensor, weights: Tensor, clip: float | None
 ) -> LossSums:
-    """Summed loss and `SIGNALS` of N tokens.
-
-    Args:
-        values: `[N]`, carry the gradient.
-        old: `[N]` of the step's start.
-        returns: `[N]`.
-        weights: `[N]` of the tokens.
-        clip: None: no clip.
-    """
+    """Summed loss and `SIGNALS` of `[N]` tokens; `old` values are of the step's start."""
     plain = (values - returns).square()
     worst, clipped = plain, torch.zeros_like(plain, dtype=torch.bool)
     if clip is not None:

@@ -1,1 +1,1 @@
-"""From gradients to weights: AdamW, its state, the ranks that share the work, sharded weights."""
+"""The path from gradients to weights: AdamW, its state, and the update of one rank."""

@@ -2,13 +2,13 @@
 
 A code is a power: 0.9 of the block's largest number, 0.8, ... down to a millionth of it (a
 millionth of a millionth for the second moment, which is a square). Neighbours differ by an eighth
-everywhere, so that a weight with small gradients next to one with large ones keeps its own step.
-A number between two codes takes one of them by chance, in proportion, so the expected value is
-exact. The second moment has no code for 0, and what is smaller than the smallest code is rounded up
-to it: a second moment of 0 below a first one that is not would be a step without bound.
+everywhere, so a weight with small gradients next to one with large ones keeps its own step. A
+number between two codes takes one of them at random, in proportion, so the expected value is exact.
+The second moment has no code for 0: a second moment of 0 with a nonzero first one would be an
+unbounded step.
 
-Blocks do not cross rows, so a checkpoint's rows can be dealt to another number of ranks.
-(Blocks: arXiv 2110.02861, section 2.1. There codes are of a fixed table, rounded to the nearest.)
+Blocks do not cross rows, so a checkpoint's rows can be dealt to another number of ranks. (Blocks:
+arXiv 2110.02861, section 2.1, which rounds to the nearest code of a fixed table.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 BLOCK = 256
 """Numbers of a row with one scale."""
 SCALE = "_scale"
-"""What the name of a moment's scales adds to the moment's."""
+"""Suffix of a moment's name for its scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,17 @@ class Code:
 
     @property
     def steps(self) -> int:
-        """Of the smallest magnitude to 1."""
+        """Number of codes from the smallest magnitude to 1."""
         return 126 if self.signed else 255
 
     def magnitudes(self, like: Tensor) -> Tensor:
-        """Of each code, rising; signed ones begin with 0."""
+        """Magnitude of each code, rising; signed ones begin with 0."""
         powers = torch.arange(-self.steps, 1, dtype=torch.float64, device=like.device)
         found = torch.pow(10.0, powers * (self.decades / self.steps))
         return (pad(found, (1, 0)) if self.signed else found).to(like.dtype)
 
     def encode(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """`[R, C]` to `[R, C]` uint8 and `[R, blocks]` scales, rounded by chance."""
+        """Encode `[R, C]` as `[R, C]` uint8 and `[R, blocks]` scales, rounded stochastically."""
         blocks = _blocks(value)
         scales = blocks.abs().amax(2)
         safe = torch.where(scales > 0, scales, 1.0)
@@ -65,7 +65,7 @@ class Code:
         return codes.to(torch.uint8).flatten(1)[:, : value.shape[1]].contiguous(), scales
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """`[R, C]` uint8 and `[R, blocks]` scales to `[R, C]`."""
+        """Decode `[R, C]` uint8 and `[R, blocks]` scales to `[R, C]`."""
         table = self.magnitudes(scales)
         if self.signed:
             table = torch.cat([table, -table])
@@ -75,16 +75,15 @@ class Code:
 
 
 CODES = {"exp_avg": Code(signed=True, decades=6.0), "exp_avg_sq": Code(signed=False, decades=12.0)}
-"""Of Adam's two moments, by torch's names."""
 
 
 def is_coded(parameter: Tensor) -> bool:
-    """Whether the moments of a parameter are coded: matrices; vectors are few numbers."""
+    """Return True if a parameter's moments are coded: those of matrices; vectors are small."""
     return parameter.ndim >= 2
 
 
 def empty(parameter: Tensor) -> dict[str, Tensor]:
-    """Moments of 0: codes like the parameter, and scales."""
+    """Create moments of 0: codes like the parameter, and scales."""
     rows, blocks = len(parameter), -(-math.prod(parameter.shape[1:]) // BLOCK)
     found: dict[str, Tensor] = {}
     for name in CODES:
@@ -94,13 +93,12 @@ def empty(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def parts(parameter: Tensor, size: int) -> Iterator[slice]:
-    """Rows that have about `size` numbers, at least one row."""
+    """Split rows into slices of about `size` numbers, at least one row."""
     rows = max(1, size * len(parameter) // max(1, parameter.numel()))
     for start in range(0, len(parameter), rows):
         yield slice(start, min(len(parameter), start + rows))
 
 
 def _blocks(value: Tensor) -> Tensor:
-    """`[R, C]` to `[R, blocks, BLOCK]`, filled up with 0."""
     filled: Tensor = pad(value, (0, -value.shape[1] % BLOCK))
     return filled.view(len(filled), filled.shape[1] // BLOCK, BLOCK)

@@ -2,13 +2,12 @@
 
 Its moments may take less memory on the device: in bfloat16 or 8 bits, on the host, or both. The
 arithmetic is AdamW's (arXiv 1711.05101, algorithm 2) in the parameter's type; only what is kept
-from one step to the next differs. A moment in bfloat16 has 8 bits. Its change in a step, a
-thousandth for the second moment, is mostly less than the last of them, and would be lost by
-rounding to the nearest. Rounded up or down by chance, in proportion, the expected value is exact.
-In 8 bits (`asyncrl.trainer.optimizer.coded_moments`) the same holds.
+between steps differs. A moment's change in a step is mostly less than the last of bfloat16's 8
+bits, and rounding to the nearest would lose it; stochastic rounding keeps the expected value exact.
+The same holds in 8 bits (`asyncrl.trainer.optimizer.coded_moments`).
 
-Slices of a parameter are brought to the device one after the other, so that there is never more
-than one slice of float32 moments.
+Slices of a parameter are brought to the device one after another, so at most one slice of float32
+moments exists.
 """
 
 from __future__ import annotations
@@ -28,26 +27,18 @@ from asyncrl.trainer.optimizer import coded_moments
 from asyncrl.trainer.optimizer.coded_moments import CODES, SCALE
 
 SLICE = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""Numbers of a parameter that are updated at a time, by the device."""
+"""Numbers of a parameter that are updated at a time, by device."""
 _CODED_SHARE = 8
-"""Of a slice, coded moments take so much at a time: coding needs that many numbers for each."""
+"""Divisor of a slice for coded moments: coding needs this many numbers for each."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class SmallAdamW(torch.optim.Optimizer):
-    """AdamW; states have the names of torch's, so that each can read the other's.
+    """AdamW; states have torch's names, so that each can read the other's.
 
-    Attribute: `on_host`.
-
-    Args:
-        groups: as torch's optimizers take them.
-        lr: learning rate.
-        betas: decays of the moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled.
-        moments: data type in which moments are kept; None: the parameter's. uint8: those of
-            matrices are coded, and those of vectors in the parameter's.
-        on_host: keep them in the host's memory.
+    Attribute: `on_host`, which keeps moments in the host's memory. `moments` is their data type, by
+    default the parameter's; uint8 codes those of matrices and keeps those of vectors in the
+    parameter's.
     """
 
     def __init__(
@@ -78,7 +69,7 @@ class SmallAdamW(torch.optim.Optimizer):
             torch.cuda.current_stream().synchronize()  # copies to the host have ended
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As torch's, which would bring moments to the parameter's type and device."""
+        """Load torch's format, but keep moments in their own type and place."""
         super().load_state_dict(state_dict)
         for parameter, state in self.state.items():
             for name in state.keys() - {"step"}:
@@ -114,7 +105,6 @@ class SmallAdamW(torch.optim.Optimizer):
     def _update_coded(
         self, state: dict[str, Any], weights: Tensor, grads: Tensor, update: _Step, size: int
     ) -> None:
-        """Of `[R, C]` weights and gradients."""
         for part in coded_moments.parts(weights, size // _CODED_SHARE):
             kept = [(state[name].flatten(1)[part], state[name + SCALE][part]) for name in _MOMENTS]
             moments = [
@@ -127,7 +117,6 @@ class SmallAdamW(torch.optim.Optimizer):
                     place.copy_(new, non_blocking=True)
 
     def _empty(self, whole: Tensor) -> dict[str, Tensor]:
-        """Moments of 0, by name."""
         if self._is_coded(whole):
             made = coded_moments.empty(whole)
         else:
@@ -156,12 +145,10 @@ class SmallAdamW(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One step of AdamW with the numbers of a group of parameters."""
-
     group: dict[str, Any]
     step_size: float
     root: float
-    """Of what corrects the second moment's bias."""
+    """sqrt(1 - beta2 ** step), which corrects the second moment's bias."""
 
     @classmethod
     def of(cls, group: dict[str, Any], steps: int) -> _Step:
@@ -180,14 +167,14 @@ class _Step:
 
 
 def round_by_chance(value: Tensor) -> Tensor:
-    """Float to bfloat16, up or down with the chances that make the expected value exact."""
+    """Round to bfloat16, up or down at random such that the expected value is exact."""
     bits = value.float().view(torch.int32)
     noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
     return (bits + noise).bitwise_and_(-(1 << 16)).view(torch.float32).to(torch.bfloat16)
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """A sharded tensor's part of this rank; any other itself."""
+    """This rank's part of a sharded tensor; any other unchanged."""
     to_local = getattr(tensor, "to_local", None)
     out: Tensor = tensor.detach() if to_local is None else to_local().detach()
     return out
@@ -204,10 +191,8 @@ def learning_rate(
 ) -> float:
     """Learning rate of optimizer step `step` (from 0): linear warm-up, then the schedule.
 
-    `peaks` replaces the configured peak, by the first step with each value. The shape stays.
-
-    Raises:
-        TrainerError: cosine or linear has no last step, or one inside the warm-up.
+    `peaks` overrides the configured peak, by the first step with each value. The shape stays.
+    Raises TrainerError if cosine or linear has no last step, or one inside the warm-up.
     """
     peak = peaks[max(past)] if (past := [one for one in peaks if one <= step]) else None
     peak = config.learning_rate if peak is None else peak
@@ -232,14 +217,10 @@ def learning_rate(
 def make_adamw(
     parameters: Sequence[Tensor], config: TrainerConfig, matrices: Sequence[bool] | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW; weight decay applies to matrices, not to norms and biases.
+    """Create AdamW; weight decay applies to matrices, not to norms and biases.
 
-    torch's fused one, on the CPU too, unless moments are in fewer bits or on the host.
-
-    Args:
-        parameters: that it changes, or a rank's rows of them.
-        config: the trainer's settings.
-        matrices: which of them are matrices; None: those of two dimensions or more.
+    It is torch's fused one, on the CPU too, unless moments are in fewer bits or on the host. Where
+    `parameters` are a rank's rows, `matrices` marks those of matrices.
     """
     if matrices is None:
         matrices = [one.ndim >= 2 for one in parameters]
@@ -268,14 +249,11 @@ def scale_and_clip(
     max_norm: float,
     norm_of_all: Callable[[float], float] = float,
 ) -> float:
-    """Divide summed gradients by the denominator and clip their global norm; returns the norm.
+    """Divide summed gradients by the denominator and clip their global norm.
 
-    The returned norm is that before clipping. It is computed from the sums, so that both factors
-    are applied in one pass. `norm_of_all` makes it of the norm of these parameters, where other
-    ranks have the others.
-
-    Raises:
-        NonFiniteError: the norm is not finite; the gradients are unchanged.
+    Returns the norm before clipping, computed from the sums, so that both factors are applied in
+    one pass. `norm_of_all` turns it into the norm over all ranks, if others have other parameters.
+    Raises NonFiniteError, with unchanged gradients, if the norm is not finite.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
@@ -296,10 +274,9 @@ def take_step(
     max_norm: float,
     norm_of_all: Callable[[float], float] = float,
 ) -> float:
-    """Divide the summed gradients, clip them and step; returns their norm before clipping.
+    """Divide the summed gradients, clip them and step; return their norm before clipping.
 
-    Raises:
-        NonFiniteError: a gradient is not finite; the weights are unchanged.
+    Raises NonFiniteError, with unchanged weights, if a gradient is not finite.
     """
     for parameter in parameters:
         # AdamW skips a parameter without gradient, momentum and decay included.

@@ -1,4 +1,4 @@
-"""Everything that training changes, as named tensors: what a checkpoint holds.
+"""Everything that training changes, as named tensors: the state in a checkpoint.
 
 ```
 weights/MODULE/NAME                 parameters and persistent buffers; a tied weight once
@@ -7,9 +7,9 @@ tensors/NAME                        more of them, as an algorithm names them
 random/RANK/cpu, random/RANK/cuda.0 random states of each rank
 ```
 
-Of a sharded parameter and its moments a rank holds a box. Names do not depend on how many ranks
-there are, so a state that 8 ranks saved is one that 2 can load. An optimizer's settings (learning
-rate, weight decay) come from the configuration and are not part of it.
+A rank holds a box of a sharded parameter and its moments. Names do not depend on the number of
+ranks, so 2 ranks can load what 8 saved. An optimizer's settings (learning rate, weight decay) come
+from the configuration and are not part of it.
 
     state = TrainingState({"policy": model}, {"policy": optimizer})
     boxes = state.boxes(rank=0)
@@ -32,44 +32,44 @@ from asyncrl.trainer.checkpoint.format.tensors import Box
 from asyncrl.trainer.optimizer.coded_moments import SCALE
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""That torch puts into the names of a wrapped module's parameters."""
+"""Inserted by torch into the names of a wrapped module's parameters."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class Sharding(Protocol):
-    """What this rank's optimizers have of the modules' parameters."""
+    """Maps a module's parameters to what this rank's optimizers hold."""
 
     def own(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What an optimizer has of a module's parameter: a part of it, or the parameter itself."""
+        """Return the optimizer's part of a module's parameter, or the parameter itself."""
 
     def box(self, parameter: nn.Parameter, local: Tensor) -> Box:
-        """Where a tensor that is like `own(parameter)` lies in one that is like the parameter."""
+        """Place a tensor like `own(parameter)` in one that is like the parameter."""
 
 
 class Unsharded:
-    """The optimizers have the parameters themselves, which may be DTensors."""
+    """The optimizers hold the parameters themselves, which may be DTensors."""
 
     def own(self, parameter: nn.Parameter) -> nn.Parameter:
-        """As in `Sharding`."""
+        """Return the parameter."""
         return parameter
 
     def box(self, parameter: nn.Parameter, local: Tensor) -> Box:  # noqa: ARG002
-        """As in `Sharding`."""
+        """Place the whole tensor."""
         return Box.of(local)
 
 
 class Shardings:
-    """Those of several optimizers, each of other parameters."""
+    """Combines the shardings of several optimizers of different parameters."""
 
     def __init__(self, each: Sequence[Sharding]) -> None:
         self._each = each
 
     def own(self, parameter: nn.Parameter) -> nn.Parameter:
-        """As in `Sharding`."""
+        """See `Sharding`."""
         return self._of(parameter).own(parameter)
 
     def box(self, parameter: nn.Parameter, local: Tensor) -> Box:
-        """As in `Sharding`."""
+        """See `Sharding`."""
         return self._of(parameter).box(parameter, local)
 
     def _of(self, parameter: nn.Parameter) -> Sharding:
@@ -79,22 +79,18 @@ class Shardings:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Modules, their optimizers and whatever else is trained, by name.
-
-    A critic, adapters or a refreshed reference are further entries.
-    """
+    """Modules, their optimizers and other trained state, by name: critics, adapters, references."""
 
     modules: Mapping[str, nn.Module]
     optimizers: Mapping[str, Optimizer] = field(default_factory=dict)
-    """Each of parameters of these modules, of one or several."""
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     """Other tensors, changed in place when a checkpoint is loaded."""
     values: dict[str, Any] = field(default_factory=dict)
-    """What is not a tensor, as JSON types."""
+    """Everything that is not a tensor, as JSON types."""
     sharding: Sharding = field(default_factory=Unsharded)
 
     def boxes(self, rank: int) -> dict[str, Box]:
-        """What this rank holds, alive; random states are those of now."""
+        """This rank's part, as live tensors; random states are current."""
         named: dict[str, Box] = {}
         for name, tensor in self._weights():
             named[name] = Box.of(tensor)
@@ -111,11 +107,7 @@ class TrainingState:
         return named | {name: Box.of(one) for name, one in random_states(rank).items()}
 
     def plain(self) -> dict[str, Any]:
-        """What is not a tensor, as JSON types.
-
-        Raises:
-            TypeError: an optimizer's state holds something that is neither a tensor nor JSON.
-        """
+        """Everything that is not a tensor, as JSON types. Raises TypeError for anything else."""
         states: dict[str, dict[str, dict[str, Any]]] = {}
         for optimizer, name, _, state in self._states():
             for key, value in state.items():
@@ -129,15 +121,12 @@ class TrainingState:
         return {"values": dict(self.values), "states": states}
 
     def targets(self, index: Index) -> tuple[dict[str, Box], Restored]:
-        """What a saved state is loaded into.
+        """Targets for loading a saved state.
 
-        Returns:
-            Weights and other tensors, which are changed in place; and the rest, which takes effect
-            with `Restored.apply` once all tensors are loaded.
-
-        Raises:
-            CheckpointError: names differ, so the saved state is of another model.
-            KeyError, TypeError, AttributeError: the index is not as written.
+        Returns weights and other tensors, which are changed in place; and the rest, which takes
+        effect with `Restored.apply` once all tensors are loaded. Raises CheckpointError if the
+        saved state is of another model; KeyError, TypeError or AttributeError if the index is not
+        as written.
         """
         named = {name: Box.of(tensor) for name, tensor in self._weights()}
         named |= {f"tensors/{name}": Box.of(one) for name, one in self.extra.items()}
@@ -169,7 +158,7 @@ class TrainingState:
         return named, rest
 
     def _box(self, parameter: nn.Parameter, value: Tensor, key: str) -> Box:
-        """Of an optimizer's tensor: sharded as the parameter is if it has its shape, or its rows.
+        """Box an optimizer's tensor: sharded like the parameter if it has its shape, or its rows.
 
         Moments in 8 bits have scales (`trainer.optimizer.coded_moments`), some for each row.
         """
@@ -194,7 +183,7 @@ class TrainingState:
         }
 
     def _states(self) -> Iterator[tuple[str, str, nn.Parameter, dict[str, Any]]]:
-        """Optimizer, parameter by name, and its state, of those that have one."""
+        """Yield optimizer, parameter by name, and its state, where there is one."""
         known = {
             id(self.sharding.own(parameter)): (name, parameter)
             for name, parameter in self._parameters().items()
@@ -209,12 +198,11 @@ class Restored:
     """The part of a saved state that is not loaded in place."""
 
     values: dict[str, Any]
-    """As `TrainingState.values`."""
     optimizers: list[Optimizer] = field(default_factory=list)
     states: list[tuple[Optimizer, nn.Parameter, dict[str, Any]]] = field(default_factory=list)
 
     def apply(self) -> None:
-        """Give the optimizers their states."""
+        """Set the optimizers' states."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
         for optimizer, parameter, state in self.states:
@@ -222,7 +210,7 @@ class Restored:
 
 
 def random_states(rank: int) -> dict[str, Tensor]:
-    """Of this process's random generators, by name."""
+    """States of this process's random generators, by name."""
     states = {f"random/{rank}/cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         for index, state in enumerate(torch.cuda.get_rng_state_all()):
@@ -240,7 +228,7 @@ def random_targets(index: Index, rank: int) -> dict[str, Tensor]:
 
 
 def set_random_states(states: Mapping[str, Tensor], rank: int) -> None:
-    """Set what `random_targets` named, where there are such generators."""
+    """Set the random states of generators that exist here."""
     for name, state in states.items():
         generator = name.removeprefix(f"random/{rank}/")
         if generator == "cpu":
@@ -252,11 +240,10 @@ def set_random_states(states: Mapping[str, Tensor], rank: int) -> None:
 
 
 def unwrapped(name: str) -> str:
-    """A parameter's name without what wrappers add.
+    """Remove what wrappers add from a parameter's name.
 
-    Example:
-        >>> unwrapped("model.layers.0._orig_mod.mlp.up_proj.weight")
-        'model.layers.0.mlp.up_proj.weight'
+    >>> unwrapped("model.layers.0._orig_mod.mlp.up_proj.weight")
+    'model.layers.0.mlp.up_proj.weight'
     """
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
@@ -264,7 +251,6 @@ def unwrapped(name: str) -> str:
 
 
 def _empty_scales(own: nn.Parameter, saved: SavedTensor, optimizer: Optimizer) -> Tensor:
-    """Scales for this rank's rows."""
     shape, dtype = (len(own), *saved.shape[1:]), getattr(torch, saved.dtype)
     if getattr(optimizer, "on_host", False):
         return torch.zeros(shape, dtype=dtype, pin_memory=own.is_cuda)
@@ -272,7 +258,7 @@ def _empty_scales(own: nn.Parameter, saved: SavedTensor, optimizer: Optimizer) -
 
 
 def _empty(own: nn.Parameter, saved: SavedTensor, optimizer: Optimizer, *, like: bool) -> Tensor:
-    """A tensor of an optimizer's state, `like` this rank's part of the parameter or small."""
+    """Empty tensor of an optimizer's state, `like` this rank's part of the parameter or small."""
     dtype = getattr(torch, saved.dtype)
     if like and getattr(optimizer, "on_host", False):
         return torch.zeros(own.shape, dtype=dtype, pin_memory=own.is_cuda)

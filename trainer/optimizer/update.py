@@ -1,4 +1,4 @@
-"""The optimizer step of one rank, and of a trainer that has only one."""
+"""The optimizer step of one rank, or of a trainer without ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ from asyncrl.trainer.sharding.rows import LocalRows
 
 
 class Rows:
-    """A `training_state.Sharding`: the optimizer has this rank's rows of each parameter.
-
-    Args:
-        shards: what this rank has.
-        world: the ranks.
-    """
+    """A `training_state.Sharding` whose optimizer has this rank's rows of each parameter."""
 
     def __init__(self, shards: Shards, world: World) -> None:
         self._shares = {id(share.parameter): share for share in shards.shares}
@@ -32,7 +27,7 @@ class Rows:
         return parameter if share is None else share.own
 
     def box(self, parameter: nn.Parameter, local: Tensor) -> Box:
-        """The place of rows that are, or belong to, this rank's rows of a parameter."""
+        """Place rows, or state that belongs to them, in the whole parameter."""
         share = self._shares[id(parameter)]
         shape = tuple(parameter.shape)
         if not shape:  # one rank has the number as a row, the others have none
@@ -43,15 +38,7 @@ class Rows:
 
 
 class Update:
-    """AdamW over a model's trained parameters, or over this rank's rows of them.
-
-    Attribute: `optimizer`.
-
-    Args:
-        model: whose parameters are trained.
-        config: the trainer's settings.
-        world: the ranks.
-    """
+    """AdamW over a model's trained parameters, or this rank's rows. Attribute: `optimizer`."""
 
     def __init__(self, model: nn.Module, config: TrainerConfig, world: World) -> None:
         self._model = model
@@ -59,7 +46,7 @@ class Update:
         self._shards: Shards | None = None
         self._divided = LocalRows([])
         self.sharding: Sharding = Unsharded()
-        """What the optimizer has of the model's parameters, for checkpoints."""
+        """Maps the model's parameters to the optimizer's, for checkpoints."""
         trained = [one for one in model.parameters() if one.requires_grad]
         if world.size == 1:
             self.optimizer = make_adamw(trained, config)
@@ -74,13 +61,10 @@ class Update:
         self.optimizer = make_adamw(self._own, config, [True] * len(divided) + matrices)
 
     def step(self, rate: float, denominator: float, max_norm: float) -> float:
-        """Sum gradients over the ranks, divide, clip, step; gives the norm before clipping.
+        """Sum gradients over the ranks, divide, clip, step; return the norm before clipping.
 
-        A collective of all ranks. Those of divided parameters are summed already.
-
-        Raises:
-            NonFiniteError: a gradient is not finite; the weights are unchanged.
-            RankLost: another rank did not take part.
+        Collective. Gradients of divided parameters are summed already. Raises NonFiniteError, with
+        unchanged weights, if a gradient is not finite.
         """
         if self._shards is None:
             trained = [one for one in self._model.parameters() if one.requires_grad]
@@ -95,7 +79,6 @@ class Update:
 
     @property
     def _own(self) -> list[nn.Parameter]:
-        """What this rank's optimizer changes, where there are several ranks."""
         assert self._shards is not None  # noqa: S101 - for the type checker
         return [*self._divided.rows, *self._shards.own]
 

@@ -1,4 +1,4 @@
-"""The network over which the ranks of a trainer speak, and whether they reach each other in it.
+"""The network that connects a trainer's ranks, and the check that they reach each other in it.
 
 >>> interface_in("127.0.0.0/8")
 Interface(name='lo', address='127.0.0.1')
@@ -19,9 +19,7 @@ from asyncrl.trainer.base.errors import RankLost, TrainerError
 from asyncrl.trainer.base.rank_network import apart, is_loopback
 
 REACH_SECONDS = 15.0
-"""Longest time for a rank to connect to another one."""
 _GET_ADDRESS = 0x8915
-"""Linux's SIOCGIFADDR."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -34,26 +32,21 @@ class Interface(msgspec.Struct, frozen=True):
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """What a rank says of itself when it comes."""
+    """A rank's announcement when it joins."""
 
     machine: str
-    """Names the machine, or the container with a network of its own, that loopback is good for."""
+    """Identifies the machine, or the container with its own network: the scope of loopback."""
     host: str
-    """For people."""
     address: str
     port: int
-    """At which the others may try whether they reach it; 0: on loopback nobody has to."""
+    """Port at which other ranks test the connection; 0 on loopback, where no test is needed."""
 
     def __str__(self) -> str:
         return f"{self.host} ({self.address})"
 
 
 def interface_in(network: str) -> Interface:
-    """This machine's interface in a network (as `network_of` has it).
-
-    Raises:
-        TrainerError: it has none.
-    """
+    """Find this machine's interface in a network (see `network_of`), or raise TrainerError."""
     found = _addresses()
     for name, address in found:
         if name == network or ("/" in network and address in ipaddress.ip_network(network)):
@@ -73,7 +66,7 @@ def _addresses() -> list[tuple[str, Address]]:
             try:
                 answer = fcntl.ioctl(asked, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
             except OSError:
-                continue  # it has none
+                continue  # it does not have one
             found.append((name, ipaddress.IPv4Address(answer[20:24])))
     try:
         lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
@@ -88,28 +81,22 @@ def _addresses() -> list[tuple[str, Address]]:
 
 
 def listen_at(interface: Interface, ranks: int) -> socket.socket:
-    """A socket that others can try to reach; nothing is read from it."""
+    """Open a socket that others can try to reach; nothing is read from it."""
     family = socket.AF_INET6 if ":" in interface.address else socket.AF_INET
     return socket.create_server((interface.address, 0), family=family, backlog=ranks)
 
 
 def this_machine() -> str:
-    """Names the machine and, in it, the network that its loopback interface belongs to."""
+    """Identify the machine and, in it, the network namespace of its loopback interface."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"
 
 
 def check_peers(peers: Sequence[Peer], rank: int, network: str) -> None:
-    """Find out whether this rank can speak to the others.
+    """Check that this rank can connect to the others (`peers`, by rank).
 
-    Args:
-        peers: all ranks, by rank.
-        rank: of this process.
-        network: as `network_of` has it.
-
-    Raises:
-        TrainerError: they are on several machines, which loopback does not connect.
-        RankLost: one is not reached.
+    Raises TrainerError if they are on several machines, which loopback does not connect; RankLost
+    if one cannot be reached.
     """
     own = peers[rank]
     for other, peer in enumerate(peers):

@@ -1,10 +1,10 @@
-"""Each rank's share of every parameter: some of its rows, of which it keeps the optimizer state.
+"""Each rank's share of every parameter: some of its rows, whose optimizer state it keeps.
 
     rank 0  .grad: sums of its groups ──┐                 ┌─► rows of 0: AdamW ──┐
     rank 1  .grad: sums of its groups ──┴─ summed, dealt ─┴─► rows of 1: AdamW ──┴─► all rows, both
 
-The rows are dealt as `torch.distributed.tensor.Shard(0)` and FSDP2 deal them: consecutive ones, as
-many to each rank but the last. A share is a view of the parameter, so the optimizer changes the
+Rows are dealt as in `torch.distributed.tensor.Shard(0)` and FSDP2: consecutive ones, equally many
+to each rank but the last. A share is a view of the parameter, so the optimizer changes the
 parameter itself, and the other rows come from their ranks afterwards.
 """
 
@@ -19,33 +19,27 @@ from torch import Tensor, nn
 from asyncrl.trainer.ranks.world import World
 
 BUCKET_BYTES = 1 << 26
-"""Of a parameter's gradients that are exchanged together: few exchanges, little extra memory."""
+"""Size of gradients that are exchanged together: few exchanges, little extra memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank has of one parameter."""
+    """A rank's share of one parameter."""
 
     parameter: nn.Parameter
-    """The whole one, on every rank."""
     own: nn.Parameter
-    """`[rows, ...]`: a view of this rank's rows, perhaps none. Its `.grad` is set by `reduce`."""
+    """`[rows, ...]`: a view of this rank's rows, perhaps none. `reduce` sets its `.grad`."""
     height: int
     """Rows of the first ranks; the last ones may have fewer."""
 
     @property
     def chunk(self) -> int:
-        """Numbers that a rank with `height` rows has: what travels for each rank, padded."""
+        """Numbers sent for each rank, padded: those of `height` rows."""
         return self.height * (self.parameter.numel() // _rows(self.parameter))
 
 
 class Shards:
-    """The shares of one rank.
-
-    Args:
-        parameters: of the model, those that are trained, in the same order on each rank.
-        world: the ranks.
-    """
+    """The shares of one rank; all have the model's trained parameters in the same order."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World) -> None:
         self._world = world
@@ -59,12 +53,9 @@ class Shards:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sum the gradients over the ranks; each gets those of its rows. A collective.
+        """Sum the gradients over the ranks; each gets those of its rows. Collective.
 
         A rank without a gradient adds nothing. `.grad` of the whole parameters is freed.
-
-        Raises:
-            RankLost: another rank did not take part.
         """
         size = self._world.size
         for bucket in self._buckets:
@@ -83,21 +74,21 @@ class Shards:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Bring every rank's rows into the whole parameters. A collective; raises as `reduce`."""
+        """Bring every rank's rows into the whole parameters. Collective; may raise RankLost."""
         self._exchange([share.own for share in self.shares], None)
 
     @torch.no_grad()
     def whole(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors like the parameters, from each rank's rows of them; raises as `reduce`.
+        """Assemble tensors like the parameters from each rank's rows; may raise RankLost.
 
-        For the optimizer's state. They are on the CPU, of rank 0 only: the others get empty ones.
+        For the optimizer's state. Rank 0 gets them on the CPU; the others get empty ones.
         """
         found: list[Tensor] = []
         self._exchange(own, found)
         return found
 
     def rows_of(self, index: int, whole: Tensor) -> Tensor:
-        """This rank's rows of a tensor like the parameter of this index; a copy."""
+        """Copy this rank's rows of a tensor like the parameter of this index."""
         share = self.shares[index]
         rows = _rows(share.parameter)
         start = min(self._world.rank * share.height, rows)
@@ -144,7 +135,7 @@ def _rows(parameter: Tensor) -> int:
 
 
 def _buckets(shares: Sequence[Share], limit: int) -> Iterator[list[Share]]:
-    """Consecutive shares of one data type and device, together up to `limit` bytes of a rank."""
+    """Group consecutive shares of one data type and device, up to `limit` bytes of a rank."""
     bucket: list[Share] = []
     size = 0
     for share in shares:
@@ -162,7 +153,7 @@ def _buckets(shares: Sequence[Share], limit: int) -> Iterator[list[Share]]:
 
 
 def _placed(bucket: Sequence[Share]) -> Iterator[tuple[Share, int]]:
-    """Each share, and where it begins in a rank's part of the bucket."""
+    """Yield each share, and where it begins in a rank's part of the bucket."""
     start = 0
     for share in bucket:
         yield share, start
@@ -170,7 +161,7 @@ def _placed(bucket: Sequence[Share]) -> Iterator[tuple[Share, int]]:
 
 
 def _deal(whole: Tensor, parts: Tensor) -> None:
-    """Copy a tensor into `[size, chunk]` parts, a row for each rank; what is beyond it stays."""
+    """Copy a tensor into `[size, chunk]` parts, a row for each rank; the excess is untouched."""
     flat = whole.reshape(-1)
     full, rest = divmod(flat.numel(), parts.shape[1])
     parts[:full] = flat[: full * parts.shape[1]].view(full, -1)
@@ -179,7 +170,6 @@ def _deal(whole: Tensor, parts: Tensor) -> None:
 
 
 def _collect(parts: Tensor, whole: Tensor) -> None:
-    """Undo `_deal`."""
     flat = whole.view(-1)
     full, rest = divmod(flat.numel(), parts.shape[1])
     flat[: full * parts.shape[1]].view(full, -1).copy_(parts[:full])

@@ -1,8 +1,8 @@
-"""The ranks of a trainer, and what they exchange: bytes and tensors, never pickles.
+"""The ranks of a trainer, which exchange bytes and tensors, never pickles.
 
-Every exchange is a collective: all ranks must make the same ones in the same order. Whoever waits
-in one is told when another rank is lost, or has not come within the limit; then the whole trainer
-is replaced. `ALONE` is a trainer of one process. It exchanges nothing, and waits for nobody.
+Every exchange is a collective: all ranks must make the same ones in the same order. A waiting rank
+gets an error when another rank is lost, or has not come within the limit; then the whole trainer is
+replaced. `ALONE` is a trainer of one process, which exchanges nothing and waits for nothing.
 
     >>> ALONE.leads, ALONE.gather(b"tokens", "totals")
     (True, [b'tokens'])
@@ -37,12 +37,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class World:
-    """One rank among others. `join` makes one of several.
-
-    Args:
-        rank: of this process, from 0.
-        size: how many ranks there are.
-    """
+    """One rank among others, from 0. `join` connects several."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
@@ -50,15 +45,11 @@ class World:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank publishes weights, writes checkpoints and reports steps."""
+        """True if this rank publishes weights, writes checkpoints and reports steps."""
         return self.rank == 0
 
     def gather(self, own: bytes, what: str) -> list[bytes]:
-        """What each rank gave, by rank; `what` is for the error.
-
-        Raises:
-            RankLost: another rank did not take part.
-        """
+        """Return each rank's bytes, by rank. Raises RankLost, naming `what`."""
         if self.size == 1:
             return [own]
         with self._waiting(what):
@@ -72,31 +63,26 @@ class World:
         return [rows[rank, :size].numpy().tobytes() for rank, size in enumerate(sizes.tolist())]
 
     def barrier(self, what: str) -> None:
-        """Wait until every rank is here. Raises as `gather`."""
+        """Wait until every rank is here. Raises RankLost."""
         self.gather(b"", what)
 
     def decided(self, own: bool, what: str) -> bool:
-        """What rank 0 has decided. Raises as `gather`."""
+        """Return rank 0's decision. Raises RankLost."""
         return self.gather(b"\1" if own else b"", what)[0] == b"\1"
 
     def any(self, own: bool, what: str) -> bool:
-        """Whether it is so on any rank. Raises as `gather`."""
+        """Return True if it is true on any rank. Raises RankLost."""
         return b"\1" in self.gather(b"\1" if own else b"", what)
 
     def agree(self, own: str, what: str) -> None:
-        """Make sure that all ranks have the same.
-
-        Raises:
-            TrainerError: they do not.
-            RankLost: as `gather`.
-        """
+        """Raise TrainerError if the ranks' values differ, or RankLost."""
         found = self.gather(own.encode(), what)
         if len(set(found)) > 1:
             said = "; ".join(f"rank {rank}: {one.decode()}" for rank, one in enumerate(found))
             raise TrainerError(f"the ranks of the trainer disagree on {what}: {said}")
 
     def norm(self, own: float) -> float:
-        """Euclidean norm over all ranks, of each rank's norm; the same number on each."""
+        """Combine each rank's norm into the Euclidean norm over all; the same number on each."""
         if self.size == 1:
             return own
         found = self.gather(struct.pack("<d", own), "the gradient's norm")
@@ -113,7 +99,7 @@ class World:
             _all_gather(all_rows.view(-1), own)
 
     def close(self) -> None:
-        """Leave. Idempotent; waits for nobody."""
+        """Leave without waiting. Idempotent."""
         if self.size > 1 and dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
@@ -133,7 +119,6 @@ class World:
 
 
 ALONE = World()
-"""A trainer of one process."""
 
 
 def join(
@@ -146,31 +131,21 @@ def join(
     seconds: float,
     network: str = LOOPBACK,
 ) -> World:
-    """Meet the other ranks, through a file, and connect to them.
+    """Meet the other ranks, through a file, and connect to them. Once per process.
 
-    Once per process.
+    `meeting` does not exist yet; it is in a folder that only this user can access and all ranks
+    see. With `size` 1 there is no file. `on_gpu`: NCCL instead of gloo. `join_seconds` is the
+    longest wait for the others, `seconds` that of an exchange, `network` is `trainer.rank_network`.
 
-    Args:
-        meeting: a file that does not exist yet, in a folder that only this user can access, and
-            that all ranks see.
-        rank: of this process.
-        size: how many ranks there are; 1: nobody is met.
-        on_gpu: whether tensors are exchanged between GPUs (NCCL); otherwise by gloo.
-        join_seconds: longest wait for the others to come.
-        seconds: longest wait within an exchange.
-        network: in which they connect (`trainer.rank_network`).
-
-    Raises:
-        RankLost: some did not come, or are not reached.
-        TrainerError: this machine is not in that network, or the ranks are not on one machine
-            although it is the loopback interface's.
+    Raises RankLost if a rank did not come or cannot be reached; TrainerError if this machine is not
+    in that network, or the ranks are on several machines although the network is loopback.
     """
     if size == 1:
         return ALONE
     here = interface_in(network)
-    # Neither gloo nor NCCL knows keys: they listen in this network and in no other.
+    # gloo and NCCL do not support keys, so they listen in this network only.
     os.environ["GLOO_SOCKET_IFNAME"] = here.name
-    os.environ["NCCL_SOCKET_IFNAME"] = f"={here.name}"  # this one, and none whose name begins so
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={here.name}"  # exactly this name, not a prefix
     with contextlib.ExitStack() as closing:
         port = 0
         if not is_loopback(network):
@@ -193,7 +168,7 @@ def join(
 
 
 def _meet(store: Any, own: Peer, rank: int, size: int, join_seconds: float) -> list[Peer]:
-    """Say that this rank is here, and wait for what the others say; by rank."""
+    """Announce this rank, and wait for the announcements of all; by rank."""
     store.set_timeout(timedelta(seconds=join_seconds))
     names = [f"{_PREFIX}{one}" for one in range(size)]
     store.set(names[rank], msgspec.json.encode(own).decode())

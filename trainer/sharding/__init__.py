@@ -1,1 +1,1 @@
-"""Weights and gradients in parts on the ranks of a trainer, by FSDP2 (decision 0067)."""
+"""Sharded weights and gradients, by FSDP2 (decision 0067)."""

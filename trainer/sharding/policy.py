@@ -1,14 +1,11 @@
-"""A policy whose weights are in parts on the ranks.
-
-Divides a model among the ranks, block by block, by FSDP2.
+"""A policy whose weights are sharded over the ranks, block by block, by FSDP2.
 
     block            rows of its matrices on each rank; whole for its forward and backward pass
-    embedding, head  the same, each by itself, or together with the model where they are one tensor
+    embedding, head  the same, each separately, or together with the model if they are one tensor
     norms, biases    whole on each rank: they are few, and computed in float32
 
-A weight is brought together in the type in which it is computed: bfloat16 in the blocks of
-`dtype: bfloat16`, as autocast would have it. Gradients are summed over the ranks, in the type of
-the parameters, after each micro-batch.
+A weight is gathered in the type in which it is computed: bfloat16 in the blocks of `dtype:
+bfloat16`. Gradients are summed over the ranks, in the parameters' type, after each micro-batch.
 """
 
 from __future__ import annotations
@@ -45,16 +42,10 @@ _METHOD = "asyncrl_run"
 
 
 class ShardedModel:
-    """Runs functions that use a model's weights, which are whole meanwhile.
+    """Runs functions that use a model's weights, gathered while they run.
 
-    Args:
-        model: on the CPU; its parameters become DTensors.
-        mesh: of the ranks, one axis.
-        device: of this rank.
-        low: type in which blocks compute; None: that of the parameters.
-
-    Raises:
-        UnsupportedModelError: it has no blocks that transformers names.
+    Parameters become DTensors. Blocks compute in `low`, by default the parameters' type. Raises
+    UnsupportedModelError if transformers names no blocks in the model.
     """
 
     def __init__(
@@ -102,10 +93,10 @@ class ShardedModel:
         _move_rest(model, device)
 
     def with_body(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function that computes the model's forward pass, but for its head."""
+        """Call a function that computes the model's forward pass, except its head."""
         out: T = getattr(self._model, _METHOD)(function, *arguments)
         if not torch.is_grad_enabled():
-            self._model.reset_iter_state()  # which otherwise only a backward pass does
+            self._model.reset_iter_state()  # otherwise only a backward pass does this
         return out
 
     def with_head(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -117,7 +108,7 @@ class ShardedModel:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The transformer's blocks, without those within another."""
+    """The transformer's outermost blocks."""
     found: list[nn.Module] = []
     for module in model.modules():
         if not isinstance(module, GradientCheckpointingLayer):
@@ -128,12 +119,12 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _run(function: Callable[..., Any], *arguments: Any) -> Any:
-    """FSDP marks what this returns, to bring weights together again in the backward pass."""
+    """FSDP marks the result, to gather weights again in the backward pass."""
     return _own(function(*arguments))
 
 
 def _own(value: Any) -> Any:
-    """The same, with copies of views: a mark on a view can be lost."""
+    """Copy views: a mark on a view can be lost."""
     if isinstance(value, Tensor):
         return value.clone() if value.requires_grad and value._is_view() else value  # noqa: SLF001
     if isinstance(value, tuple):
@@ -145,10 +136,10 @@ def _own(value: Any) -> Any:
 
 @torch.no_grad()
 def _move_rest(model: nn.Module, device: torch.device) -> None:
-    """Bring what is not divided to the device, in memory of its own.
+    """Move undivided tensors to the device, as copies.
 
-    A tensor that was read from a file is a view of the file's mapping, so one norm would keep the
-    whole model in memory.
+    A tensor read from a file is a view of the file's mapping, so one norm would keep the whole
+    model in memory.
     """
     for one in [*model.parameters(), *model.buffers()]:
         if not isinstance(one, DTensor):
@@ -161,15 +152,10 @@ T = TypeVar("T")
 
 
 def one_by_one(load: Callable[[], int], world: World, left: Callable[[], int | None]) -> None:
-    """Let each rank load what is large while it is loaded. A collective.
+    """Let ranks load one by one if they lack the memory to do so at once. Collective.
 
-    Args:
-        load: gives the bytes of the host's memory that it took meanwhile.
-        world: the ranks.
-        left: bytes that the host has; None: not known, and taken to be enough.
-
-    Raises:
-        RankLost: another rank did not take part.
+    `load` returns its peak host memory in bytes; `left` the host's free memory, which counts as
+    enough if unknown.
     """
     size = load() if world.leads else 0
     said = world.gather(msgspec.msgpack.encode(size), "rank 0's loading of the model")
@@ -186,17 +172,11 @@ def one_by_one(load: Callable[[], int], world: World, left: Callable[[], int | N
 
 
 class ShardedPolicy(Policy):
-    """As `Policy`. Every pass through it is a collective of all ranks.
+    """A `Policy` whose every pass is a collective of all ranks.
 
     It is loaded and checked on the CPU, as a whole, and then divided, a block at a time. Rank 0
     does so first, then the others, one by one unless the host has the memory for all of them.
-
-    Args:
-        model_path: as in `Policy`.
-        device: of this rank.
-        world: the ranks.
-        settings: further ones of `Policy`; `fused` has no effect, as fused layers read weights
-            without asking for them.
+    `fused` has no effect: fused layers bypass gathering.
     """
 
     is_sharded = True
@@ -225,21 +205,21 @@ class ShardedPolicy(Policy):
         world.agree(self._loaded, f"the weights of {model_path}")
 
     def score(self, batch: PackedBatch, *, with_routes: bool = False) -> TokenScores:
-        """As `Policy.score`."""
+        """Score as `Policy.score` does."""
         if not self.has_plain_head:
             return super().score(batch, with_routes=with_routes)
         return self.within(self._score, batch, with_routes)
 
     def hidden(self, batch: PackedBatch) -> Tensor:
-        """As `Policy.hidden`."""
+        """Compute as `Policy.hidden` does."""
         return self.within(super().hidden, batch)
 
     def score_hidden(self, hidden: Tensor, targets: Tensor) -> TokenScores:
-        """As `Policy.score_hidden`, inside `within`."""
+        """Score as `Policy.score_hidden` does, inside `within`."""
         return self._sharded.with_head(super().score_hidden, hidden, targets)
 
     def within(self, function: Callable[..., T], *arguments: Any) -> T:
-        """As `Policy.within`: the weights outside of blocks and head are whole meanwhile."""
+        """Call a function while the weights outside of blocks and head are gathered."""
         if self._is_within:
             return function(*arguments)
         self._is_within = True
@@ -253,7 +233,7 @@ class ShardedPolicy(Policy):
         temperature: float | None,
         weights: Sequence[tuple[str, Tensor]],
     ) -> NoReturn:
-        """Not built: it is for one rank alone. Raises TrainerError."""
+        """Not supported: it is for one rank alone. Raises TrainerError."""
         del temperature, weights
         raise TrainerError("with trainer.sharding: full no rank computes alone")
 

@@ -1,4 +1,4 @@
-"""This rank's rows of the parameters that FSDP2 has divided: DTensors on one axis of ranks."""
+"""This rank's rows of the parameters that FSDP2 divided: DTensors on one axis of ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from asyncrl.trainer.ranks.world import World
 
 
 class LocalRows:
-    """What an optimizer of one rank has of divided parameters.
+    """The optimizer's view of divided parameters: this rank's rows.
 
-    A `trainer.optimizer.training_state.Sharding`. Attribute: `rows`, this rank's of each, in its
-    memory.
-
-    Args:
-        parameters: DTensors.
+    A `trainer.optimizer.training_state.Sharding`. Attribute: `rows`, this rank's of each DTensor,
+    sharing its memory.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -29,7 +26,7 @@ class LocalRows:
         self._own = {id(parameter): own for parameter, own in pairs}
 
     def take_gradients(self) -> None:
-        """Give this rank's rows their gradients, which are summed over the ranks already."""
+        """Move the gradients, already summed over the ranks, to this rank's rows."""
         for parameter, own in zip(self._parameters, self.rows, strict=True):
             own.grad = None if parameter.grad is None else local(parameter.grad)
             parameter.grad = None
@@ -39,7 +36,7 @@ class LocalRows:
         return self._own.get(id(parameter), parameter)
 
     def box(self, parameter: nn.Parameter, local: Tensor) -> Box:
-        """The place of rows that are, or belong to, this rank's rows of a parameter."""
+        """Place rows, or state that belongs to them, in the whole parameter."""
         found = Box.of(parameter)
         shape = (found.shape[0], *local.shape[1:])
         offsets = (found.offsets[0], *(0 for _ in local.shape[1:]))
@@ -47,14 +44,14 @@ class LocalRows:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, without gradient; any other tensor itself."""
+    """This rank's part of a DTensor, without gradient; any other tensor unchanged."""
     found = tensor.detach()
     return found.to_local() if isinstance(found, DTensor) else found
 
 
 @torch.no_grad()
 def whole(tensor: Tensor, dtype: torch.dtype, world: World) -> Tensor:
-    """All rows of a tensor, in this type. A collective if it is a DTensor. Raises RankLost."""
+    """All rows of a tensor, in this type. Collective for a DTensor. Raises RankLost."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().to(dtype)
     mine = local(tensor).to(dtype)
@@ -63,7 +60,7 @@ def whole(tensor: Tensor, dtype: torch.dtype, world: World) -> Tensor:
     given = mine.new_zeros(height, *tensor.shape[1:])
     given[: len(mine)] = mine
     found = mine.new_empty(world.size * height, *tensor.shape[1:])
-    # As bytes: not every exchange knows every type.
+    # As bytes, since not every backend supports every type.
     parts = found.view(-1).view(torch.uint8).view(world.size, -1)
     world.all_gather(parts, given.view(-1).view(torch.uint8), "weights")
     return found[:count]

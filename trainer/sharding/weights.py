@@ -1,4 +1,4 @@
-"""A policy's weights for others: each tensor as a whole, one at a time, and their fingerprint."""
+"""Publishes a policy's weights: each tensor as a whole, one at a time, and their fingerprint."""
 
 from __future__ import annotations
 
@@ -26,21 +26,18 @@ from asyncrl.wire.weights.layout import Fingerprint
 
 
 class Weights:
-    """Of one policy.
+    """The publishable weights of one policy.
 
-    Args:
-        policy: with weights of its own, or a rank's parts of them.
-        world: the ranks; with parts, `whole` and `fingerprint` are collectives of them, which may
-            raise RankLost.
+    With sharded weights, `whole` and `fingerprint` are collectives, which may raise RankLost.
     """
 
     def __init__(self, policy: Policy, world: World) -> None:
         self._policy, self._world = policy, world
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight and persistent buffer by its HF name; a tied weight only once.
+        """Yield every weight and persistent buffer by its HF name; a tied weight only once.
 
-        Where weights are in parts these are DTensors, of which `whole` makes plain tensors.
+        Sharded weights are DTensors, of which `whole` makes plain tensors.
         """
         seen: set[int] = set()
         for name, tensor in self._named():
@@ -49,13 +46,13 @@ class Weights:
                 yield name, tensor.detach()
 
     def whole(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """All of one of these tensors."""
+        """Gather one of these tensors."""
         return whole(tensor, dtype, self._world)
 
     def fingerprint(self, dtype: torch.dtype | None = None) -> Fingerprint:
-        """Of all of them, as an engine of this data type holds them; tied ones by each name.
+        """Fingerprint as an engine of this data type holds them; tied ones by each name.
 
-        Without a data type, as they are, a tied one once.
+        Without a data type, unconverted, a tied one once.
         """
         given = list(self.tensors()) if dtype is None else self._named()
         if not self._policy.is_sharded:
@@ -69,7 +66,7 @@ class Weights:
         return collect([(name, _named(one, sums[id(one)], dtype)) for name, one in given])
 
     def take_part(self, dtype: torch.dtype) -> None:
-        """What the other ranks do while rank 0 publishes: `fingerprint`, then `whole` of each."""
+        """Join rank 0's publishing on the other ranks: `fingerprint`, then `whole` of each."""
         if self._policy.is_sharded:
             self.fingerprint(dtype)
             for _, tensor in self.tensors():
@@ -97,7 +94,7 @@ class Weights:
 
 
 def held_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The type in which a tensor is published to engines of `dtype`."""
+    """Type in which a tensor is published to engines of `dtype`."""
     return dtype if tensor.is_floating_point() else tensor.dtype
 
 

@@ -1,1 +1,1 @@
-"""Samples of several turns: what a sample and its environment have said to each other."""
+"""Samples of several turns: the exchange of a sample with its environment."""

@@ -1,14 +1,13 @@
-"""What one sample and its environment have said to each other.
+"""The exchange of one sample with its environment. Pure.
 
-Processes that ended with a sample's environment, and whether the sample is at fault. Pure.
-
-A process serves many samples at once, so its end alone does not say which of them caused it:
+`ProcessEnds` decides whether a sample is at fault when its environment's process ends. A process
+serves many samples at once, so its end alone does not show which of them caused it:
 
     one call was in progress      that sample is at fault, once: a death
     several were                  each is a suspect: its calls run alone until as many turns are
-                                  answered as its environment had been given, also if the sample
-                                  starts over meanwhile. So the one at fault ends a process alone
-    none was                      nobody is known to be at fault
+                                  answered as its environment had received, even if the sample
+                                  starts over. So the one at fault ends a process alone
+    none was                      no sample is known to be at fault
 
 An end is explained once a sample is known to be at fault for it, and then counts for no other
 sample. Each sample has a bound for its deaths, and one for ends that stay unexplained: an
@@ -29,40 +28,36 @@ from asyncrl.environments.workers.pool import Session
 from asyncrl.rollout.trajectory import BoolArray, IntArray, TrajectoryBuilder
 
 MAX_UNEXPLAINED = 50
-"""Ends without a sample at fault before that counts as a failure."""
+"""Bound of ends without a sample at fault; more count as a failure."""
 
 
 @dataclass(slots=True)
 class ProcessEnds:
-    """Those of one sample."""
+    """Process ends of one sample."""
 
     count: int = 0
-    """All of them."""
     deaths: int = 0
-    """Those while only this sample was served."""
     _alone_until: int | None = None
-    """Turns that must be answered until its calls run with others; 0: it must be opened."""
+    """Answered turns until its calls may run with others; 0: it must be opened."""
     _open: list[ProcessEnd] = field(default_factory=list)
-    """Those that were not explained when they were last looked at."""
+    """Ends that were unexplained when last checked."""
     _suspected: list[ProcessEnd] = field(default_factory=list)
-    """Those of them that a call of this sample may have caused."""
+    """Open ends that a call of this sample may have caused."""
 
     @property
     def alone(self) -> bool:
-        """Whether its calls run alone in their process."""
+        """True if its calls run alone in their process."""
         return self._alone_until is not None
 
     @property
     def unexplained(self) -> int:
-        """Those for which no sample is known to be at fault."""
+        """Number of ends for which no sample is known to be at fault."""
         return sum(not end.explained for end in self._open)
 
     def note(self, lost: SessionLost, given: int) -> None:
-        """A process has ended with the sample's session.
+        """Note a process end with the sample's session.
 
-        Args:
-            lost: as its call raised it.
-            given: turns that the session had been given, the one in progress included.
+        `given` are the turns that the session had received, including the one in progress.
         """
         self.count += 1
         self._open = [end for end in (*self._open, lost.end) if not end.explained]
@@ -75,7 +70,7 @@ class ProcessEnds:
             self.explain()
 
     def fault(self, lost: SessionLost, max_attempts: int) -> tuple[FailureReason, str] | None:
-        """Why the sample has failed, now that this is noted, and a sentence; None: it has not."""
+        """Return why the sample has now failed, with a sentence, if it has."""
         if lost.suspects == 1 and lost.too_many:
             return "too_many_processes", str(lost)
         if self.deaths >= max_attempts:
@@ -89,17 +84,17 @@ class ProcessEnds:
         return None
 
     def explain(self) -> None:
-        """This sample is at fault: what it was suspected of says nothing about others."""
+        """Explain the suspected ends: this sample is at fault for them."""
         for end in self._suspected:
             end.explained = True
 
     def answered(self, turns: int) -> None:
-        """So many turns of the present session are answered; 0: it was opened."""
+        """Note the number of answered turns of the session; 0 once it was opened."""
         if self._alone_until is not None and turns >= self._alone_until:
             self._alone_until = None
 
     def forget(self) -> None:
-        """What it has failed at is gone; whether it is a suspect stays."""
+        """Forget earlier failures, but not whether it is a suspect."""
         self.count = self.deaths = 0
         self._open.clear()
         self._suspected.clear()
@@ -110,43 +105,41 @@ class Turn:
     """A turn of the policy and its answer."""
 
     action: IntArray
-    """`[T]` its tokens."""
+    """`[T]`."""
     message: dict[str, Any]
-    """The turn as a chat message."""
     done: bool
     reward: float
     observed: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
-    """`[N]` the tokens of the observation; empty after the last turn."""
+    """`[N]`; empty after the last turn."""
     answer: list[dict[str, Any]] = field(default_factory=list)
-    """The observation as chat messages."""
     begins_context: bool = False
-    """Whether `observed` is a whole prompt: the chat template has changed what came before, or
+    """True if `observed` is a whole prompt: the chat template has changed earlier messages, or
     another conversation begins."""
     tools: list[dict[str, Any]] | None = None
-    """Of the conversation that begins with the answer, all of whose messages that is; None: the
-    present one continues."""
+    """Tools of a conversation that begins with the answer, which is then all of its messages; None
+    if the current one continues."""
 
     @property
     def end(self) -> tuple[bool, float, bool, list[dict[str, Any]] | None]:
-        """What an environment that answers alike repeats, besides the tokens."""
+        """Facts that an environment with the same answer repeats, besides the tokens."""
         return self.done, self.reward, self.begins_context, self.tools
 
     def is_recorded_as(self, recorded: IntArray, *, begins: bool) -> bool:
-        """Whether its answer is the one that a resumed sample has."""
+        """Return True if its answer is that of a resumed sample."""
         is_same = self.begins_context == begins and np.array_equal(self.observed, recorded)
         return is_same and not self.done
 
     def says_the_same_as(self, other: Turn, *, in_ids: bool) -> bool:
-        """Whether an environment has answered a turn twice alike.
+        """Return True if an environment gave the same answer to a turn twice.
 
-        The same messages may have other tokens the second time: what the chat template needs to
-        know for them is found out in the course of a run.
+        The same messages may have other tokens the second time: the chat template's behaviour is
+        learned in the course of a run.
         """
         same = np.array_equal(self.observed, other.observed)
         return self.end == other.end and (same or (not in_ids and self.answer == other.answer))
 
     def used_tokens(self, builder: TrajectoryBuilder) -> int:
-        """What of `sampling.max_tokens` is used once its answer follows these tokens."""
+        """Used part of `sampling.max_tokens` once its answer follows these tokens."""
         if self.begins_context:
             return len(self.observed) - len(builder.prompt_tokens)
         return builder.used_tokens + len(self.observed)
@@ -154,47 +147,43 @@ class Turn:
 
 @dataclass(slots=True)
 class Episode:
-    """The environment's side of a sample; see `episodes`. It does no I/O."""
+    """The environment's side of a sample; see `environment_turns`. It does no I/O."""
 
     seed: int
-    """Of the environment; the same whenever the sample is generated."""
+    """Seed of the environment; the same whenever the sample is generated."""
     on_start_over: Callable[[], None] = lambda: None
-    """Called when the sample starts over."""
     opened: bool = False
-    """`reset` was answered at least once."""
     row_prompt: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
-    """`[P]` the row's own prompt."""
+    """`[P]`."""
     prompt: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
-    """`[P]` what `reset` said, as tokens; empty: the row's own prompt stands."""
+    """`[P]` tokens of the answer to `reset`; empty if the row's own prompt is used."""
     conversation: list[dict[str, Any]] = field(default_factory=list)
-    """The messages before the first turn."""
     traits: Traits = field(default_factory=Traits)
     turns: list[Turn] = field(default_factory=list)
-    """Turns that were answered, in order; those of the sample's text begin with them."""
+    """Answered turns, in order; those of the sample's text begin with them."""
     session: Session | None = None
     given: list[IntArray] = field(default_factory=list)
-    """The actions that the session has been given and has not gone back from. It may have failed at
-    the last one."""
+    """Actions that the session has received and not gone back from. It may have failed at the last
+    one."""
     failed_after: list[IntArray] | None = None
-    """The actions after which the environment has failed: the sample's reward is 0. None: it has
-    not. No action: it could not be made."""
+    """Actions after which the environment failed, so the sample's reward is 0; None if it has not.
+    Empty if it could not be created."""
     unscored: bool = False
-    """Whether the failure says nothing about the policy."""
+    """True if the failure reveals nothing about the policy."""
     ends: ProcessEnds = field(default_factory=ProcessEnds)
-    """Processes that ended with the sample's session."""
     _spoken: Spoken | None = None
 
     @property
     def failed(self) -> bool:
-        """Whether the environment has failed."""
+        """True if the environment has failed."""
         return self.failed_after is not None
 
     @property
     def goes_back(self) -> bool:
-        """Whether it can go back to before any turn. That does not depend on what was said.
+        """True if it can go back to before any turn, whatever was said.
 
-        So one that goes back by `restore` counts also once it has failed and cannot (a call of it
-        hangs, its process ended again and again); the sample starts over if a turn is rejected.
+        So one that goes back by `restore` counts even once it has failed and cannot (a call of it
+        hangs, its process ended repeatedly); the sample starts over if a turn is rejected.
         """
         if self.traits.replay is not None:
             return True
@@ -209,7 +198,7 @@ class Episode:
 
     @property
     def reward(self) -> float:
-        """The sum of the turns' rewards."""
+        """Sum of the turns' rewards."""
         return sum(turn.reward for turn in self.turns)
 
     def before(self, turn: int) -> list[dict[str, Any]]:
@@ -221,7 +210,7 @@ class Episode:
         return [*first, *(said for one in later for said in (one.message, *one.answer))]
 
     def tools_before(self, turn: int) -> list[dict[str, Any]]:
-        """The tools of the conversation that this turn (from 0) is in."""
+        """The tools of the conversation of this turn (from 0)."""
         begun = (one.tools for one in reversed(self.turns[:turn]) if one.tools is not None)
         return next(begun, self.traits.tools)
 
@@ -237,7 +226,7 @@ class Episode:
         return np.concatenate(parts)
 
     def context_length(self, turn: int, prompt: int) -> int:
-        """Tokens that the policy read before this turn (from 0), after a prompt of so many."""
+        """Tokens that the policy read before this turn (from 0), after a prompt of this length."""
         length = prompt
         for one in self.turns[:turn]:
             before = 0 if one.begins_context else length + len(one.action)
@@ -245,9 +234,9 @@ class Episode:
         return length
 
     def keep_answered(self, actions: list[IntArray]) -> int:
-        """Forget what followed other actions: turns, and a failure. Returns how many are left.
+        """Forget turns and a failure after other actions. Returns how many turns are left.
 
-        Actions that are known are replaced by the same arrays, which `common` need not look into.
+        Known actions are replaced by the same arrays, which `common` need not compare.
         """
         answered = [turn.action for turn in self.turns]
         known = common(answered, actions)
@@ -266,7 +255,7 @@ class Episode:
         return self._spoken.actions, self._spoken.observations
 
     def lacks_answers(self, builder: TrajectoryBuilder) -> bool:
-        """Whether turns were answered before the run was resumed, with rewards not known now."""
+        """Return True if turns were answered before a resume, with rewards that are lost."""
         return len(self.turns) < len(actions_of(builder.tokens(), builder.observed())[1])
 
     def _forget_failure(self) -> None:
@@ -274,7 +263,7 @@ class Episode:
         self.ends.forget()
 
     def begin_again(self) -> None:
-        """Forget everything that was said; another session follows."""
+        """Forget the exchange; another session follows."""
         self.opened, self.prompt = False, np.empty(0, np.int32)
         self.turns.clear()
         if self.failed:
@@ -291,7 +280,7 @@ class Episode:
             session.close()
 
     def finish(self) -> None:
-        """The sample is finished: keep the session only if going back needs it, and it can."""
+        """Keep the session of a finished sample only if going back needs it, and it can."""
         session, needs_it = self.session, self.traits.replay is None and self.traits.restores
         if needs_it and session is not None and not session.lost:
             session.park()
@@ -301,37 +290,31 @@ class Episode:
 
 
 class Spoken:
-    """What a growing response consists of, read once however often it is asked for.
-
-    Args:
-        builder: of the response; `read` is called where turns have ended.
-    """
+    """The parts of a growing response, each read once: `read` is called where a turn has ended."""
 
     def __init__(self, builder: TrajectoryBuilder) -> None:
         self.builder = builder
         self._length = 0
         self.actions: list[IntArray] = []
-        """The policy's turns."""
         self.observations: list[IntArray] = []
-        """What was answered to each of them but the last."""
 
     def read(self) -> None:
-        """Take in what has been appended since the last call."""
+        """Read what has been appended since the last call."""
         tokens, observed = self.builder.tokens(), self.builder.observed()
         edge = observed[max(0, self._length - 1) : self._length + 1].tolist()
-        if edge not in ([False], [False, True]):  # what was read last has gone on
+        if edge not in ([False], [False, True]):  # the last part has grown
             self._length = 0
         if not self._length:
             self.actions, self.observations = [], []
         runs = runs_of(tokens[self._length :], observed[self._length :])
         ours, theirs = (runs[::2], runs[1::2]) if not self._length else (runs[1::2], runs[::2])
-        self.actions += [run.copy() for run in ours]  # else each keeps all tokens in memory
+        self.actions += [run.copy() for run in ours]  # otherwise each keeps all tokens in memory
         self.observations += [run.copy() for run in theirs]
         self._length = len(tokens)
 
 
 def common(some: Sequence[IntArray], others: Sequence[IntArray]) -> int:
-    """How many actions two rows have in common from the start."""
+    """Length of the common beginning of two lists of actions."""
     count = 0
     for one, other in zip(some, others, strict=False):
         if one is not other and not np.array_equal(one, other):
@@ -343,9 +326,8 @@ def common(some: Sequence[IntArray], others: Sequence[IntArray]) -> int:
 def actions_of(tokens: IntArray, observed: BoolArray) -> tuple[list[IntArray], list[IntArray]]:
     """Split a response into the policy's turns and the observations between them.
 
-    Example:
-        >>> actions_of(np.array([1, 2, 9, 3], np.int32), np.array([0, 0, 1, 0], bool))
-        ([array([1, 2], dtype=int32), array([3], dtype=int32)], [array([9], dtype=int32)])
+    >>> actions_of(np.array([1, 2, 9, 3], np.int32), np.array([0, 0, 1, 0], bool))
+    ([array([1, 2], dtype=int32), array([3], dtype=int32)], [array([9], dtype=int32)])
     """
     runs = runs_of(tokens, observed)
     return runs[::2], runs[1::2]

@@ -1,4 +1,4 @@
-"""Builds what answers a generator's samples from the run's configuration."""
+"""Builds the environments of a generator's samples from the run's configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def start_environments(
     stop_tokens: Sequence[int],
     metrics: GeneratorMetrics | None = None,
 ) -> EnvironmentPool | None:
-    """Start the worker processes; None without an environment. Raises RewardError."""
+    """Start the worker processes, if there is an environment. Raises RewardError."""
     if config.environment.name is None:
         return None
     environment = with_policy(config.environment, config.sampling, config.model.path, stop_tokens)
@@ -53,7 +53,7 @@ def episodes_with(
     decode: Callable[[list[int]], str],
     stop_tokens: Sequence[int],
 ) -> Episodes:
-    """The episodes of a generator whose environments run in this pool."""
+    """Create the episodes of a generator whose environments run in this pool."""
     return Episodes(
         pool,
         translation_of(config, tokenizer, decode, stop_tokens),
@@ -68,7 +68,7 @@ def translation_of(
     decode: Callable[[list[int]], str],
     stop_tokens: Sequence[int],
 ) -> Translation:
-    """Between the tokens of the run's model and its environments."""
+    """Create the translation between the tokens of the run's model and its environments."""
     template = getattr(tokenizer, "chat_template", None)
     uses_template = config.task.chat_template != "never"
     renderer = TurnRenderer(

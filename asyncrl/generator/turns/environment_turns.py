@@ -4,22 +4,22 @@
                      │  └──► done, a limit, a failure: the sample ends
                      └─────► StartOver: the environment cannot go back
 
-A session must have been given exactly the turns before the one that it is to answer. If
-verification has changed an earlier turn, or the session's process is gone, it goes back: by
-`restore`, else by replay, else the sample starts over.
+A session must have received exactly the turns before the one that it answers. If verification has
+changed an earlier turn, or the session's process is gone, it goes back: by `restore`, else by
+replay, else the sample starts over.
 
-What follows a turn: more of its conversation, or another one, which is a context of its own.
+A turn is followed by more of its conversation, or by another one, which is a separate context:
 
     q │ turn 1 │ o │ turn 2                      the environment begins another conversation
     r │ turn 3                                   and returns to the first one:
     q │ turn 1 │ o │ turn 2 │ o' │ turn 4
 
-A conversation that begins like an earlier one continues it: its tokens up to the last turn in
-common are those of that time, generated turns included. They are observed now, since each of them
-is trained on in the context in which it was drawn. With `environment.history: template`, and where
-nothing is in common, all of it is rendered by the chat template.
+A conversation that begins like an earlier one continues it: its tokens up to the last common turn
+are the earlier ones, generated turns included. They are observed now, since each of them is trained
+on in the context in which it was drawn. With `environment.history: template`, or if nothing is
+common, the chat template renders all of it.
 
-A context so begun is a function of turns before it and of the environment. So it stands if these
+Such a context is a function of turns before it and of the environment. So it stays valid if these
 are accepted (`asyncrl.rollout.contexts`).
 """
 
@@ -50,16 +50,10 @@ if TYPE_CHECKING:
 
 
 def answered(turn: Turn, result: StepResult, episode: Episode, translation: Translation) -> Turn:
-    """A turn with the environment's answer to it, unless the sample ends with it.
+    """Add the environment's answer to a turn, unless the sample ends with it.
 
-    Args:
-        turn: the policy's, not in the episode yet.
-        result: what the environment said.
-        episode: up to this turn.
-        translation: into tokens.
-
-    Raises:
-        BadAnswerError: the answer cannot be shown to the policy.
+    `episode` is that up to this turn. Raises BadAnswerError if the policy cannot be shown the
+    answer.
     """
     said = result.observation
     if result.done or said is None:
@@ -86,7 +80,6 @@ def _continued(
     episode: Episode,
     translation: Translation,
 ) -> Observed | None:
-    """A conversation as the continuation of the turn that it has in common; None if it has none."""
     if is_ids(said) or not translation.keeps_history:
         return None
     messages = translation.conversation(said, {})  # type: ignore[arg-type]  # no ids
@@ -106,10 +99,7 @@ def _continued(
 def _last_in_common(
     messages: Sequence[Message], tools: Tools, turns: Sequence[Turn], episode: Episode
 ) -> tuple[int, int] | None:
-    """The last turn that a conversation has in common with an earlier one, and the messages to it.
-
-    Of several the one with most messages, and of these the newest.
-    """
+    """The newest turn with the most messages in common with a conversation, and their number."""
     found: tuple[int, int] | None = None
     own = episode.traits.tools
     count = _in_common(messages, 0, episode.conversation)
@@ -127,7 +117,6 @@ def _last_in_common(
 def _in_common(
     messages: Sequence[Message], count: int | None, more: Sequence[Message]
 ) -> int | None:
-    """How many messages are in common if the next ones are; None if one was another."""
     if count is None or len(messages) < count + len(more):
         return None
     pairs = zip(messages[count:], more, strict=False)
@@ -137,18 +126,15 @@ def _in_common(
 log = logging.getLogger(__name__)
 
 
-class StartOver(Exception):  # noqa: N818 - says what happens
+class StartOver(Exception):  # noqa: N818 - names the event
     """The environment cannot go back, so the sample begins again."""
 
 
 class Episodes:
     """The environments of a generator's samples.
 
-    Args:
-        pool: started.
-        translation: between tokens and messages.
-        max_tokens: of a response (`sampling.max_tokens`).
-        max_model_len: of the engine.
+    Responses have at most `max_tokens` (`sampling.max_tokens`), contexts the engine's
+    `max_model_len`.
     """
 
     def __init__(
@@ -167,11 +153,11 @@ class Episodes:
 
     @property
     def counts(self) -> EnvironmentCounts:
-        """What was done since the start."""
+        """Counts since the start."""
         return self._counts + self._pool.counts
 
     def new(self, generation: SampleGeneration) -> Episode:
-        """The episode of a sample that begins. It shares no random number with the sampling."""
+        """Create the episode of a new sample. It shares no random number with the sampling."""
         text = f"environment {generation.environment_seed}".encode()
         digest = hashlib.blake2b(text, digest_size=7).digest()
         seed, prompt = int.from_bytes(digest, "little"), decode_tokens(generation.prompt.tokens)
@@ -181,11 +167,7 @@ class Episodes:
         self._counts += EnvironmentCounts(started_over=1)
 
     async def begin(self, generation: SampleGeneration) -> None:
-        """Open the environment, before the sample's first token.
-
-        Raises:
-            EnvironmentFailed: it did not answer, and `rewards.on_error` is `stop`.
-        """
+        """Open the environment. Raises EnvironmentFailed if the run must end."""
         episode = _episode_of(generation)
         try:
             while not episode.opened:
@@ -199,17 +181,13 @@ class Episodes:
     async def answer(
         self, generation: SampleGeneration, cut_off: FinishReason | None = None
     ) -> FinishReason | None:
-        """The policy's turn has ended: have it answered.
+        """Answer the policy's ended turn.
 
-        If it was cut off, `cut_off` is how the sample ends. Then only turns before it are answered
-        again, of which a resumed run does not know the rewards.
+        If it was cut off, `cut_off` is how the sample ends. Then only earlier turns are answered
+        again, if a resumed run does not know their rewards.
 
-        Returns:
-            How the sample ends; None: the observation was appended and another turn follows.
-
-        Raises:
-            StartOver: see the class.
-            EnvironmentFailed: it did not answer, and `rewards.on_error` is `stop`.
+        Returns how the sample ends, or None: the observation was appended and another turn follows.
+        Raises StartOver (see the class); EnvironmentFailed if `rewards.on_error` is `stop`.
         """
         episode, builder = _episode_of(generation), generation.builder
         actions, recorded = episode.said(builder)
@@ -243,7 +221,6 @@ class Episodes:
         actions: list[IntArray],
         recorded: list[IntArray],
     ) -> None:
-        """Give the session its next action, after it has gone back if it must."""
         session = await self._session(generation, episode)
         same = min(common(episode.given, actions), len(episode.turns))
         if same < len(episode.given):
@@ -268,7 +245,7 @@ class Episodes:
         episode.turns.append(turn)
 
     async def _session(self, generation: SampleGeneration, episode: Episode) -> Session:
-        """The session, opened again if its process is gone. Raises StartOver, SessionLost."""
+        """Raises StartOver, SessionLost."""
         session = episode.session
         if session is not None and not session.lost:
             return session
@@ -283,7 +260,7 @@ class Episodes:
         return await self._open(generation, episode)
 
     async def _go_back(self, episode: Episode, session: Session, turn: int) -> None:
-        """Have the session be where it was before this turn. Raises StartOver, SessionLost."""
+        """Raises StartOver, SessionLost."""
         if episode.traits.restores:
             await session.restore(turn, alone=episode.ends.alone)
             del episode.given[turn:]
@@ -353,7 +330,7 @@ class Episodes:
     def _check_replayed(
         self, episode: Episode, session: Session, result: StepResult, before: Turn
     ) -> None:
-        """The answer to a turn that was answered before: it must be the same, or is not used."""
+        """Check the answer to a replayed turn: it must be the same, or is not used."""
         if episode.traits.replay != "deterministic":
             return
         place = len(episode.given) - 1
@@ -366,7 +343,7 @@ class Episodes:
             raise _not_deterministic(self._pool, session, "step")
 
     def _note_loss(self, episode: Episode, lost: SessionLost) -> None:
-        """A process has ended with the session. Raises EnvironmentFailed if that was too often."""
+        """Note a session's process end. Raises EnvironmentFailed if that was too often."""
         own = f"environment {self._pool.config.name!r}"
         name = own if episode.session is None else episode.session.name
         episode.ends.note(lost, len(episode.given))
@@ -378,8 +355,8 @@ class Episodes:
     def _fail(self, episode: Episode, error: EnvironmentFailed, actions: list[IntArray]) -> None:
         """Count a failure; the sample's reward is 0. Raises it if that ends the run.
 
-        An agent that asks for more than the model reads is no fault of the program: what its tools
-        return depends on the policy's turns. Such a sample ends, and the run goes on.
+        An agent that asks for more than the model reads is not the program's fault: what its tools
+        return depends on the policy's turns. Such a sample ends, and the run continues.
         """
         self._pool.count(error)
         if error.reason == "timeout":

@@ -17,11 +17,9 @@ log = logging.getLogger(__name__)
 _BATCH = 500
 """Metrics in one call; a server takes 1,000."""
 _PARAMETERS = 100
-"""Parameters in one call."""
 _VALUE = 500
-"""Characters of a parameter's value."""
 _NAME = 240
-"""Characters of a name; a server takes 250."""
+"""Length limit of a name; a server takes 250."""
 
 
 class MlflowSink:
@@ -52,10 +50,9 @@ class MlflowSink:
             names = taken_names(settings)
             self._log_settings([Param(names[name], value) for name, value in settings.items()])
         self._newest: dict[str, tuple[int, list[list[Any]]]] = {}
-        """Step and rows of the newest file of each table."""
 
     def _log_settings(self, settings: list[Any]) -> None:
-        """Parameters; a run without them is better than one that is made anew at each try."""
+        """Log parameters; failing without them would create a new run at each retry."""
         for start in range(0, len(settings), _PARAMETERS):
             try:
                 self._client.log_batch(self.run_id, params=settings[start : start + _PARAMETERS])
@@ -74,7 +71,7 @@ class MlflowSink:
             self._client.log_batch(self.run_id, metrics=metrics[start : start + _BATCH])
 
     def went_back(self, step: int) -> None:
-        """MLflow keeps all values of a step, in the order of their times."""
+        """Do nothing: MLflow keeps all values of a step, in the order of their times."""
 
     def table(self, name: str, samples: list[SampleRecord]) -> None:
         """Log a file of the samples of each step, in the form of `mlflow.log_table`.
@@ -92,7 +89,7 @@ class MlflowSink:
             self._newest[name] = step, rows
 
     def flush(self) -> None:
-        """Every call is complete when it returns."""
+        """Do nothing: every call is complete when it returns."""
 
     def close(self) -> None:
         """Mark the run as finished."""
@@ -108,10 +105,10 @@ def _parameters(outer: str, values: Mapping[str, Any]) -> Iterator[tuple[str, st
 
 
 def taken_names(names: Iterable[str]) -> dict[str, str]:
-    """Names that MLflow takes, each once, by the names that they stand for.
+    """Map names to unique ones that MLflow takes.
 
-    It refuses a whole call for one `#`, for a name that is no plain relative path, or for one that
-    comes twice.
+    It refuses a whole call for one `#`, for a name that is not a plain relative path, or for a
+    duplicate.
 
     >>> taken_names(["judge#2", "judge_2", "rewards//my/../score"])
     {'judge_2': 'judge_2', 'judge#2': 'judge_2_', 'rewards//my/../score': 'rewards/_/my/_/score'}

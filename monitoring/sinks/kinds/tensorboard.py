@@ -13,8 +13,8 @@ from asyncrl.monitoring.sinks.sink import COLUMNS, SinkRun, row_of
 class TensorBoardSink:
     """Event files in RUN/sinks/tensorboard; those of evaluations in its folder `evaluation`.
 
-    TensorBoard drops all that it has from a step on, whatever its name. Where a run repeats its
-    steps from the one with index v on, the evaluation of version v stands.
+    On a session start TensorBoard drops everything from a step on, whatever its name. If a run
+    repeats its steps from index v on, the evaluation of version v stays.
     """
 
     run_id = "tensorboard"
@@ -39,7 +39,7 @@ class TensorBoardSink:
         writer.add_event(Event(step=step, wall_time=time, summary=Summary(value=values)))
 
     def went_back(self, step: int) -> None:
-        """Have TensorBoard drop what it has of this step and later ones."""
+        """Make TensorBoard drop this step and later ones."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         for writer, first in ((self._steps, step), (self._evaluations, step + 1)):

@@ -11,7 +11,6 @@ from asyncrl.monitoring.sinks.config import SinkConfig
 from asyncrl.monitoring.sinks.sink import COLUMNS, SinkRun, row_of, with_new
 
 MAX_ROWS = 200
-"""Newest samples in the table."""
 
 
 class WandbSink:
@@ -45,7 +44,7 @@ class WandbSink:
         self._run.log({"step": step, "time": time, **numbers})
 
     def went_back(self, step: int) -> None:
-        """Later values of a step supersede earlier ones on W&B's charts."""
+        """Do nothing: later values of a step supersede earlier ones on W&B's charts."""
 
     def table(self, name: str, samples: list[SampleRecord]) -> None:
         """Log a table of the newest samples."""
@@ -55,7 +54,7 @@ class WandbSink:
         self._rows[name] = rows
 
     def flush(self) -> None:
-        """W&B uploads by itself."""
+        """Do nothing: W&B uploads on its own."""
 
     def close(self) -> None:
         """End the run; online, wait for the upload."""

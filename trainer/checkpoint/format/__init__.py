@@ -1,1 +1,1 @@
-"""The files of a checkpoint: names, manifest, the index of its tensors, and what the disk holds."""
+"""The files of a checkpoint: names, manifest, the index of its tensors, and disk errors."""

@@ -1,4 +1,4 @@
-"""What a disk says when it does not take a checkpoint."""
+"""Turns disk errors into CheckpointUnwritable."""
 
 from __future__ import annotations
 
@@ -33,12 +33,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def unwritable(directory: Path, needed: int) -> Iterator[None]:
-    """Turn errors of the disk inside the block into `CheckpointUnwritable`.
-
-    Args:
-        directory: the checkpoint that is being written.
-        needed: its size in bytes.
-    """
+    """Turn disk errors in the block into CheckpointUnwritable; `needed` is the size in bytes."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -53,7 +48,7 @@ def unwritable(directory: Path, needed: int) -> Iterator[None]:
 
 
 def _number(error: OSError | SafetensorError) -> int:
-    """The error number; 0 where there is none. Safetensors has it in its message only."""
+    """Return the error number, or 0. Safetensors has it only in its message."""
     if isinstance(error, OSError):
         return error.errno or 0
     found = _RUST_ERRNO.search(str(error))
@@ -61,7 +56,7 @@ def _number(error: OSError | SafetensorError) -> int:
 
 
 def _free(folder: Path) -> int | None:
-    """Bytes that this process may still write to the folder's disk; None if nobody knows."""
+    """Bytes that this process may still write to the folder's disk, if known."""
     try:
         disk = os.statvfs(folder)
     except OSError:

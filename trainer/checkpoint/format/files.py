@@ -1,16 +1,13 @@
 """Finds, chooses and removes checkpoints, without importing torch.
 
-The controller chooses the checkpoint that a run or a restarted trainer continues from, and tells
-the trainer its step, so the two cannot disagree. `trainer.checkpoint.checkpoint` writes and loads
-them.
+The controller chooses the checkpoint that a run or a restarted trainer continues from, and sends
+the trainer its step. `trainer.checkpoint.checkpoint` writes and loads them.
 
     point = choose(run / "checkpoints")
     aside = set_aside(run / "checkpoints", newer_than=point.step)
 
-Which checkpoints are kept for their accuracy (`evaluation.keep_best`).
-
-The controller, which evaluates, writes `checkpoints/best.json`; whoever removes old checkpoints
-reads it. Without the file none is spared.
+The controller writes `checkpoints/best.json`: the checkpoints that are kept for their accuracy
+(`evaluation.keep_best`). Pruning reads it.
 """
 
 from __future__ import annotations
@@ -48,16 +45,14 @@ class BestCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     every: int
     """`evaluation.every`: multiples of it are evaluated."""
     known: int
-    """The accuracy of steps up to this one is known, or will never be."""
+    """Up to this step, accuracies are known or will never be."""
     step: int | None = None
-    """The step with the best accuracy; None: there is none yet."""
     accuracy: float | None = None
-    """Its accuracy, 0 to 1."""
     of: str = ""
-    """The set that it was measured on."""
+    """The evaluation set of this accuracy."""
 
     def spares(self, step: int) -> bool:
-        """Whether the checkpoint of a step must stay: it is the best, or may turn out to be."""
+        """Return True if the step's checkpoint must stay: it is the best, or may turn out to be."""
         return step == self.step or (step > self.known and step % self.every == 0)
 
 
@@ -71,11 +66,7 @@ def write_best(checkpoints: Path, best: BestCheckpoint | None) -> None:
 
 
 def read_best(checkpoints: Path) -> BestCheckpoint | None:
-    """The contents of best.json; None if there is none.
-
-    Raises:
-        OSError, msgspec.DecodeError: it cannot be read.
-    """
+    """Read best.json, if it exists. Raises OSError, msgspec.DecodeError."""
     try:
         return msgspec.json.decode((checkpoints / NAME).read_bytes(), type=BestCheckpoint)
     except FileNotFoundError:
@@ -83,7 +74,7 @@ def read_best(checkpoints: Path) -> BestCheckpoint | None:
 
 
 def spared(checkpoints: Path) -> Callable[[int], bool]:
-    """Whether the checkpoint of a step must stay. If best.json cannot be read, all must."""
+    """Return a predicate: must a step's checkpoint stay? If best.json is unreadable, all must."""
     try:
         best = read_best(checkpoints)
     except (OSError, msgspec.DecodeError) as error:
@@ -97,36 +88,32 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d{6,})")
 _ASIDE = "set-aside"
 STEPS = "steps.jsonl"
-"""In a checkpoint: a `TrainedStep` for each step since the checkpoint before."""
+"""File of a checkpoint with a `TrainedStep` for each step since the previous checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a run continues."""
+    """The checkpoint that a run continues from."""
 
     directory: Path | None = None
-    """A verified checkpoint; None: the run starts at its first step."""
+    """A verified checkpoint; None to start at the first step."""
     step: int = 0
     """Steps trained in this checkpoint; the next step to train has this index."""
     manifest: Manifest | None = None
-    """Of this checkpoint."""
     faults: tuple[str, ...] = ()
-    """For each newer checkpoint that cannot be used, newest first: its path and what is wrong."""
+    """Path and defect of each newer checkpoint that cannot be used, newest first."""
 
 
 def path_of(checkpoints: Path, step: int) -> Path:
-    """The checkpoint after this many steps."""
+    """Path of the checkpoint after this many steps."""
     return checkpoints / f"step-{step:06d}"
 
 
 def choose(checkpoints: Path, step: int | None = None) -> ResumePoint:
-    """The newest whole checkpoint, or the one after `step` steps. Changes nothing.
+    """Choose the newest intact checkpoint, or the one after `step` steps. Changes nothing.
 
-    Every file of the chosen checkpoint and of the damaged ones before it is read once.
-
-    Raises:
-        CheckpointError: there is no whole checkpoint but a damaged one, or the one asked for is
-            damaged or absent; says what can be done.
+    Every file of the chosen checkpoint and of damaged newer ones is read once. Raises
+    CheckpointError, with a remedy, if all are damaged, or the requested one is damaged or absent.
     """
     found = sorted(by_step(checkpoints).items(), reverse=True)
     if step is not None:
@@ -147,26 +134,19 @@ def choose(checkpoints: Path, step: int | None = None) -> ResumePoint:
 
 
 def newest_complete(checkpoints: Path) -> int | None:
-    """Step of the newest checkpoint that has all its files, by their sizes; None without one.
-
-    Quick, for messages and to count: contents are not read.
-    """
+    """Step of the newest checkpoint whose files all have their sizes, if any; reads no contents."""
     steps = sorted(by_step(checkpoints).items(), reverse=True)
     return next((step for step, directory in steps if has_its_files(directory)), None)
 
 
 def dtype_of(directory: Path) -> str | None:
-    """`trainer.dtype` of what wrote a checkpoint; None: its manifest does not say.
-
-    Raises:
-        CheckpointError: the manifest cannot be read.
-    """
+    """Read `trainer.dtype` from a checkpoint's manifest, if it is there. Raises CheckpointError."""
     found = read_manifest(directory).settings.get("dtype")
     return found if isinstance(found, str) else None
 
 
 def dtype_of_run(checkpoints: Path) -> str | None:
-    """`trainer.dtype` of a run, by the newest manifest that can be read; None without one."""
+    """`trainer.dtype` of a run, by its newest readable manifest, if there is one."""
     for _, directory in sorted(by_step(checkpoints).items(), reverse=True):
         with contextlib.suppress(CheckpointError):
             return dtype_of(directory)
@@ -174,18 +154,13 @@ def dtype_of_run(checkpoints: Path) -> str | None:
 
 
 def up_to(checkpoints: Path, step: int) -> list[Path]:
-    """The checkpoints after at most this many steps, whole or damaged, newest first."""
+    """Checkpoints after at most this many steps, intact or damaged, newest first."""
     found = sorted(by_step(checkpoints).items(), reverse=True)
     return [directory for at, directory in found if at <= step]
 
 
 def steps_of(directory: Path) -> list[TrainedStep]:
-    """The steps that a checkpoint was written after, since the one before.
-
-    Raises:
-        CheckpointError: they cannot be read, or do not match their digest. The digests of other
-            files are not computed.
-    """
+    """Read a checkpoint's records of the steps since the previous one. Raises CheckpointError."""
     verify_files(directory, read_manifest(directory), only=(STEPS,))
     try:
         return read_jsonl(directory / STEPS, TrainedStep)
@@ -196,11 +171,7 @@ def steps_of(directory: Path) -> list[TrainedStep]:
 
 
 def verified(directory: Path) -> Manifest:
-    """Read a whole checkpoint once and return its manifest.
-
-    Raises:
-        CheckpointError: it is not whole; names the file and what is wrong with it.
-    """
+    """Read a complete checkpoint once; return its manifest. Raises CheckpointError."""
     manifest = read_manifest(directory)
     verify_files(directory, manifest)
     name = _NAME.fullmatch(directory.name)
@@ -215,19 +186,14 @@ def verified(directory: Path) -> Manifest:
 def set_aside(
     checkpoints: Path, *, newer_than: int, copy_records: Callable[[Path], None] | None = None
 ) -> Path | None:
-    """Move every checkpoint after this many steps, whole or damaged, to a folder of its own.
+    """Move every checkpoint after this many steps, intact or damaged, to a separate folder.
 
-    They belong to another course of the run than the one that continues from there, which will
-    write others of these names. Nothing is removed.
+    They belong to another course of the run than the one that continues, which will reuse their
+    names. Nothing is removed. `copy_records` is called with the new folder before a checkpoint is
+    moved; if the process is killed in between, the next call finds the checkpoints and copies
+    again.
 
-    Args:
-        checkpoints: of the run.
-        newer_than: steps of the newest one that stays.
-        copy_records: called with the new folder before a checkpoint is moved. If the process is
-            killed in between, the next call finds the checkpoints and copies again.
-
-    Returns:
-        The new folder below `checkpoints/set-aside/`; None where there was nothing to move.
+    Returns the new folder below `checkpoints/set-aside/`, if anything was moved.
     """
     newer = [path for step, path in by_step(checkpoints).items() if step > newer_than]
     if not newer:
@@ -246,12 +212,11 @@ def set_aside(
 
 
 def prune(checkpoints: Path, keep: int, *, written: Path) -> None:
-    """Remove old checkpoints after one was written, so that `keep` whole ones stay.
+    """Remove old checkpoints after one was written, so that `keep` intact ones stay.
 
-    The one just written stays, whatever else is there. One that is kept for its accuracy stays too
-    and does not count (`trainer.checkpoint.format.files`). A damaged one (by its manifest
-    and the sizes of its files) does not count and is not removed. One that cannot be removed stays.
-    If the disk does not answer, all stay, and it is logged.
+    The one just written always stays. One that is kept for its accuracy stays and does not count;
+    neither does a damaged one (by its manifest and file sizes), which is not removed. One that
+    cannot be removed stays. If the disk fails, all stay, and a warning is logged.
     """
     try:
         found = sorted(by_step(checkpoints).items())
@@ -271,9 +236,9 @@ def prune(checkpoints: Path, keep: int, *, written: Path) -> None:
 
 
 def remove_remains(checkpoints: Path, *, unless: Path | None = None) -> None:
-    """Remove what a killed writer left. Only the process that writes checkpoints may call this.
+    """Remove a killed writer's leftovers, except `unless`, which other ranks may have begun.
 
-    `unless`: the one that is being written, where other ranks may have begun already.
+    Only the process that writes checkpoints may call this.
     """
     for left in [*checkpoints.glob(".step-*.writing"), *checkpoints.glob(".step-*.old")]:
         if left != unless:
@@ -281,7 +246,6 @@ def remove_remains(checkpoints: Path, *, unless: Path | None = None) -> None:
 
 
 def _chosen(checkpoints: Path, step: int) -> ResumePoint:
-    """The checkpoint that the user asked for."""
     directory = path_of(checkpoints, step)
     try:
         if not directory.is_dir():
@@ -301,7 +265,7 @@ def _ok(directory: Path) -> bool:
 
 
 def _from_weights(newest_first: list[Path]) -> str:
-    """How to start from a damaged checkpoint's weights, if these are whole."""
+    """Describe how to start from a damaged checkpoint's weights, if these are intact."""
     for directory in newest_first:
         try:
             verify_files(directory, read_manifest(directory), only=WEIGHTS)
@@ -312,7 +276,7 @@ def _from_weights(newest_first: list[Path]) -> str:
 
 
 def by_step(checkpoints: Path) -> dict[int, Path]:
-    """Every folder with the name of a checkpoint, whole or not, by its step."""
+    """Every folder with the name of a checkpoint, intact or not, by its step."""
     return {
         int(name[1]): path
         for path in checkpoints.glob("step-*")

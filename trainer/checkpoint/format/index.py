@@ -1,4 +1,4 @@
-"""Where each tensor of a checkpoint lies: `state/index.json`. Light: no torch.
+"""The index of a checkpoint's tensors, `state/index.json`. Light: no torch.
 
 ```
 {"tensors": {"weights/policy/lm_head.weight": {"dtype": "float32", "shape": [64, 32], "chunks": [
@@ -7,10 +7,9 @@
  "values": {what is not a tensor}}
 ```
 
-Each rank writes its chunks to files of its own, and which ones to `state/part-RANK.json`, last.
-Rank 0 waits for all parts and merges them. So ranks exchange neither messages nor pickles to save,
-and a checkpoint can be read by any number of ranks: each reads the chunks that overlap with its
-own.
+Each rank writes its chunks to its own files, and lists them, last, in `state/part-RANK.json`. Rank
+0 waits for all parts and merges them. Any number of ranks can read a checkpoint: each reads the
+chunks that overlap with its own.
 """
 
 from __future__ import annotations
@@ -26,21 +25,18 @@ from asyncrl.trainer.base.errors import CheckpointError
 from asyncrl.trainer.checkpoint.format.manifest import FileDigest
 
 STATE = "state"
-"""The folder of all tensors in a checkpoint."""
 INDEX = f"{STATE}/index.json"
 WEIGHTS = ("model/", INDEX, f"{STATE}/weights-")
-"""How the names of files begin that a model can be made of."""
+"""Prefixes of the files that suffice to make a model."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
     """A box of a tensor, in a safetensors file."""
 
     file: str
-    """In `state/`."""
     key: str
-    """Its name in that file."""
     offsets: tuple[int, ...]
-    """Of its first element in the whole tensor, by dimension."""
+    """Position of its first element in the whole tensor."""
     sizes: tuple[int, ...]
 
 
@@ -54,12 +50,10 @@ class SavedTensor(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What one rank wrote."""
+    """The chunks and values that one rank wrote."""
 
     tensors: dict[str, SavedTensor]
-    """With the chunks of this rank only."""
     files: dict[str, FileDigest]
-    """By path relative to the checkpoint."""
 
 
 class Index(msgspec.Struct, frozen=True):
@@ -67,26 +61,22 @@ class Index(msgspec.Struct, frozen=True):
 
     tensors: dict[str, SavedTensor]
     values: dict[str, Any]
-    """What is not a tensor, as JSON types."""
+    """Everything that is not a tensor, as JSON types."""
 
 
 def part_path(folder: Path, rank: int) -> Path:
-    """Where a rank says what it wrote, in the checkpoint that is being written."""
+    """Path at which a rank lists what it wrote, in the unfinished checkpoint."""
     return folder / STATE / f"part-{rank:05d}.json"
 
 
 def merge(parts: Sequence[Part], values: dict[str, Any]) -> Index:
-    """The index of what all ranks wrote, in the order of ranks.
+    """Merge the parts of all ranks, in order. Raises CheckpointError if a tensor is incomplete.
 
-    Raises:
-        CheckpointError: the chunks of a tensor do not make up the whole.
-
-    Example:
-        >>> left = SavedTensor("int64", (4,), (Chunk("0.safetensors", "x", (0,), (2,)),))
-        >>> right = SavedTensor("int64", (4,), (Chunk("1.safetensors", "x", (2,), (2,)),))
-        >>> index = merge([Part({"x": left}, {}), Part({"x": right}, {})], {})
-        >>> [chunk.file for chunk in index.tensors["x"].chunks]
-        ['0.safetensors', '1.safetensors']
+    >>> left = SavedTensor("int64", (4,), (Chunk("0.safetensors", "x", (0,), (2,)),))
+    >>> right = SavedTensor("int64", (4,), (Chunk("1.safetensors", "x", (2,), (2,)),))
+    >>> index = merge([Part({"x": left}, {}), Part({"x": right}, {})], {})
+    >>> [chunk.file for chunk in index.tensors["x"].chunks]
+    ['0.safetensors', '1.safetensors']
     """
     tensors: dict[str, SavedTensor] = {}
     for part in parts:
@@ -102,11 +92,7 @@ def merge(parts: Sequence[Part], values: dict[str, Any]) -> Index:
 
 
 def read_index(checkpoint: Path) -> Index:
-    """Of a checkpoint whose files were verified.
-
-    Raises:
-        CheckpointError: it cannot be read, or its chunks do not make up whole tensors.
-    """
+    """Read the index of a checkpoint whose files were verified. Raises CheckpointError."""
     path = checkpoint / INDEX
     try:
         index = msgspec.json.decode(path.read_bytes(), type=Index)
@@ -121,7 +107,7 @@ def read_index(checkpoint: Path) -> Index:
 
 
 def _check_whole(name: str, one: SavedTensor) -> None:
-    """Refuse chunks outside the tensor, that overlap, or that leave something out."""
+    """Refuse chunks that reach outside the tensor, overlap, or leave gaps."""
     boxes = []
     for chunk in one.chunks:
         if Path(chunk.file).name != chunk.file:

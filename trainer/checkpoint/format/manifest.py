@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what belongs to it, and how damage is found. Light: no torch.
+"""The manifest of a checkpoint: its contents, and how damage is found. Light: no torch.
 
 ```
 {"format": 3, "policy_version": 12, "settings": {...}, "initial_weights": "3b1f...",
@@ -7,9 +7,9 @@
  "sha256": "of this object without this key"}
 ```
 
-`manifest.json` is written last, so a folder without it is not a checkpoint. Every listed file is
-read once to verify it, several at a time, at the speed of SHA-256 or of the disk, whichever is
-less. The digests find damage; they do not prove who wrote the files.
+`manifest.json` is written last, so a folder without it is not a checkpoint. Verification reads
+every listed file once, several at a time, at the speed of SHA-256 or of the disk. The digests find
+damage; they do not prove who wrote the files.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import CheckpointError
 
 FORMAT = 3
-"""Raised whenever older versions could not read what is written."""
+"""Incremented whenever older versions could not read what is written."""
 
 MANIFEST = "manifest.json"
 
 _OLD_FORMAT = "state.json"
-"""Format 1 had this file, and a pickle of the optimizer, which is not read any more. Format 2 had
-the whole model and the optimizer's state in the order of parameters, so only one rank could
-continue from it."""
+"""Only format 1 had this file, and a pickled optimizer, which is no longer read. Format 2 had the
+whole model and the optimizer's state in the order of parameters, so only one rank could continue
+from it."""
 
 _READ_UNASKED = (".json", ".safetensors", ".bin", ".pt", ".pth", ".py", ".jinja", ".model", ".txt")
-"""Endings of files that transformers might read from a model's folder without being told to."""
+"""Endings of files that transformers might read from a model's folder unasked."""
 
 _HASHING_THREADS = 4
 
@@ -51,7 +51,7 @@ _KEYS = {
     "top_k": "sampling.top_k",
     "min_p": "sampling.min_p",
 }
-"""What of a checkpoint's settings is not of the section `trainer`, by its name there."""
+"""A checkpoint's settings outside the section `trainer`, by their names there."""
 
 
 class FileDigest(msgspec.Struct, frozen=True):
@@ -59,16 +59,15 @@ class FileDigest(msgspec.Struct, frozen=True):
 
     bytes: int
     sha256: str
-    """Of its contents, in hexadecimal, as `sha256sum` prints it."""
+    """SHA-256 of its contents, in hexadecimal, as `sha256sum` prints it."""
 
 
 class Published(msgspec.Struct, frozen=True):
-    """What engines were given of this version."""
+    """The weights that engines received of this version."""
 
     dtype: str
-    """Data type of the published weights, torch's name without prefix."""
     digest: str
-    """`asyncrl.wire.weights.layout.Fingerprint.whole` of them."""
+    """`asyncrl.wire.weights.layout.Fingerprint.whole` of the weights."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,16 +77,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int
     """Optimizer steps trained, which is also the data cursor."""
     settings: dict[str, Any]
-    """Every setting that shapes the run, as JSON types."""
     files: dict[str, FileDigest]
-    """By path relative to the checkpoint, with forward slashes."""
+    """Digests by path relative to the checkpoint, with forward slashes."""
     initial_weights: str | msgspec.UnsetType = msgspec.UNSET
     """Digest of the weights that the run started from, as the trainer held them: engines may round
     them, and two models may round to the same. Absent from older checkpoints."""
     published: Published | msgspec.UnsetType = msgspec.UNSET
-    """Absent where this version was not published."""
+    """Absent if this version was not published."""
     sha256: str = ""
-    """Of this manifest's JSON with this field empty."""
+    """Digest of this manifest's JSON with this field empty."""
 
 
 class _AnyFormat(msgspec.Struct):
@@ -103,12 +101,9 @@ def write_manifest(
     published: Published | None = None,
     known: Mapping[str, FileDigest] = MappingProxyType({}),
 ) -> None:
-    """Complete a checkpoint: list every file of `directory` with its size and digest.
+    """Complete a checkpoint: list every file with its size and digest. Raises OSError.
 
-    `initial_weights` is empty if it is not known; `known` has files that need not be read again.
-
-    Raises:
-        OSError: a file cannot be read, or the manifest not written.
+    `initial_weights` is empty if unknown; files in `known` are not read again.
     """
     digests = digests_of(directory, known)
     manifest = Manifest(
@@ -125,11 +120,7 @@ def write_manifest(
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint, itself verified; the files are not.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or it is of another format.
-    """
+    """Read and verify the manifest of a checkpoint, but not the files. Raises CheckpointError."""
     path = directory / MANIFEST
     try:
         text = path.read_bytes()
@@ -154,10 +145,9 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def verify_files(directory: Path, manifest: Manifest, *, only: tuple[str, ...] = ("",)) -> None:
-    """Read every listed file whose name begins like this and compare size and digest.
+    """Compare size and digest of every listed file whose name has one of these prefixes.
 
-    Raises:
-        CheckpointError: names the first file that is missing, truncated, changed or unlisted.
+    Raises CheckpointError, naming the first file that is missing, truncated, changed or unlisted.
     """
     for path in sorted((directory / "model").rglob("*")):
         name = path.relative_to(directory).as_posix()
@@ -168,11 +158,7 @@ def verify_files(directory: Path, manifest: Manifest, *, only: tuple[str, ...] =
 
 
 def verify_listed(directory: Path, files: Mapping[str, FileDigest], record: str) -> None:
-    """Read these files of a folder once and compare size and digest with those that `record` has.
-
-    Raises:
-        CheckpointError: names the first file that is missing, truncated or changed.
-    """
+    """Compare size and digest of these files with those in `record`, as `verify_files` does."""
     for name, one in files.items():
         _check_size(directory, name, one, record)
     try:
@@ -189,7 +175,7 @@ def verify_listed(directory: Path, files: Mapping[str, FileDigest], record: str)
 def digests_of(
     directory: Path, known: Mapping[str, FileDigest] = MappingProxyType({})
 ) -> dict[str, FileDigest]:
-    """Of every file below a folder, by relative path; `known` ones are not read. Raises OSError."""
+    """Digest every file below a folder, by relative path, except `known` ones. Raises OSError."""
     names = sorted(
         path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
     )
@@ -200,7 +186,7 @@ def digests_of(
 
 
 def has_its_files(directory: Path) -> bool:
-    """Whether the manifest is sound and every file has its size. Reads no file's contents."""
+    """Return True if the manifest is sound and every file has its size. Reads no contents."""
     try:
         for name, one in read_manifest(directory).files.items():
             _check_size(directory, name, one, MANIFEST)
@@ -217,7 +203,7 @@ def settings_of(
     temperature: float,
     truncation: Truncation,
 ) -> dict[str, Any]:
-    """What a checkpoint says about the run that wrote it, as JSON types."""
+    """The settings that a checkpoint records, as JSON types."""
     return {
         **config.model_dump(mode="json"),
         "group_size": group_size,
@@ -231,11 +217,7 @@ def settings_of(
 
 
 def check_settings(directory: Path, manifest: Manifest, settings: dict[str, Any]) -> None:
-    """Refuse settings under which the checkpoint would continue as a different run.
-
-    Raises:
-        CheckpointError: names each setting that differs.
-    """
+    """Raise CheckpointError, naming each setting that would make this a different run."""
     # Through JSON, so that tuples and lists compare as equal.
     now = _flat(msgspec.json.decode(msgspec.json.encode(settings), type=dict[str, Any]))
     # Settings that were added since: they had the value that is now the default.
@@ -257,7 +239,7 @@ def check_settings(directory: Path, manifest: Manifest, settings: dict[str, Any]
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """With the settings of a section by their dotted names.
+    """Flatten the settings of a section to dotted names.
 
     >>> _flat({"dtype": "float32", "critic": {"gamma": 1.0}})
     {'dtype': 'float32', 'critic.gamma': 1.0}

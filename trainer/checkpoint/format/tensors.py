@@ -1,9 +1,8 @@
-"""Named tensors to and from the files of a checkpoint, sharded or not.
+"""Writes named tensors to the files of a checkpoint and reads them, sharded or not.
 
-Which saved chunks overlap with what a rank holds comes from the planner of
-`torch.distributed.checkpoint` (DCP). Its storage and its exchange of plans between ranks are not
-used, since both are pickles: the files are safetensors, the index is JSON
-(`asyncrl.trainer.checkpoint.format.index`).
+The planner of `torch.distributed.checkpoint` (DCP) finds which saved chunks overlap with what a
+rank holds. Its storage and its exchange of plans between ranks, both pickles, are not used: the
+files are safetensors, the index is JSON (`asyncrl.trainer.checkpoint.format.index`).
 """
 
 from __future__ import annotations
@@ -33,35 +32,32 @@ from asyncrl.trainer.checkpoint.format.manifest import digest_of
 from asyncrl.wire.transport.atomic_files import sync
 
 _FILE_BYTES = 1 << 30
-"""A file is begun when the last one holds this much: bounds the memory for copies, and lets
-several be verified at a time."""
+"""Size at which a new file is begun: bounds the memory for copies, and allows parallel
+verification."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What this rank holds of a tensor: all of it, or a box.
+    """This rank's part of a tensor: all of it, or a box.
 
-    Example:
-        >>> Box.of(torch.zeros(2, 3)).offsets
-        (0, 0)
-        >>> Box(torch.zeros(2, 3), shape=(8, 3), offsets=(4, 0)).is_whole
-        False
+    >>> Box.of(torch.zeros(2, 3)).offsets
+    (0, 0)
+    >>> Box(torch.zeros(2, 3), shape=(8, 3), offsets=(4, 0)).is_whole
+    False
     """
 
     local: Tensor
-    """On its device."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
     offsets: tuple[int, ...]
-    """Of the box's first element, by dimension."""
+    """Position of the box's first element."""
     is_written: bool = True
-    """False where another rank holds the same and writes it."""
+    """False if another rank holds the same box and writes it."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> Box:
-        """A plain tensor, which is whole, or this rank's shard of a DTensor on any mesh.
+        """Wrap a plain tensor, which is whole, or this rank's shard of a DTensor on any mesh.
 
-        A shard that several ranks hold (a mesh that also replicates) is written by the first.
+        If several ranks hold a shard (a mesh that also replicates), the first writes it.
         """
         tensor = tensor.detach()
         if not isinstance(tensor, DTensor):
@@ -78,32 +74,32 @@ class Box:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank holds the whole tensor."""
+        """True if this rank holds the whole tensor."""
         return tuple(self.local.shape) == self.shape
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What this rank writes of one tensor."""
+    """This rank's part of one tensor, to write."""
 
     name: str
     box: Box
 
     @property
     def local(self) -> Tensor:
-        """Of the box."""
+        """Elements of the box."""
         return self.box.local
 
     @property
     def key(self) -> str:
-        """Its name in a file."""
+        """Name in a file."""
         if self.box.is_whole:
             return self.name
         return f"{self.name}@{','.join(map(str, self.box.offsets))}"
 
 
 def held_by(boxes: Mapping[str, Box], rank: int) -> list[Held]:
-    """What this rank writes: its boxes, and as rank 0 every tensor that each rank holds whole."""
+    """Tensors that this rank writes: its boxes; on rank 0 also those that each rank holds whole."""
     return [
         Held(name, box)
         for name, box in boxes.items()
@@ -114,11 +110,7 @@ def held_by(boxes: Mapping[str, Box], rank: int) -> list[Held]:
 
 
 def write_tensors(directory: Path, held: Sequence[Held], rank: int) -> Part:
-    """Write this rank's files to `directory/state/`, each of them to the disk.
-
-    Raises:
-        OSError, SafetensorError: they could not be written.
-    """
+    """Write this rank's files to `directory/state/`, synced. Raises OSError, SafetensorError."""
     tensors: dict[str, SavedTensor] = {}
     files = {}
     for name, part in _files(held, rank):
@@ -133,11 +125,10 @@ def write_tensors(directory: Path, held: Sequence[Held], rank: int) -> Part:
 
 
 def load_tensors(checkpoint: Path, index: Index, boxes: Mapping[str, Box]) -> None:
-    """Fill boxes, which may be others than the saved ones.
+    """Fill boxes, which may differ from the saved ones.
 
-    Raises:
-        CheckpointError: a tensor has another shape or data type than the saved one, or is missing.
-        OSError, SafetensorError: a file is not as written.
+    Raises CheckpointError for a missing tensor or another shape or type; OSError or SafetensorError
+    if a file is not as written.
     """
     by_file: defaultdict[str, list[tuple[Chunk, ReadItem, Tensor]]] = defaultdict(list)
     for name, box in boxes.items():
@@ -164,7 +155,6 @@ def _part_of(local: Tensor, item: ReadItem) -> Tensor:
 
 
 def _read(file: safe_open, chunk: Chunk, item: ReadItem) -> Tensor:
-    """The part of a chunk that a read asks for."""
     if not chunk.sizes or tuple(item.lengths) == chunk.sizes:
         whole: Tensor = file.get_tensor(chunk.key)
         return whole
@@ -176,7 +166,7 @@ def _read(file: safe_open, chunk: Chunk, item: ReadItem) -> Tensor:
 
 
 def _known(saved: SavedTensor) -> TensorStorageMetadata:
-    """As the planner reads it. Chunks without elements overlap with nothing and are left out."""
+    """Metadata for the planner, without chunks of size 0, which overlap with nothing."""
     return TensorStorageMetadata(
         TensorProperties(getattr(torch, saved.dtype)),
         torch.Size(saved.shape),
@@ -188,7 +178,7 @@ def _known(saved: SavedTensor) -> TensorStorageMetadata:
 
 
 def _files(held: Sequence[Held], rank: int) -> Iterator[tuple[str, list[Held]]]:
-    """Names of files and what is in them: weights apart from what only training needs."""
+    """File names and contents: weights separate from what only training needs."""
     for kind, of_weights in (("weights", True), ("training", False)):
         chosen = [one for one in held if one.name.startswith("weights/") == of_weights]
         for number, part in enumerate(_parts(chosen), start=1):
@@ -196,7 +186,6 @@ def _files(held: Sequence[Held], rank: int) -> Iterator[tuple[str, list[Held]]]:
 
 
 def _parts(held: Iterable[Held]) -> Iterator[list[Held]]:
-    """What a rank writes, so much at a time that it fills a file."""
     part: list[Held] = []
     size = 0
     for one in held:
@@ -210,12 +199,12 @@ def _parts(held: Iterable[Held]) -> Iterator[list[Held]]:
 
 
 def _saveable(tensor: Tensor) -> Tensor:
-    """On the host, contiguous and whole: two entries of a file may not share memory."""
+    """Move a tensor to the host, contiguous and whole: entries of a file may not share memory."""
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
     return tensor.to("cpu", copy=True).contiguous()
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """What torch calls it, without prefix."""
+    """torch's name of a data type, without prefix."""
     return str(dtype).removeprefix("torch.")
