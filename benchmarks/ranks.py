@@ -121,7 +121,7 @@ def _rank(plan: dict[str, Any]) -> None:
     from asyncrl.trainer.learner import Learner
     from asyncrl.trainer.model.memory_estimate import ModelShape, Samples, step_memory
     from asyncrl.trainer.ranks.world import join
-    from asyncrl.trainer.sharding.lockstep import Act, Has, Word
+    from asyncrl.trainer.sharding.lockstep import NextAction, RankStatus, RankWork
 
     config = TrainerConfig.model_validate(plan["settings"]).for_device(None)
     world = join(
@@ -139,7 +139,7 @@ def _rank(plan: dict[str, Any]) -> None:
         began, before = time.perf_counter(), _loopback()
         for group in groups:
             learner.add_group(group, np.random.default_rng(1).normal(size=GROUP_SIZE))
-        while learner.lockstep.said(Word(Has.DONE)) is Act.COMPUTE:
+        while learner.lockstep.agree(RankStatus(RankWork.DONE)) is NextAction.COMPUTE:
             learner.pad()
         gradients = _bytes_of(one.grad for one in learner.policy.model.parameters())
         learner.step()

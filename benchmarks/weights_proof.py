@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.engine.remote.worker.shadow_model import Twin
+from asyncrl.engine.remote.worker.shadow_model import ShadowModel
 from asyncrl.engine.remote.worker.staging import WorkerWeights
 from asyncrl.engine.vllm.client.engine import VllmEngine
 from asyncrl.wire.weights.pretrained import load_causal_lm
@@ -41,10 +41,10 @@ class CopyLoader:
         for name, tensor in tensors:
             held[name].data.copy_(tensor)
 
-    def adopt(self, twin: Twin) -> None:
+    def adopt(self, twin: ShadowModel) -> None:
         """Do nothing."""
 
-    def forget(self, twin: Twin) -> None:
+    def forget(self, twin: ShadowModel) -> None:
         """Do nothing."""
 
     def check_unchanged(self, names: Collection[str]) -> None:

@@ -44,7 +44,7 @@ _STEP = 1.15
 """A relative speed changes only if it is off by more than this factor."""
 
 
-class Speeds:
+class RelativeSpeeds:
     """Measured speeds. O(1) for each measurement."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class Placement:
         self._group_size = group_size
         self._by_number: dict[int, Generator] = {}
         self._joined = 0
-        self._speeds = Speeds()
+        self._speeds = RelativeSpeeds()
         self._candidates = MinIndex()
         self._backlogs = MinIndex()
         """Generators with busy slots and waiting groups, longest queue first."""
@@ -204,7 +204,7 @@ class Placement:
         return generator
 
     def measured(self, generator: Generator, tokens_per_row_second: float) -> None:
-        """Note a generator's measured speed (`Speeds.measured`)."""
+        """Note a generator's measured speed (`RelativeSpeeds.measured`)."""
         if self._speeds.measured(generator, tokens_per_row_second):
             self.update(generator)
 

@@ -48,7 +48,7 @@ from asyncrl.trainer.objective.value_loss import SIGNALS, value_loss
 from asyncrl.trainer.ranks import World
 from asyncrl.trainer.scoring import Models
 from asyncrl.trainer.sharding.lockstep import Lockstep
-from asyncrl.trainer.step_targets import Fixed, fix
+from asyncrl.trainer.step_targets import StepTargets, fix
 
 
 def of_all_ranks(own: StepTotals, world: World) -> StepTotals:
@@ -191,7 +191,7 @@ class Kept:
 
     new: NewGroup
     silent: bool
-    fixed: dict[int, Fixed] = field(default_factory=dict)
+    fixed: dict[int, StepTargets] = field(default_factory=dict)
     """Targets of the computed samples by their place in the group; empty if nothing is kept."""
 
 
@@ -249,7 +249,9 @@ class Accumulation:
                 if part.is_padding:
                     fixed = self._fixed(part, scores, scores.logprobs.detach(), values)
                 else:
-                    fixed = Fixed.of([groups[index].fixed[place] for index, place in part.owners])
+                    fixed = StepTargets.of(
+                        [groups[index].fixed[place] for index, place in part.owners]
+                    )
                 batch = self._batch(scores, part, fixed)
                 if self._objective.uses_proximal:
                     batch = dataclasses.replace(batch, proximal_logprobs=fixed.proximal_logprobs)
@@ -292,7 +294,9 @@ class Accumulation:
                     self.groups[groups[index].group].fixed[place] = own
         return list(rows.split(size))
 
-    def _micro_batch(self, work: Work, version: int, *, train: bool) -> tuple[Tensor, Fixed | None]:
+    def _micro_batch(
+        self, work: Work, version: int, *, train: bool
+    ) -> tuple[Tensor, StepTargets | None]:
         """Run the first pass of some samples; return `[B, SUMS]`, unread."""
         some = work.trajectories
         scores, values = self._models.score(some)
@@ -311,14 +315,14 @@ class Accumulation:
 
     def _fixed(
         self, work: Work, scores: TokenScores, reference: Tensor | None, values: Values | None
-    ) -> Fixed:
+    ) -> StepTargets:
         penalty = self._objective.penalty_in_reward(scores.logprobs, reference)
         advantages, critic = np.array(work.advantages), self._config.critic
         return fix(
             work.trajectories, advantages, scores.logprobs, reference, penalty, values, critic
         )
 
-    def _batch(self, scores: TokenScores, work: Work, fixed: Fixed | None) -> TokenBatch:
+    def _batch(self, scores: TokenScores, work: Work, fixed: StepTargets | None) -> TokenBatch:
         batch = token_batch(
             scores.logprobs,
             work.trajectories,
@@ -343,7 +347,7 @@ class Accumulation:
         batch: TokenBatch,
         scores: TokenScores,
         values: Values | None,
-        fixed: Fixed | None,
+        fixed: StepTargets | None,
         work: Work,
         version: int,
     ) -> None:
@@ -361,7 +365,7 @@ class Accumulation:
         self.totals.add_tokens(batch, scores, sums, self._fresh(some, version))
 
     def _with_values(
-        self, sums: LossSums, values: Values, fixed: Fixed, weights: Tensor
+        self, sums: LossSums, values: Values, fixed: StepTargets, weights: Tensor
     ) -> LossSums:
         assert fixed.values is not None and fixed.returns is not None  # noqa: S101, PT018
         critic = self._config.critic

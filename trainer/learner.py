@@ -35,7 +35,7 @@ from asyncrl.trainer.checkpoint import checkpoint
 from asyncrl.trainer.checkpoint.format import files as checkpoint_files
 from asyncrl.trainer.checkpoint.format.manifest import Published, settings_of
 from asyncrl.trainer.checkpoint.snapshot import Snapshot
-from asyncrl.trainer.checkpoint.trainer_lease import UNFENCED, Fence
+from asyncrl.trainer.checkpoint.trainer_lease import UNFENCED, TrainerLease
 from asyncrl.trainer.lora.adapter import Adapter
 from asyncrl.trainer.loss import Objective
 from asyncrl.trainer.model.model_loading import multiply_in_tf32
@@ -157,7 +157,7 @@ class Learner:
         truncation: Truncation = EVERYTHING,
         total_steps: int | None = None,
         max_tokens: int | None = None,
-        fence: Fence = UNFENCED,
+        fence: TrainerLease = UNFENCED,
         world: World = ALONE,
     ) -> None:
         if config.threads is not None:

@@ -41,7 +41,7 @@ from asyncrl.trainer.model.token_batch import denominator
 from asyncrl.trainer.objective.algorithm_factory import make
 from asyncrl.trainer.objective.step_statistics import StepTotals
 from asyncrl.trainer.ranks import World
-from asyncrl.trainer.step_targets import Fixed, normalise
+from asyncrl.trainer.step_targets import StepTargets, normalise
 
 
 class GradientParts:
@@ -153,7 +153,7 @@ class Objective:
             return None
         return kl.coefficient * kl.per_token(reference - logprobs.detach())
 
-    def normalise(self, fixed: Sequence[Fixed], world: World) -> None:
+    def normalise(self, fixed: Sequence[StepTargets], world: World) -> None:
         """Normalise the advantages of a whole step, if the algorithm does so."""
         if self._config.normalises_over_step:
             normalise(fixed, STD_EPSILON, world)

@@ -39,7 +39,7 @@ from asyncrl.trainer.optimizer.update import Update
 from asyncrl.trainer.ranks import World
 from asyncrl.trainer.scoring import Models
 from asyncrl.trainer.sharding.lockstep import Lockstep
-from asyncrl.trainer.step_targets import Fixed
+from asyncrl.trainer.step_targets import StepTargets
 from asyncrl.wire.records.step import LearnerMetrics
 
 
@@ -73,7 +73,7 @@ def _add_gradients(
     for index, one in enumerate(groups):
         work.add(one.new.trajectories, np.zeros(len(one.new.trajectories)), index)
     for part in work.split(config.micro_batch_tokens):
-        fixed = Fixed.of([groups[index].fixed[place] for index, place in part.owners])
+        fixed = StepTargets.of([groups[index].fixed[place] for index, place in part.owners])
         assert fixed.values is not None and fixed.returns is not None  # noqa: S101, PT018
         weights = weights_of(
             part.trajectories,

@@ -29,7 +29,7 @@ from asyncrl.trainer.ranks import World
 
 
 @dataclass(slots=True)
-class Fixed:
+class StepTargets:
     """Targets of the N response tokens of a micro-batch or sample, on its device, gradient-free."""
 
     advantages: Tensor
@@ -42,7 +42,7 @@ class Fixed:
     returns: Tensor | None = None
     """`[N]`, if there is a critic."""
 
-    def split(self, lengths: Sequence[int]) -> list[Fixed]:
+    def split(self, lengths: Sequence[int]) -> list[StepTargets]:
         """Split into B samples of these lengths, which lie one after another."""
         rows: list[list[Tensor | None]] = [[] for _ in lengths]
         for one in self._all:
@@ -52,7 +52,7 @@ class Fixed:
         return [_made_of(row) for row in rows]
 
     @classmethod
-    def of(cls, parts: Sequence[Fixed]) -> Fixed:
+    def of(cls, parts: Sequence[StepTargets]) -> StepTargets:
         """Concatenate parts in order."""
         columns = zip(*(one._all for one in parts), strict=True)  # noqa: SLF001 - its own
         return _made_of([None if column[0] is None else torch.cat(column) for column in columns])
@@ -76,7 +76,7 @@ def fix(
     penalty: Tensor | None,
     values: Values | None,
     config: CriticConfig,
-) -> Fixed:
+) -> StepTargets:
     """Freeze the targets of the `[N]` tokens of B samples.
 
     With a critic, `advantages` `[B]` are rewards. k1 subtracts `penalty` from each token's reward.
@@ -92,7 +92,7 @@ def fix(
             gamma=config.gamma,
             gae_lambda=config.gae_lambda,
         )
-        return Fixed(
+        return StepTargets(
             torch.from_numpy(found.advantages).to(logprobs),
             logprobs,
             reference,
@@ -103,10 +103,10 @@ def fix(
     if penalty is not None:
         owners = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
         each = each - sums_to_go(penalty, owners.to(logprobs.device))
-    return Fixed(each, logprobs, reference)
+    return StepTargets(each, logprobs, reference)
 
 
-def normalise(fixed: Sequence[Fixed], epsilon: float, world: World) -> None:
+def normalise(fixed: Sequence[StepTargets], epsilon: float, world: World) -> None:
     """Give the advantages of a whole step mean 0 and standard deviation 1, over its tokens.
 
     All 0 if they differ by no more than `epsilon` of their size. The step is that of all ranks: a
@@ -129,10 +129,10 @@ def _over_ranks(world: World, *values: float) -> list[float]:
     return [sum(column) for column in zip(*ranks, strict=True)]
 
 
-def _made_of(columns: Sequence[Tensor | None]) -> Fixed:
+def _made_of(columns: Sequence[Tensor | None]) -> StepTargets:
     advantages, proximal, *rest = columns
     assert advantages is not None and proximal is not None  # noqa: S101, PT018 - always there
-    return Fixed(advantages, proximal, *rest)
+    return StepTargets(advantages, proximal, *rest)
 
 
 def _array(values: Tensor) -> NDArray[np.float64]:

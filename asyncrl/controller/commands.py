@@ -1,9 +1,9 @@
 """Executes the scheduler's commands: each becomes messages to the processes.
 
-`Deals` assigns a step's groups to the trainer's ranks. Each group, as it comes, goes to the rank
-with the fewest response tokens of its step so far, so ranks differ by at most one group:
+`RankAssignments` assigns a step's groups to the trainer's ranks. Each group, as it comes, goes to
+the rank with the fewest response tokens of its step so far, so ranks differ by at most one group:
 
-    >>> deals = Deals(ranks=2)
+    >>> deals = RankAssignments(ranks=2)
     >>> [deals.rank_of(group, step=0, tokens=tokens) for group, tokens in [(0, 900)]]
     [0]
     >>> [deals.rank_of(group, step=0, tokens=tokens) for group, tokens in [(1, 500), (2, 300)]]
@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from asyncrl.config.by_step import ConfigByStep
 from asyncrl.controller.progress import Progress
-from asyncrl.controller.unfinished_work import Moves
+from asyncrl.controller.unfinished_work import SampleHandover
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands
@@ -77,7 +77,7 @@ class SampleReports:
             del self._groups[old]
 
 
-class Deals:
+class RankAssignments:
     """Assigns groups to ranks. A group stays with its rank until its trainer is lost."""
 
     def __init__(self, ranks: int) -> None:
@@ -123,7 +123,7 @@ class CommandExecutor:
         reports: SampleReports,
         fleet: Fleet,
         progress: Progress,
-        moves: Moves,
+        moves: SampleHandover,
         *,
         config: ConfigByStep,
         step_of: Callable[[int], int],
@@ -136,7 +136,7 @@ class CommandExecutor:
         self._moves = moves
         self.config = config
         self.finished: commands.FinishRun | None = None
-        self._deals = Deals(config.whole.trainer.ranks)
+        self._deals = RankAssignments(config.whole.trainer.ranks)
         self.lineage = 0
         self._handlers: dict[type, Callable[[Any], Awaitable[None]]] = {
             commands.StartSample: self._start_sample,

@@ -33,7 +33,7 @@ phases    consumes:      what pump and watch changed
                          nothing is left that training could wait for
           code:          evaluation, training, waiting
 
-An error in a loop goes to `Waiter.fail`, which raises it in the phase that waits.
+An error in a loop goes to `ConditionWait.fail`, which raises it in the phase that waits.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from asyncrl.controller.progress import Progress
 from asyncrl.controller.scaling import Scaling, arrivals_of
 from asyncrl.controller.trainer_restarts import TrainerRestarts
 from asyncrl.controller.training import Training
-from asyncrl.controller.unfinished_work import Moves, UnfinishedWork
+from asyncrl.controller.unfinished_work import SampleHandover, UnfinishedWork
 from asyncrl.controller.user_requests import UserRequests
 from asyncrl.controller.watchdog import Watchdog
 from asyncrl.evaluation.during import EvaluationDuringTraining
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.evaluation.results import EvaluationResults
 from asyncrl.evaluation.round import Accuracy
-from asyncrl.fleet.condition_wait import Waiter
+from asyncrl.fleet.condition_wait import ConditionWait
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.launch.agents.launcher import AgentsLauncher
 from asyncrl.runs.directory import RunDirectory
@@ -96,7 +96,7 @@ class Controller:
         self._fleet = fleet
         self._hub = hub
         self._progress = progress
-        self._waiter = Waiter()
+        self._waiter = ConditionWait()
         requests = SampleRequests(task, config.run.seed, directory.state.start)
         self._results = EvaluationResults(directory.path, config.evaluation)
         progress.evaluations = self._results
@@ -115,7 +115,7 @@ class Controller:
             ),
             results=self._results,
         )
-        self._moves = Moves(config, directory.path, requests, progress.say, fleet.files)
+        self._moves = SampleHandover(config, directory.path, requests, progress.say, fleet.files)
         self._training = Training(
             config,
             requests,

@@ -15,10 +15,10 @@ from asyncrl.controller.policy_watch import PolicyWatch
 from asyncrl.controller.progress import Progress
 from asyncrl.controller.trainer_restarts import TrainerRestarts
 from asyncrl.controller.training import Training
-from asyncrl.controller.unfinished_work import Moves, UnfinishedWork
+from asyncrl.controller.unfinished_work import SampleHandover, UnfinishedWork
 from asyncrl.errors import UserError
 from asyncrl.evaluation.fleet import FleetEvaluation
-from asyncrl.fleet.condition_wait import Waiter
+from asyncrl.fleet.condition_wait import ConditionWait
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.fleet.process_state import GeneratorWorker, RelayWorker, TrainerRank, Worker
 from asyncrl.runs.directory import RunDirectory
@@ -161,12 +161,12 @@ class Inbox:
         training: Training,
         evaluation: FleetEvaluation,
         progress: Progress,
-        waiter: Waiter,
+        waiter: ConditionWait,
         checkpoints: CheckpointRecord,
         trainer_restarts: TrainerRestarts,
         unfinished: UnfinishedWork,
         policy_watch: PolicyWatch,
-        moves: Moves,
+        moves: SampleHandover,
         settings: LiveSettings | None = None,
     ) -> None:
         self._settings = settings

@@ -16,7 +16,7 @@ import numpy as np
 from asyncrl.config.run_section import OnWrongPolicy
 from asyncrl.controller.progress import Progress
 from asyncrl.errors import WrongPolicyError
-from asyncrl.fleet.condition_wait import Waiter
+from asyncrl.fleet.condition_wait import ConditionWait
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.fleet.process_state import GeneratorWorker
 from asyncrl.rollout.trajectory import BoolArray, FloatArray
@@ -110,7 +110,7 @@ class PolicyWatch:
     """
 
     def __init__(
-        self, action: OnWrongPolicy, fleet: Fleet, progress: Progress, waiter: Waiter
+        self, action: OnWrongPolicy, fleet: Fleet, progress: Progress, waiter: ConditionWait
     ) -> None:
         self._action = action
         self._fleet = fleet

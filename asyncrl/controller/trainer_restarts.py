@@ -17,7 +17,7 @@ from asyncrl.controller.progress import Progress
 from asyncrl.controller.training import Training
 from asyncrl.errors import RunFailed
 from asyncrl.evaluation.fleet import FleetEvaluation
-from asyncrl.fleet.condition_wait import Waiter
+from asyncrl.fleet.condition_wait import ConditionWait
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.fleet.process_state import TrainerRank
 from asyncrl.launch.shared_memory import remove_weights
@@ -46,7 +46,7 @@ class TrainerRestarts:
         training: Training,
         evaluation: FleetEvaluation,
         progress: Progress,
-        waiter: Waiter,
+        waiter: ConditionWait,
     ) -> None:
         self._config = config
         self._directory = directory

@@ -12,9 +12,9 @@ from asyncrl.config.run_config import RunConfig
 from asyncrl.controller.commands import CommandExecutor, SampleReports
 from asyncrl.controller.group_traces import GroupTraces
 from asyncrl.controller.progress import Progress
-from asyncrl.controller.unfinished_work import Moves
+from asyncrl.controller.unfinished_work import SampleHandover
 from asyncrl.errors import RunFailed
-from asyncrl.fleet.condition_wait import Waiter
+from asyncrl.fleet.condition_wait import ConditionWait
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.fleet.process_state import GeneratorWorker
 from asyncrl.scheduler import events
@@ -43,8 +43,8 @@ class Training:
         *,
         fleet: Fleet,
         progress: Progress,
-        waiter: Waiter,
-        moves: Moves,
+        waiter: ConditionWait,
+        moves: SampleHandover,
         traces: GroupTraces | None = None,
     ) -> None:
         self._traces = traces

@@ -150,7 +150,7 @@ class SharedFolder:
         """Return at once."""
 
 
-class Moves:
+class SampleHandover:
     """Asks leaving generators for their samples, and finds these in the files that they write.
 
     `requests` receive the samples that can be continued; `sharing` brings files to other nodes.

@@ -16,7 +16,7 @@ from asyncrl.controller.live_settings import LiveSettings
 from asyncrl.controller.scaling import Scaling
 from asyncrl.controller.training import Training
 from asyncrl.errors import UserError
-from asyncrl.fleet.condition_wait import Waiter
+from asyncrl.fleet.condition_wait import ConditionWait
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.scheduler import events
@@ -42,7 +42,7 @@ class UserRequests:
         fleet: Fleet,
         *,
         training: Training,
-        waiter: Waiter,
+        waiter: ConditionWait,
         settings: LiveSettings,
         scaling: Scaling,
         snapshot: Callable[[], control.StatusReply],

@@ -6,7 +6,7 @@ from asyncrl.config.run_config import RunConfig
 from asyncrl.evaluation.during import EvaluationDuringTraining
 from asyncrl.evaluation.results import EvaluationResults
 from asyncrl.evaluation.round import EvaluationRound, plan_of
-from asyncrl.fleet.condition_wait import Waiter
+from asyncrl.fleet.condition_wait import ConditionWait
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.fleet.process_state import GeneratorWorker
 from asyncrl.tasks.evaluation_config import EvaluationConfig
@@ -36,7 +36,7 @@ class FleetEvaluation:
         requests: SampleRequests,
         *,
         fleet: Fleet,
-        waiter: Waiter,
+        waiter: ConditionWait,
         during: EvaluationDuringTraining | None = None,
         results: EvaluationResults | None = None,
     ) -> None:

@@ -14,7 +14,7 @@ _PIECE_SECONDS = 0.5
 of them, and not the whole limit."""
 
 
-class Waiter:
+class ConditionWait:
     """Condition variable of the phases of a run. The loops of the controller notify it.
 
     Conditions are plain functions of the controller's state, re-evaluated after every `notify`, so

@@ -125,7 +125,7 @@ def _step(rank: int, meeting: Path, context: Context) -> dict[str, Any]:
     from asyncrl.trainer.base.config import TrainerConfig
     from asyncrl.trainer.learner import Learner
     from asyncrl.trainer.ranks.world import join
-    from asyncrl.trainer.sharding.lockstep import Act, Has, Word
+    from asyncrl.trainer.sharding.lockstep import NextAction, RankStatus, RankWork
 
     world = join(meeting / "ranks", rank, 2, on_gpu=context.gpus > 0, join_seconds=120, seconds=120)
     if rank == 0:
@@ -150,7 +150,7 @@ def _step(rank: int, meeting: Path, context: Context) -> dict[str, Any]:
         began = time.perf_counter()
         group = group_of(rank, length, learner.policy.vocab_size)
         learner.add_group(group, np.arange(GROUP_SIZE, dtype=np.float32))
-        while learner.lockstep.said(Word(Has.DONE)) is Act.COMPUTE:
+        while learner.lockstep.agree(RankStatus(RankWork.DONE)) is NextAction.COMPUTE:
             learner.pad()
         norm = learner.step().learning.grad_norm
         world.barrier("the end")

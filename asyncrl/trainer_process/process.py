@@ -33,7 +33,7 @@ from collections import deque
 from asyncrl.config.by_step import ConfigByStep
 from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.monitoring.config import set_log_level
-from asyncrl.trainer.sharding.lockstep import Act
+from asyncrl.trainer.sharding.lockstep import NextAction
 from asyncrl.trainer_process.checkpoints import Checkpoints
 from asyncrl.trainer_process.delivery_check import DeliveryNotKept, Intake
 from asyncrl.trainer_process.group_queue import GroupQueue
@@ -211,12 +211,12 @@ class TrainerProcess:
             done, size = self._steps.done, self._groups_per_step
             word, cause = word_of(step, plan, done, size, is_over=is_over, saves=saves)
             match await self._steps.decide(word, self._changed, cause):
-                case Act.END:
+                case NextAction.END:
                     return
-                case Act.SAVE:
+                case NextAction.SAVE:
                     self._ordered_checkpoints.popleft()
                     await self._save(wanted=True, ordered=True)
-                case Act.FINISH:
+                case NextAction.FINISH:
                     await self._finish_step()
 
     def _is_over(self) -> bool:

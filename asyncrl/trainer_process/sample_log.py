@@ -24,7 +24,7 @@ from asyncrl.monitoring.records.samples import SampleSegment
 from asyncrl.monitoring.records.trained_samples import SampleFiles, TrainedSample, truncate
 from asyncrl.rollout.trajectory import BoolArray, IntArray, Provenance, Trajectory
 from asyncrl.trainer.base.errors import Superseded
-from asyncrl.trainer.checkpoint.trainer_lease import UNFENCED, Fence
+from asyncrl.trainer.checkpoint.trainer_lease import UNFENCED, TrainerLease
 from asyncrl.trainer_process.group_queue import WholeGroup
 
 logger = logging.getLogger("asyncrl.trainer")
@@ -59,7 +59,7 @@ class TrainedSampleLog:
         tokenizer: Any,
         settings: RunSection,
         metrics: TrainerMetrics,
-        fence: Fence = UNFENCED,
+        fence: TrainerLease = UNFENCED,
         ranks: int = 1,
         labels: Sequence[str] = (),
     ) -> None:

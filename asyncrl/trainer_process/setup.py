@@ -42,7 +42,7 @@ from asyncrl.trainer.base.errors import (
 from asyncrl.trainer.base.lora_config import FINER_ENGINES
 from asyncrl.trainer.base.rank_network import is_loopback
 from asyncrl.trainer.checkpoint.format.files import dtype_of, path_of
-from asyncrl.trainer.checkpoint.trainer_lease import Fence
+from asyncrl.trainer.checkpoint.trainer_lease import TrainerLease
 from asyncrl.trainer.cpu.memory import keep_freed_memory
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model.host_memory import host_bytes
@@ -108,7 +108,7 @@ async def run_trainer(spec: TrainerSpec, keys: TrainerKeys) -> None:
             max_bytes=_longest_delivery(config),
         )
         child.closing.callback(generators.close)
-        fence = Fence(child.directory, spec.fence)
+        fence = TrainerLease(child.directory, spec.fence)
         with child.timeline.span(SpanKind.STARTING):
             learner = _load_learner(child, fence)
         fence.check()
@@ -238,7 +238,7 @@ def _sender(
     return sender
 
 
-def _load_learner(child: Child[TrainerSpec, TrainerMetrics], fence: Fence) -> Learner:
+def _load_learner(child: Child[TrainerSpec, TrainerMetrics], fence: TrainerLease) -> Learner:
     spec, config = child.spec, child.config
     if resolve_device(config.trainer.device).type == "cpu":
         keep_freed_memory()
@@ -322,7 +322,7 @@ def rounding_limits(
 
 
 async def _sample_log(
-    child: Child[TrainerSpec, TrainerMetrics], fence: Fence
+    child: Child[TrainerSpec, TrainerMetrics], fence: TrainerLease
 ) -> TrainedSampleLog | None:
     settings = child.config.run
     if settings.log_samples == "off":

@@ -24,7 +24,7 @@ from asyncrl.monitoring.records.timeline import Timeline
 from asyncrl.monitoring.tracing.tracer import Tracer
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.ranks import World
-from asyncrl.trainer.sharding.lockstep import Act, Has, Lockstep, Word
+from asyncrl.trainer.sharding.lockstep import Lockstep, NextAction, RankStatus, RankWork
 from asyncrl.trainer_process.group_queue import WholeGroup
 from asyncrl.trainer_process.policy_check import PolicyCheck
 from asyncrl.trainer_process.sample_log import TrainedSampleLog
@@ -48,7 +48,7 @@ def word_of(
     *,
     is_over: bool,
     saves: bool,
-) -> tuple[Word, str]:
+) -> tuple[RankStatus, str]:
     """State of a rank without a group to accumulate, and what it waits for.
 
     `done` groups of the step are accumulated; `groups` is its size while its `plan` is not known.
@@ -56,19 +56,19 @@ def word_of(
     AsyncrlError if the plan lacks an accumulated group.
     """
     if is_over:
-        return Word(Has.OVER), OTHER_RANKS
+        return RankStatus(RankWork.OVER), OTHER_RANKS
     if saves:
-        return Word(Has.NOTHING, saves=True), OTHER_RANKS
+        return RankStatus(RankWork.NOTHING, saves=True), OTHER_RANKS
     if plan is None:
-        return Word(Has.NOTHING), waited_for(len(done), groups)
+        return RankStatus(RankWork.NOTHING), waited_for(len(done), groups)
     if too_many := set(done) - plan:
         raise AsyncrlError(
             f"step {step}: the controller reported groups {sorted(too_many)} as failed "
             "after they had been accumulated; resume the run from its last checkpoint"
         )
     if len(done) == len(plan):
-        return Word(Has.DONE), OTHER_RANKS
-    return Word(Has.NOTHING), waited_for(len(done), len(plan))
+        return RankStatus(RankWork.DONE), OTHER_RANKS
+    return RankStatus(RankWork.NOTHING), waited_for(len(done), len(plan))
 
 
 def waited_for(done: int, groups: int) -> str:
@@ -85,14 +85,14 @@ def waited_for(done: int, groups: int) -> str:
     return "last group" if done == groups - 1 else "more groups"
 
 
-async def asked(lockstep: Lockstep, word: Word, changed: asyncio.Event) -> Act:
+async def asked(lockstep: Lockstep, word: RankStatus, changed: asyncio.Event) -> NextAction:
     """Agree with all ranks on the next action; `WAIT` if an event has changed this one's state.
 
     While all of them wait they ask each other after pauses that grow to `_LONGEST_PAUSE`: the
     longest delay of a rank that gets a group. Raises RankLost.
     """
     pause = _FIRST_PAUSE
-    while (act := await asyncio.to_thread(lockstep.said, word)) is Act.WAIT:
+    while (act := await asyncio.to_thread(lockstep.agree, word)) is NextAction.WAIT:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(changed.wait(), pause)
         if changed.is_set():
@@ -279,20 +279,20 @@ class StepTrainer:
         with self._waiting(cause):
             await changed.wait()
 
-    async def decide(self, word: Word, changed: asyncio.Event, cause: str) -> Act:
+    async def decide(self, word: RankStatus, changed: asyncio.Event, cause: str) -> NextAction:
         """Decide this rank's next action; with sharded weights, that of all. May wait first.
 
         `changed` is set when this rank's state changes, which gives `WAIT`; `cause` names a wait on
         the timeline. Raises RankLost.
         """
         if not self._lockstep.is_shared:
-            act = self._lockstep.said(word)
-            if act is Act.WAIT:
+            act = self._lockstep.agree(word)
+            if act is NextAction.WAIT:
                 await self.wait(changed, cause)
             return act
         with self._waiting(cause):
             act = await asked(self._lockstep, word, changed)
-            if act is Act.COMPUTE:
+            if act is NextAction.COMPUTE:
                 await asyncio.to_thread(self._learner.pad)
         return act
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.step_audit.formulas import AdamW, learning_rate, norm_of
 from benchmarks.step_audit.model import Folder, Model, PolicyWeights, part_of
-from benchmarks.step_audit.step import Fixed, Start, Step, Sums
+from benchmarks.step_audit.step import Start, Step, StepTargets, Sums
 
 Metrics = dict[str, float | None]
 
@@ -52,14 +52,14 @@ def metrics_of(folder: Folder, step: int, start: Start, sums: Sums) -> Metrics:
     return {name: None if one is None else float(one) for name, one in found.items()}
 
 
-def _rewards(everyone: Sequence[Fixed]) -> Metrics:
+def _rewards(everyone: Sequence[StepTargets]) -> Metrics:
     """Means of what the rewards are made of, without samples whose reward failed."""
     parts = [one.sample.record.rewards for one in everyone if one.sample.record.rewards]
     names = parts[0] if parts else ()
     return {f"rewards.{name}": float(np.mean([one[name] for one in parts])) for name in names}
 
 
-def _mismatch(chosen: Sequence[Fixed], step: int) -> Metrics:
+def _mismatch(chosen: Sequence[StepTargets], step: int) -> Metrics:
     gap = torch.cat([one.proximal - one.behaviour for one in chosen])
     fresh = torch.cat([torch.from_numpy(one.sample.versions == step) for one in chosen])
     k3 = gap.exp() - 1 - gap
@@ -78,7 +78,7 @@ def _mismatch(chosen: Sequence[Fixed], step: int) -> Metrics:
     return {name: float(one) for name, one in found.items()}
 
 
-def _signals(folder: Folder, chosen: Sequence[Fixed], start: Start, sums: Sums) -> Metrics:
+def _signals(folder: Folder, chosen: Sequence[StepTargets], start: Start, sums: Sums) -> Metrics:
     c = folder.config["trainer"]
     found: Metrics = {k: v / sums.computed for k, v in sums.by_token.items()}
     found |= {k: v / sums.sizes for k, v in sums.by_size.items()}

@@ -24,7 +24,7 @@ from benchmarks.step_audit.model import Folder, Model, PolicyWeights, Sample
 
 
 @dataclass(slots=True)
-class Fixed:
+class StepTargets:
     """Of one sample of N drawn tokens; tensors are `[N]` and have no gradients."""
 
     sample: Sample
@@ -57,7 +57,9 @@ class Start:
             scores = model.scores(weights.reference(step), samples)
             reference = [one.logprobs for one in scores]
         made = [
-            Fixed(sample, own, one.logprobs, one.entropy, one.outside, one.logprobs * 0, other)
+            StepTargets(
+                sample, own, one.logprobs, one.entropy, one.outside, one.logprobs * 0, other
+            )
             for sample, own, one, other in zip(
                 samples, self._behaviour(weights, samples), now, reference, strict=True
             )
@@ -79,7 +81,7 @@ class Start:
             for one in made:
                 one.advantages = (one.advantages - self.raw.mean()) / (std if std > 1e-6 else 1e99)
 
-    def computed(self, numbers: Sequence[int]) -> list[Fixed]:
+    def computed(self, numbers: Sequence[int]) -> list[StepTargets]:
         """Samples that go through the model: of groups with signal, or all."""
         c = self._trainer
         every = c["algorithm"] in ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -110,7 +112,7 @@ class Start:
                 to_go = self._penalty(one).flip(0).cumsum(0).flip(0)
                 one.advantages = one.advantages - to_go
 
-    def _estimate(self, made: Sequence[Fixed], critic: AdamW) -> None:
+    def _estimate(self, made: Sequence[StepTargets], critic: AdamW) -> None:
         """With a critic, rewards become advantages and returns."""
         c = self._trainer["critic"]
         values, ends = self._model.values(critic.weights, [one.sample for one in made])
@@ -122,11 +124,11 @@ class Start:
             one.advantages = torch.tensor(found, dtype=torch.float64)
             one.values, one.returns = value, one.advantages + value
 
-    def _penalises(self, one: Fixed) -> bool:
+    def _penalises(self, one: StepTargets) -> bool:
         """Whether the KL is part of the reward."""
         return one.reference is not None and self._trainer["kl_estimator"] == "k1"
 
-    def _penalty(self, one: Fixed) -> Tensor:
+    def _penalty(self, one: StepTargets) -> Tensor:
         assert one.reference is not None
         coefficient = float(self._trainer["kl_coefficient"])
         return coefficient * kl(self._trainer, one.proximal, one.reference)
@@ -177,11 +179,11 @@ class Step:
         order = sorted(self.start.groups)
         return [one.tolist() for one in np.array_split(order, min(count, len(order)))]
 
-    def _size(self, samples: Sequence[Fixed]) -> float:
+    def _size(self, samples: Sequence[StepTargets]) -> float:
         by_token = self._trainer["loss_normalization"] == "token"
         return float(sum(len(one.sample) for one in samples) if by_token else len(samples))
 
-    def _weight(self, one: Fixed) -> float:
+    def _weight(self, one: StepTargets) -> float:
         if self._trainer["mask_truncated_completions"] and one.sample.is_cut:
             return 0.0
         return 1 / len(one.sample) if self._trainer["loss_normalization"] == "sequence" else 1.0
@@ -207,7 +209,7 @@ class Step:
         if self.critic is not None:
             self._fit_critic(chosen, sums)
 
-    def _loss(self, one: Fixed, current: Tensor, alpha: float) -> Tensor:
+    def _loss(self, one: StepTargets, current: Tensor, alpha: float) -> Tensor:
         """Sum over a sample's tokens; its signals are added up."""
         c, sums, weight = self._trainer, self.sums, self._weight(one)
         uses = c["algorithm"] in ("grpo", "dr_grpo", "dapo", "ppo")
@@ -229,7 +231,7 @@ class Step:
         sums.computed += len(one.sample)
         return weight * losses.sum()
 
-    def _fit_critic(self, chosen: Sequence[Fixed], sums: Sums | None) -> None:
+    def _fit_critic(self, chosen: Sequence[StepTargets], sums: Sums | None) -> None:
         """One optimizer step of the critic; `sums` gets its signals."""
         assert self.critic is not None
         c, size = self._trainer["critic"], self._size(chosen)

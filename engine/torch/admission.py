@@ -44,7 +44,7 @@ class Parked:
     """`[L]` tokens whose KV is in the slot's first places."""
 
 
-class ParkingLot:
+class RetainedSlots:
     """The slots `[n, S)` that hold KV of sessions, for n running rows."""
 
     def __init__(self, rows: Rows, cache: SlotCache) -> None:
@@ -130,7 +130,7 @@ class Admission:
         self._drafter = drafter
         self._unreported = unreported
         self._seeds = seeds
-        self.parked = ParkingLot(rows, cache)
+        self.parked = RetainedSlots(rows, cache)
 
     def admit(self, requests: Sequence[GenerateRequest], installation: int) -> NewRows:
         """Give each request a row. There must be enough free slots."""

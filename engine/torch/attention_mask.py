@@ -15,7 +15,7 @@ Hidden = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class AttendedKeys:
     """The keys of each of T packed tokens: `first` to `last` of its slot but the hidden ones."""
 
     slot: NDArray[np.int64]
@@ -39,7 +39,7 @@ class Reach:
         lengths: IntArray,
         counts: IntArray,
         pairs: Hidden | None,
-    ) -> Reach:
+    ) -> AttendedKeys:
         """Let a step's tokens see the keys of their slots up to their own places, `[T]` each.
 
         Rows that decode come first, with `lengths` `[m]` valid keys and `counts` `[m]` new tokens;
@@ -55,14 +55,14 @@ class Reach:
         return cls(slot, np.zeros_like(place), place, base, hidden, packed=False)
 
     @classmethod
-    def within(cls, lengths: NDArray[np.integer]) -> Reach:
+    def within(cls, lengths: NDArray[np.integer]) -> AttendedKeys:
         """Pack whole contexts of `[r]` lengths one after another, without slots."""
         tokens = np.arange(int(lengths.sum()))
         starts = np.repeat(np.cumsum(lengths) - lengths, lengths).astype(np.int64)
         hidden = np.zeros((len(tokens), 0), np.bool_)
         return cls(np.zeros_like(tokens), starts, tokens, starts, hidden, packed=True)
 
-    def within_window(self, positions: NDArray[np.int64], window: int) -> Reach:
+    def within_window(self, positions: NDArray[np.int64], window: int) -> AttendedKeys:
         """Drop keys `window` or more positions before their token; `positions` are `[T]`."""
         oldest = positions - (window - 1)
         first, hidden = np.maximum(self.first, self.first + oldest), self.hidden

@@ -106,7 +106,7 @@ def decode_block(
     """Make the block of rows `[0, m)` with `lengths` valid keys and `counts` new tokens each.
 
     `hidden` pairs of new tokens get no attention; `depths` `[sum(counts)]` as in
-    `Feed.decode_depths`.
+    `StepInputs.decode_depths`.
     """
     queries = int(counts.max())
     last_key = torch.from_numpy(lengths[:, None] + np.arange(queries)).to(device)

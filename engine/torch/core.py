@@ -36,7 +36,7 @@ from asyncrl.engine.torch.model import SlotModel
 from asyncrl.engine.torch.reports import Unreported, choose, moved_places
 from asyncrl.engine.torch.rows import Rows
 from asyncrl.engine.torch.scoring import score_all
-from asyncrl.engine.torch.slots import Feed
+from asyncrl.engine.torch.slots import StepInputs
 from asyncrl.engine.torch.step_sampling import Draws, draw_step
 from asyncrl.engine.torch.verification import judge_rows
 from asyncrl.engine.torch.waiting import Waiting
@@ -312,7 +312,7 @@ class DecodeCore:
         prompts = int(new.lengths.sum())
         trees = self._drafter.draft(new.decoding, prompts)
         context = int((rows.kv_length[: new.decoding] + trees.counts).sum())
-        logits = self._model.forward(Feed.of(rows, trees, new))
+        logits = self._model.forward(StepInputs.of(rows, trees, new))
         self._admission.share_prefill(new)
         draws = draw_step(
             rows,

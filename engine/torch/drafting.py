@@ -10,7 +10,7 @@ from asyncrl.engine.drafting.planner import Planner
 from asyncrl.engine.drafting.proposals import NO_HANDLE, DraftSource, Proposer
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
 from asyncrl.engine.protocol import turn_end
-from asyncrl.engine.torch.reports import Paths
+from asyncrl.engine.torch.reports import AppendedDraws
 from asyncrl.engine.torch.rows import Rows
 from asyncrl.engine.torch.step_kernels import pick_tokens
 from asyncrl.engine.torch.step_sampling import Draws
@@ -111,7 +111,7 @@ class Drafter:
         self.planner.judge(trees.path_probabilities, accepted)
         return walks
 
-    def record(self, draws: Draws, paths: Paths) -> None:
+    def record(self, draws: Draws, paths: AppendedDraws) -> None:
         """Record what rows have generated, once `Rows.total` counts it: siblings draft from it."""
         rows = self._rows
         n = rows.n
@@ -135,7 +135,7 @@ class Drafter:
                 self._continuations.end(row)
                 self._continuations.begin(row, kept.tokens[:end])
 
-    def _feed_source(self, draws: Draws, paths: Paths) -> None:
+    def _feed_source(self, draws: Draws, paths: AppendedDraws) -> None:
         handles = self._handles[: self._rows.n]
         fed = handles != NO_HANDLE
         if self._source is None or not fed.any():

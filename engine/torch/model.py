@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface
 
 from asyncrl.engine.errors import EngineError, EngineStartError
-from asyncrl.engine.torch.attention_mask import Reach
+from asyncrl.engine.torch.attention_mask import AttendedKeys
 from asyncrl.engine.torch.blocks import Block, causal_blocks, decode_block, resumed_blocks
 from asyncrl.engine.torch.cpu.blas import sgemm_address
 from asyncrl.engine.torch.cpu.fused_model import FusedDecoder
 from asyncrl.engine.torch.cpu.invariant_attention import filled_up, missing
-from asyncrl.engine.torch.slots import Feed, SlotAttention, SlotCache, StepLayout
+from asyncrl.engine.torch.slots import SlotAttention, SlotCache, StepInputs, StepLayout
 from asyncrl.rollout.cpu.fused_models import why_not_fused
 from asyncrl.rollout.output_layer import float32_logits
 from asyncrl.rollout.trajectory import IntArray
@@ -42,7 +42,7 @@ class _Tokens:
     rows: NDArray[np.int64]
 
     @classmethod
-    def of(cls, feed: Feed) -> _Tokens:
+    def of(cls, feed: StepInputs) -> _Tokens:
         m, r = len(feed.decode_counts), len(feed.new_lengths)
         counts = np.concatenate([feed.decode_counts, feed.new_lengths])
         starts = np.zeros(r, np.int32) if feed.new_starts is None else feed.new_starts
@@ -92,7 +92,7 @@ class SlotModel:
         """Compute in `engine.torch.cpu.fused_model` from now on; the slots must be allocated."""
         self._fused = FusedDecoder(self.module, self.cache, batch_invariant=self._invariant)
 
-    def forward(self, feed: Feed) -> torch.Tensor:
+    def forward(self, feed: StepInputs) -> torch.Tensor:
         """Return float32 logits: `[sum(decode_counts) + sum(new_wanted), V]`."""
         decoding = len(feed.decode_tokens)
         ends = decoding + np.cumsum(feed.new_lengths, dtype=np.int64) - 1
@@ -102,7 +102,7 @@ class SlotModel:
         tokens = _Tokens.of(feed)
         reach = None
         if self._invariant or self._fused is not None:
-            reach = Reach.over_slots(
+            reach = AttendedKeys.over_slots(
                 tokens.rows, tokens.places, feed.decode_lengths, feed.decode_counts, feed.hidden
             )
         if self._fused is not None and reach is not None:
@@ -117,16 +117,16 @@ class SlotModel:
         Contexts are best sorted by length; `wanted` are indices into `tokens` `[T]`.
         """
         none = np.empty(0, np.int32)
-        feed = Feed(none, none, none, tokens, lengths)
+        feed = StepInputs(none, none, none, tokens, lengths)
         packed = _Tokens.of(feed)
         reach = None
         if self._invariant or self._fused is not None:
-            reach = Reach.within(lengths)
+            reach = AttendedKeys.within(lengths)
         if self._fused is not None and reach is not None:
             return self._fused.forward(packed.ids, packed.positions, reach, wanted)
         return self._run(self._layout(packed, feed, reach), wanted, None)
 
-    def _layout(self, tokens: _Tokens, feed: Feed, reach: Reach | None) -> StepLayout:
+    def _layout(self, tokens: _Tokens, feed: StepInputs, reach: AttendedKeys | None) -> StepLayout:
         at = torch.from_numpy(tokens.places).to(self.device)
         positions = at
         if tokens.positions is not tokens.places:
@@ -140,7 +140,7 @@ class SlotModel:
             reach=reach,
         )
 
-    def _blocks(self, feed: Feed) -> list[Block]:
+    def _blocks(self, feed: StepInputs) -> list[Block]:
         blocks: list[Block] = []
         if len(feed.decode_counts):
             blocks.append(
@@ -380,11 +380,11 @@ def _packed_logits(model: SlotModel, rows: list[IntArray], split: list[int]) -> 
     none = np.empty(0, np.int32)
     heads = np.array(split, np.int32)
     first = np.concatenate([row[:s] for row, s in zip(rows, split, strict=True)])
-    prefilled = model.forward(Feed(none, none, none, first, heads))
+    prefilled = model.forward(StepInputs(none, none, none, first, heads))
     tails = [row[s:] for row, s in zip(rows, split, strict=True)]
     counts = np.array([len(t) for t in tails], np.int32)
     if not counts.all():
         return prefilled
-    decoded = model.forward(Feed(np.concatenate(tails), counts, heads, none, none))
+    decoded = model.forward(StepInputs(np.concatenate(tails), counts, heads, none, none))
     parts = decoded.split(counts.tolist())
     return torch.cat([torch.cat([p[None], d]) for p, d in zip(prefilled, parts, strict=True)])

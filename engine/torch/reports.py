@@ -26,7 +26,7 @@ _NO_WALK = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class Paths:
+class AppendedDraws:
     """The M draws that rows append in a step."""
 
     chosen: NDArray[np.int64]
@@ -43,7 +43,7 @@ class Paths:
     """`[n]` whether the last one is a stop token or completes a stop string."""
 
 
-def choose(rows: Rows, draws: Draws, walks: AcceptedPaths | None) -> Paths:
+def choose(rows: Rows, draws: Draws, walks: AcceptedPaths | None) -> AppendedDraws:
     """Choose each row's path, cut after its first stop token or string and at its limit.
 
     `rows` do not have this step's tokens yet. `walks` are paths of the decoding rows, which come
@@ -68,7 +68,7 @@ def choose(rows: Rows, draws: Draws, walks: AcceptedPaths | None) -> Paths:
         if int(kept.sum()) < size:
             inside = step < kept[row]
             chosen, row, step = chosen[inside], row[inside], step[inside]
-    return Paths(chosen, row, step, kept, accepted, stopped)
+    return AppendedDraws(chosen, row, step, kept, accepted, stopped)
 
 
 def _follow_strings(
@@ -95,7 +95,7 @@ def _follow_strings(
 
 
 def moved_places(
-    draws: Draws, paths: Paths, decoding: int
+    draws: Draws, paths: AppendedDraws, decoding: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return accepted tree nodes whose KV is not where a chain would have put it.
 
@@ -130,7 +130,7 @@ class Unreported:
         for buffer in self._buffers:
             buffer[target] = buffer[source]
 
-    def record(self, draws: Draws, paths: Paths, rows: Rows) -> None:
+    def record(self, draws: Draws, paths: AppendedDraws, rows: Rows) -> None:
         """Append the tokens of a step, here and to the rows' contexts.
 
         Rows whose kept tokens were judged may have more tokens than the buffers hold and must be
@@ -148,7 +148,7 @@ class Unreported:
             self._long[row] = _judged(draws, row, int(paths.kept[row]), rows.requests[row].kept)
 
     def advance(
-        self, draws: Draws, paths: Paths, rows: Rows, chunk_tokens: int
+        self, draws: Draws, paths: AppendedDraws, rows: Rows, chunk_tokens: int
     ) -> tuple[list[int], list[int]]:
         """Count the tokens that `record` has appended; update `total` and `kv_length` of the rows.
 

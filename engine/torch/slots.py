@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 from asyncrl.engine.drafting.trees import TokenTrees
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.torch.attention import ScoreRule, attend, causal
-from asyncrl.engine.torch.attention_mask import Hidden, Reach
+from asyncrl.engine.torch.attention_mask import AttendedKeys, Hidden
 from asyncrl.engine.torch.blocks import Block
 from asyncrl.engine.torch.cpu.invariant_attention import attention_within
 from asyncrl.engine.torch.rows import NewRows, Rows
@@ -32,7 +32,7 @@ from asyncrl.rollout.trajectory import IntArray
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class StepInputs:
     """Decoding rows `[0, m)`, then new rows with whole contexts."""
 
     decode_tokens: IntArray
@@ -57,7 +57,7 @@ class Feed:
     """Pairs of a row's new tokens on different paths of its tree, see `slots.decode_block`."""
 
     @classmethod
-    def of(cls, rows: Rows, trees: TokenTrees, new: NewRows) -> Feed:
+    def of(cls, rows: Rows, trees: TokenTrees, new: NewRows) -> StepInputs:
         """Make a step's feed: decoding rows' last tokens with their trees, and new contexts."""
         decoding = new.decoding
         last = rows.tokens[np.arange(decoding), rows.total[:decoding] - 1]
@@ -88,11 +88,11 @@ class StepLayout:
     rows: torch.Tensor
     blocks: list[Block]
     """Blocks of attention, unless there is a `reach`."""
-    reach: Reach | None = None
+    reach: AttendedKeys | None = None
     """Set for batch-invariant attention; `input_ids` and `positions` are then padded."""
-    _within: dict[int, Reach] = field(default_factory=dict)
+    _within: dict[int, AttendedKeys] = field(default_factory=dict)
 
-    def reach_within(self, window: int | None) -> Reach:
+    def reach_within(self, window: int | None) -> AttendedKeys:
         """Return `reach`, limited to the last `window` positions before each token; None: all."""
         assert self.reach is not None  # noqa: S101 - callers ask for it first
         if window is None:

@@ -26,7 +26,7 @@ from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.remote.extras import DrafterSettings, RequestExtra
 from asyncrl.engine.remote.worker.entries import Entry
 from asyncrl.engine.remote.worker.ranks import Ranks
-from asyncrl.engine.remote.worker.shadow_model import Twin
+from asyncrl.engine.remote.worker.shadow_model import ShadowModel
 from asyncrl.engine.sglang.messages import Gauges
 from asyncrl.engine.sglang.worker.drafts.tree_drawing import TreeDrawing
 from asyncrl.engine.sglang.worker.drafts.verify_step import lay_out
@@ -191,7 +191,7 @@ def test_the_drafter(device: FakeDevice) -> None:
 def test_an_installation(staged: str, device: FakeDevice) -> None:
     """One wait for all copies together, after which the twin is loaded again."""
     model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300)).to(DEVICE)
-    twin = Twin(model, DEVICE if staged == "device" else torch.device("cpu"))
+    twin = ShadowModel(model, DEVICE if staged == "device" else torch.device("cpu"))
     for parameter in twin.model.parameters():
         parameter.data.fill_(2.0)
     device.waits.clear()

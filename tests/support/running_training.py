@@ -12,10 +12,10 @@ from asyncrl.controller.inbox import CheckpointRecord, Inbox
 from asyncrl.controller.policy_watch import PolicyWatch
 from asyncrl.controller.trainer_restarts import TrainerRestarts
 from asyncrl.controller.training import Training
-from asyncrl.controller.unfinished_work import Moves, UnfinishedWork
+from asyncrl.controller.unfinished_work import SampleHandover, UnfinishedWork
 from asyncrl.controller.watchdog import Watchdog
 from asyncrl.evaluation.fleet import FleetEvaluation
-from asyncrl.fleet.condition_wait import Waiter
+from asyncrl.fleet.condition_wait import ConditionWait
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.tasks.sample_requests import SampleRequests
@@ -63,14 +63,14 @@ class Run:
         )
         self.fleet, self.hub = started_fleet(self.config, version, slots=slots)
         self.progress: Any = FakeProgress()
-        self.waiter = Waiter()
+        self.waiter = ConditionWait()
         parts: dict[str, Any] = {"fleet": self.fleet, "waiter": self.waiter}
         self.requests = requests = SampleRequests(task(), seed=0)
         if initial_weights is not None:
             requests.starts_from(initial_weights)
         self.evaluation = FleetEvaluation(self.config.evaluation, requests, **parts)
         self.directory = RunDirectory.create(self.config, resume=False, clean=False)
-        self.moves = Moves(self.config, self.directory.path, requests, self.progress.say)
+        self.moves = SampleHandover(self.config, self.directory.path, requests, self.progress.say)
         self.training = Training(
             self.config, requests, progress=self.progress, moves=self.moves, **parts
         )

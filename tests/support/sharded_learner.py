@@ -28,7 +28,7 @@ from asyncrl.trainer.base.errors import RankLost
 from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.ranks import World
-from asyncrl.trainer.sharding.lockstep import Act, Has, Word
+from asyncrl.trainer.sharding.lockstep import NextAction, RankStatus, RankWork
 from asyncrl.trainer.sharding.rows import local
 
 EXACT: dict[str, Any] = {"dtype": "float64", "learning_rate": 1e-3, "device": "cpu", "fused": False}
@@ -70,7 +70,7 @@ def train(learner: Learner, step: int, deal: str, groups: int = 5) -> dict[str, 
     for index, group in enumerate(groups_of(step)[:groups]):
         if (DEALS | MORE)[deal](index, world.size) == world.rank:
             learner.add_group(*group)
-    while learner.lockstep.said(Word(Has.DONE)) is Act.COMPUTE:
+    while learner.lockstep.agree(RankStatus(RankWork.DONE)) is NextAction.COMPUTE:
         learner.pad()
     return msgspec.to_builtins(learner.step())  # type: ignore[no-any-return]
 
@@ -134,7 +134,7 @@ def lost(folder: Path, models: dict[str, str], world: World) -> None:
     learner = learner_of(models["tied"], {}, world)
     world.barrier("the middle of the test")
     if world.rank == world.size - 1:
-        assert learner.lockstep.said(Word(Has.NOTHING)) is Act.COMPUTE
+        assert learner.lockstep.agree(RankStatus(RankWork.NOTHING)) is NextAction.COMPUTE
         os._exit(0)
     try:
         train(learner, 0, "in turn")

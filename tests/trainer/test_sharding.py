@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.checkpoint.export import export
 from asyncrl.trainer.checkpoint.format.files import path_of
-from asyncrl.trainer.sharding.lockstep import Act, Has, Word, decided
+from asyncrl.trainer.sharding.lockstep import NextAction, RankStatus, RankWork, next_action
 from asyncrl.trainer.sharding.policy import one_by_one
 
 SEVERAL = [one for one in RUNS if one[2] > 1]
@@ -130,18 +130,18 @@ def test_a_rank_that_is_lost_in_a_micro_batch_is_noticed(ran: Path) -> None:
 
 def test_what_all_do_follows_from_what_each_has() -> None:
     """Every combination of three ranks; nobody computes before a checkpoint that all know of."""
-    words = [Word(has) for has in Has] + [Word(Has.NOTHING, saves=True)]
+    words = [RankStatus(has) for has in RankWork] + [RankStatus(RankWork.NOTHING, saves=True)]
     for each in itertools.product(words, repeat=3):
-        act = decided(each)
+        act = next_action(each)
         have = [one.has for one in each]
         if all(one.saves for one in each):
-            assert act is Act.SAVE
-        elif Has.WORK in have:
-            assert act is Act.COMPUTE
-        elif not any(one.saves for one in each) and set(have) in ({Has.DONE}, {Has.OVER}):
-            assert act is {Has.DONE: Act.FINISH, Has.OVER: Act.END}[have[0]]
+            assert act is NextAction.SAVE
+        elif RankWork.WORK in have:
+            assert act is NextAction.COMPUTE
+        elif not any(one.saves for one in each) and set(have) in ({RankWork.DONE}, {RankWork.OVER}):
+            assert act is {RankWork.DONE: NextAction.FINISH, RankWork.OVER: NextAction.END}[have[0]]
         else:
-            assert act is Act.WAIT
+            assert act is NextAction.WAIT
 
 
 def test_one_rank_has_nothing_to_divide() -> None:

@@ -13,7 +13,7 @@ from broadcast_trainer import CHUNK, SECONDS, holds, read_all, trainer
 
 from asyncrl.wire.weights import reader
 from asyncrl.wire.weights.broadcast import sending
-from asyncrl.wire.weights.broadcast.control_codes import Word
+from asyncrl.wire.weights.broadcast.control_codes import ControlCode
 from asyncrl.wire.weights.broadcast.groups import Limits
 from asyncrl.wire.weights.broadcast.store import CheckIn, Refusal
 from asyncrl.wire.weights.reader import WeightBuffer
@@ -85,7 +85,7 @@ def test_a_word_of_another_version_or_chunk_breaks_the_broadcast(
     of = trainer(closing, tmp_path, members=1)
     said = sending._said
 
-    def wrong(word: Word, _version: int, chunk: int, checksum: torch.Tensor) -> torch.Tensor:
+    def wrong(word: ControlCode, _version: int, chunk: int, checksum: torch.Tensor) -> torch.Tensor:
         return said(word, *((version, index) if chunk == 3 else (1, chunk)), checksum)
 
     monkeypatch.setattr(sending, "_said", wrong)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.wire.weights.broadcast.store import CheckIn, Meeting
+from asyncrl.wire.weights.broadcast.store import BroadcastMeeting, CheckIn
 
 WINDOW = 2.0
 
@@ -14,13 +14,13 @@ def check_in(member: str, version: int, number: int = 1) -> CheckIn:
     return CheckIn(member, number, version, 0, "cpu")
 
 
-def arrive(meeting: Meeting, members: str, version: int, now: float = 0.0) -> None:
+def arrive(meeting: BroadcastMeeting, members: str, version: int, now: float = 0.0) -> None:
     assert not meeting.turn_away(version)
     for member in members:
         meeting.arrive(check_in(member, version), now)
 
 
-def take(meeting: Meeting, now: float) -> str:
+def take(meeting: BroadcastMeeting, now: float) -> str:
     """The names of the members that take part now."""
     taken = meeting.take(now)
     meeting.served(taken)
@@ -28,7 +28,7 @@ def take(meeting: Meeting, now: float) -> str:
 
 
 def test_it_begins_when_as_many_have_come_as_the_first_version_is_for() -> None:
-    meeting = Meeting(WINDOW, 3)
+    meeting = BroadcastMeeting(WINDOW, 3)
     arrive(meeting, "ca", 1)
     assert take(meeting, 0.1) == ""
     arrive(meeting, "b", 1)
@@ -36,7 +36,7 @@ def test_it_begins_when_as_many_have_come_as_the_first_version_is_for() -> None:
 
 
 def test_it_begins_without_those_who_do_not_come_in_time() -> None:
-    meeting = Meeting(WINDOW, 3)
+    meeting = BroadcastMeeting(WINDOW, 3)
     arrive(meeting, "ab", 1, now=5.0)
     assert take(meeting, 5.0 + WINDOW - 0.01) == ""
     assert take(meeting, 5.0 + WINDOW) == "ab"
@@ -49,7 +49,7 @@ def test_it_begins_without_those_who_do_not_come_in_time() -> None:
 
 
 def test_after_a_break_those_who_come_in_time_are_enough() -> None:
-    meeting = Meeting(WINDOW, 2)
+    meeting = BroadcastMeeting(WINDOW, 2)
     arrive(meeting, "ab", 1)
     meeting.broke(meeting.take(0.0))
     arrive(meeting, "a", 2, now=10.0)
@@ -60,14 +60,14 @@ def test_after_a_break_those_who_come_in_time_are_enough() -> None:
 
 
 def test_who_asks_for_another_version_than_the_newest_is_turned_away() -> None:
-    meeting = Meeting(WINDOW, 2)
+    meeting = BroadcastMeeting(WINDOW, 2)
     arrive(meeting, "a", 1)
     assert [one.member for one in meeting.turn_away(2)] == ["a"]
     assert take(meeting, 99.0) == ""
 
 
 def test_a_member_that_asks_again_is_answered_once() -> None:
-    meeting = Meeting(WINDOW, 1)
+    meeting = BroadcastMeeting(WINDOW, 1)
     for number in (1, 2):
         meeting.arrive(check_in("a", 1, number), 0.0)
     meeting.turn_away(1)
@@ -85,7 +85,7 @@ def test_everybody_takes_part_once_and_waits_no_longer_than_the_window(
     events: list[tuple[str, float, bool, bool]], expected: int
 ) -> None:
     """Whatever comes when, and whatever breaks."""
-    meeting, now, version = Meeting(WINDOW, expected), 0.0, 0
+    meeting, now, version = BroadcastMeeting(WINDOW, expected), 0.0, 0
     waiting: dict[str, tuple[int, float]] = {}
     for number, (member, pause, is_new, breaks) in enumerate(events):
         version += is_new

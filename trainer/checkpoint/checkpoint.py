@@ -50,7 +50,7 @@ from asyncrl.trainer.checkpoint.format.tensors import (
     write_tensors,
 )
 from asyncrl.trainer.checkpoint.snapshot import Snapshot
-from asyncrl.trainer.checkpoint.trainer_lease import UNFENCED, Fence
+from asyncrl.trainer.checkpoint.trainer_lease import UNFENCED, TrainerLease
 from asyncrl.trainer.lora.files import ADAPTER, write_settings
 from asyncrl.trainer.optimizer.training_state import (
     TrainingState,
@@ -158,7 +158,7 @@ class Pending:
         directory: Path,
         steps: Sequence[TrainedStep] = (),
         given_up: threading.Event | None = None,
-        fence: Fence = UNFENCED,
+        fence: TrainerLease = UNFENCED,
     ) -> None:
         """Write it to `directory` atomically; ranks other than 0 write their part.
 

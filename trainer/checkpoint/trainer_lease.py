@@ -52,7 +52,7 @@ def fenced(run: Path) -> Iterator[str]:
         raise
 
 
-class Fence:
+class TrainerLease:
     """Checks one trainer's token `word`; an empty one disables the fence."""
 
     def __init__(self, run: Path, word: str) -> None:
@@ -75,4 +75,4 @@ class Fence:
             )
 
 
-UNFENCED = Fence(Path(), "")
+UNFENCED = TrainerLease(Path(), "")

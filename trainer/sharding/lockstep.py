@@ -25,7 +25,7 @@ from asyncrl.trainer.base.errors import RankLost
 from asyncrl.trainer.ranks.world import World
 
 
-class Has(enum.IntEnum):
+class RankWork(enum.IntEnum):
     """A rank's work."""
 
     NOTHING = 0
@@ -37,15 +37,15 @@ class Has(enum.IntEnum):
     """The run has ended for it."""
 
 
-class Word(NamedTuple):
+class RankStatus(NamedTuple):
     """A rank's message."""
 
-    has: Has
+    has: RankWork
     saves: bool = False
     """True if it must write a checkpoint now, before it computes anything."""
 
 
-class Act(enum.Enum):
+class NextAction(enum.Enum):
     """The next action of all ranks."""
 
     COMPUTE = enum.auto()
@@ -56,25 +56,29 @@ class Act(enum.Enum):
     WAIT = enum.auto()
 
 
-def decided(words: Sequence[Word]) -> Act:
+def next_action(words: Sequence[RankStatus]) -> NextAction:
     """Decide from the messages of all ranks. Pure.
 
     All ranks get the same commands in the same order, so if one has a checkpoint to write or a
     fulfilled plan, the others will have it too.
 
-    >>> decided([Word(Has.WORK), Word(Has.DONE)]), decided([Word(Has.DONE), Word(Has.NOTHING)])
-    (<Act.COMPUTE: 1>, <Act.WAIT: 5>)
-    >>> decided([Word(Has.DONE)]), decided([Word(Has.NOTHING, saves=True)])
-    (<Act.FINISH: 3>, <Act.SAVE: 2>)
+    >>> work, done = RankStatus(RankWork.WORK), RankStatus(RankWork.DONE)
+    >>> nothing = RankStatus(RankWork.NOTHING)
+    >>> next_action([work, done]), next_action([done, nothing])
+    (<NextAction.COMPUTE: 1>, <NextAction.WAIT: 5>)
+    >>> next_action([done]), next_action([nothing._replace(saves=True)])
+    (<NextAction.FINISH: 3>, <NextAction.SAVE: 2>)
     """
     if all(one.saves for one in words):
-        return Act.SAVE
+        return NextAction.SAVE
     found = {one.has for one in words}
-    if Has.WORK in found:
-        return Act.COMPUTE
+    if RankWork.WORK in found:
+        return NextAction.COMPUTE
     if len(found) > 1 or any(one.saves for one in words):
-        return Act.WAIT
-    return {Has.DONE: Act.FINISH, Has.OVER: Act.END}.get(found.pop(), Act.WAIT)
+        return NextAction.WAIT
+    return {RankWork.DONE: NextAction.FINISH, RankWork.OVER: NextAction.END}.get(
+        found.pop(), NextAction.WAIT
+    )
 
 
 class Lockstep:
@@ -91,17 +95,17 @@ class Lockstep:
         """True if other ranks take part."""
         return self._world.size > 1
 
-    def said(self, word: Word) -> Act:
+    def agree(self, word: RankStatus) -> NextAction:
         """Exchange messages with the other ranks and decide. Raises RankLost."""
         own = bytes([word.has, word.saves])
         found = self._world.gather(own, "what they have to do")
-        return decided([Word(Has(one[0]), bool(one[1])) for one in found])
+        return next_action([RankStatus(RankWork(one[0]), bool(one[1])) for one in found])
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[None]:
         """Enclose a micro-batch of this rank, with which all ranks compute one. Raises RankLost."""
         if self.is_shared:
-            self.said(Word(Has.WORK))
+            self.agree(RankStatus(RankWork.WORK))
         with self.turn(is_empty=False):
             yield
 

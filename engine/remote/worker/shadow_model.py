@@ -47,7 +47,7 @@ _ROWS = 4
 """Random rows that both packed copies of a weight are multiplied by."""
 
 
-class Twin:
+class ShadowModel:
     """A model's second tree, which can be installed into the model.
 
     Its parameters lie in one piece on `device`, page-locked in host memory if the model is on a

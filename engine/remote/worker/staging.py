@@ -27,7 +27,7 @@ from asyncrl.engine.errors import WeightsError, WeightsSupersededError
 from asyncrl.engine.remote.calls import StagingReport
 from asyncrl.engine.remote.worker.shadow_model import (
     Attributes,
-    Twin,
+    ShadowModel,
     differing,
     loaded_parts,
     unchanged,
@@ -61,10 +61,10 @@ class Loader(Protocol):
     def load(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors, named as in the HF state dict, into the model or its twin, in place."""
 
-    def adopt(self, twin: Twin) -> None:
+    def adopt(self, twin: ShadowModel) -> None:
         """Prepare the engine to load into a new twin."""
 
-    def forget(self, twin: Twin) -> None:
+    def forget(self, twin: ShadowModel) -> None:
         """Undo `adopt`."""
 
     def check_unchanged(self, names: Collection[str]) -> None:
@@ -97,7 +97,7 @@ class WorkerWeights:
         )
         self._staging: Future[None] | None = None
         self._twin_device = loader.device if on_device else torch.device("cpu")
-        self._twin: Twin | None = None
+        self._twin: ShadowModel | None = None
         self._why_reloads = "copying was not proved to do what loading does"
 
     def _base(self, _names: Collection[str]) -> dict[str, torch.Tensor]:
@@ -143,7 +143,7 @@ class WorkerWeights:
 
     def _proved(
         self, model: torch.nn.Module, started: dict[str, Any], own: NamedTensors
-    ) -> tuple[Twin | None, list[str]]:
+    ) -> tuple[ShadowModel | None, list[str]]:
         """Return a twin and no names, or None and what speaks against copying from it.
 
         With a twin, the model is as at the start, with `own` weights and `loaded_parts` `started`.
@@ -156,7 +156,7 @@ class WorkerWeights:
         others = loaded_parts(model)
         untouched = unchanged(started, others)
         self._loader.check_unchanged(untouched)
-        twin = Twin(model, self._twin_device, untouched)
+        twin = ShadowModel(model, self._twin_device, untouched)
         try:
             self._loader.adopt(twin)
             twin.poison()
@@ -211,7 +211,7 @@ class WorkerWeights:
         """True if installing copies, which was proved equal to loading."""
         return self._twin is not None
 
-    def _forget(self, twin: Twin) -> None:
+    def _forget(self, twin: ShadowModel) -> None:
         self._loader.forget(twin)
         twin.close()
 

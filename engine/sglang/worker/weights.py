@@ -27,7 +27,7 @@ from asyncrl.engine.errors import WeightsError
 from asyncrl.engine.remote.calls import StagingReport
 from asyncrl.engine.remote.worker.held_weights import HeldWeights
 from asyncrl.engine.remote.worker.ranks import Ranks
-from asyncrl.engine.remote.worker.shadow_model import Twin
+from asyncrl.engine.remote.worker.shadow_model import ShadowModel
 from asyncrl.engine.remote.worker.staging import WorkerWeights
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
@@ -128,10 +128,10 @@ class SglangLoader:
         loading.load_weights(iter(tensors))
         DefaultModelLoader.postprocess_weights(model, device)
 
-    def adopt(self, twin: Twin) -> None:
+    def adopt(self, twin: ShadowModel) -> None:
         """Do nothing: a tensor holds all that SGLang needs to load it."""
 
-    def forget(self, twin: Twin) -> None:
+    def forget(self, twin: ShadowModel) -> None:
         """Do nothing."""
 
     def check_unchanged(self, names: Collection[str]) -> None:

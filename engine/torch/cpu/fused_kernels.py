@@ -139,7 +139,7 @@ def attend(
     """Compute softmax attention of the `chosen` `[N]` queries, one after the other.
 
     `packed` is `[T or more, (H + 2 J) D]`, queries first; `keys` and `values` `[S, J, L, D]`;
-    `slot` to `hidden` as in `Reach`; `out` `[N or more, H D]`.
+    `slot` to `hidden` as in `AttendedKeys`; `out` `[N or more, H D]`.
     """
     kv_heads, size = keys.shape[1], keys.shape[3]
     group = heads // kv_heads

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from asyncrl.engine.errors import EngineError
-from asyncrl.engine.torch.attention_mask import BoolArray, Reach
+from asyncrl.engine.torch.attention_mask import AttendedKeys, BoolArray
 from asyncrl.engine.torch.cpu.blas import multiply, sgemm_address
 from asyncrl.engine.torch.cpu.fused_kernels import add_and_norm, attend, embed, rotate_and_store
 from asyncrl.engine.torch.cpu.invariant_attention import missing
@@ -182,7 +182,7 @@ class FusedDecoder:
         self,
         ids: NDArray[np.int64],
         positions: NDArray[np.int64],
-        reach: Reach,
+        reach: AttendedKeys,
         wanted: NDArray[np.int64],
     ) -> torch.Tensor:
         """Return logits `[len(wanted), V]` after some of `[T]` tokens; all KV goes to the slots.

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.engine.torch.attention import ScoreRule
-from asyncrl.engine.torch.attention_mask import Reach
+from asyncrl.engine.torch.attention_mask import AttendedKeys
 from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray
 
@@ -45,7 +45,7 @@ def filled_up(packed: torch.Tensor) -> torch.Tensor:
 
 
 def attention_within(
-    reach: Reach,
+    reach: AttendedKeys,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,

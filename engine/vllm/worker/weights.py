@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from asyncrl.engine.errors import WeightsError
-from asyncrl.engine.remote.worker.shadow_model import Twin, like
+from asyncrl.engine.remote.worker.shadow_model import ShadowModel, like
 
 
 class VllmLoader:
@@ -36,7 +36,7 @@ class VllmLoader:
         """Load tensors, named as in the HF state dict, into the model or its twin, in place."""
         load(self._worker, model, tensors)
 
-    def adopt(self, twin: Twin) -> None:
+    def adopt(self, twin: ShadowModel) -> None:
         """Copy vLLM's notes on the model's modules from their first loading."""
         from asyncrl.engine.vllm.worker.api import (
             LAYERWISE_INFO,
@@ -55,7 +55,7 @@ class VllmLoader:
                 restore_device=info.restore_device if on_device else torch.device("cpu"),
             )
 
-    def forget(self, twin: Twin) -> None:
+    def forget(self, twin: ShadowModel) -> None:
         """Remove a twin from vLLM's notes, which would keep its memory."""
         from asyncrl.engine.vllm.worker.api import LAYERWISE_INFO
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.controller.commands import Deals
+from asyncrl.controller.commands import RankAssignments
 
 SIZES = st.lists(st.integers(1, 10_000), min_size=1, max_size=40)
 
 
 @given(ranks=st.integers(1, 8), sizes=SIZES)
 def test_no_rank_has_more_than_another_by_more_than_one_group(ranks: int, sizes: list[int]) -> None:
-    deals = Deals(ranks)
+    deals = RankAssignments(ranks)
     given_tokens = [0] * ranks
     for group, tokens in enumerate(sizes):
         given_tokens[deals.rank_of(group, step=3, tokens=tokens)] += tokens
@@ -25,7 +25,7 @@ def test_no_rank_has_more_than_another_by_more_than_one_group(ranks: int, sizes:
 def test_each_trained_group_is_planned_for_the_rank_that_has_it(
     ranks: int, sizes: list[int], left_out: set[int]
 ) -> None:
-    deals = Deals(ranks)
+    deals = RankAssignments(ranks)
     dealt = {group: deals.rank_of(group, step=0, tokens=n) for group, n in enumerate(sizes)}
     members = tuple(group for group in dealt if group not in left_out)
     plans = deals.by_rank(0, members)
@@ -36,14 +36,14 @@ def test_each_trained_group_is_planned_for_the_rank_that_has_it(
 
 
 def test_samples_that_are_regenerated_go_where_the_others_of_their_group_are() -> None:
-    deals = Deals(2)
+    deals = RankAssignments(2)
     assert [deals.rank_of(group, step=0, tokens=100) for group in range(3)] == [0, 1, 0]
     assert deals.rank_of(1, step=0, tokens=5) == 1
     assert deals.rank_of(3, step=0, tokens=5) == 1, "rank 0 has two groups"
 
 
 def test_each_step_and_each_trainer_begins_with_nothing() -> None:
-    deals = Deals(2)
+    deals = RankAssignments(2)
     assert deals.rank_of(0, step=0, tokens=100) == 0
     assert deals.rank_of(8, step=1, tokens=1) == 0
     assert deals.rank_of(1, step=0, tokens=100) == 1

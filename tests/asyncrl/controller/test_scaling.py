@@ -13,7 +13,7 @@ from running_training import DIGEST, G, Run
 
 from asyncrl.config.run_config import dump_config
 from asyncrl.controller.scaling import Scaling
-from asyncrl.controller.unfinished_work import Moves
+from asyncrl.controller.unfinished_work import SampleHandover
 from asyncrl.monitoring.report.data import load_run
 from asyncrl.monitoring.report.sections import orders
 from asyncrl.rollout.trajectory import KeptTokens, SampleId
@@ -196,7 +196,7 @@ def test_a_file_that_cannot_be_used_is_named_and_its_samples_come_again(
 ) -> None:
     run = Scaled(tmp_path)
     run.requests.starts_from("")
-    moves: Moves = run.moves
+    moves: SampleHandover = run.moves
     release = moves.request(ReleaseSamples("generator-1", (SampleId(0, 0),)), 4)
     if damage == "other file":
         write_unfinished(Path(release.file), 4, "other settings", [])

@@ -9,12 +9,12 @@ import pytest
 
 from asyncrl.errors import RunFailed, WaitTimeout
 from asyncrl.fleet import condition_wait
-from asyncrl.fleet.condition_wait import Waiter
+from asyncrl.fleet.condition_wait import ConditionWait
 
 
 def test_a_condition_is_evaluated_after_every_notification() -> None:
     async def wait() -> int:
-        waiter, evaluated, done = Waiter(), [], [False]
+        waiter, evaluated, done = ConditionWait(), [], [False]
 
         def condition() -> bool:
             evaluated.append(done[0])
@@ -35,7 +35,7 @@ def test_a_condition_is_evaluated_after_every_notification() -> None:
 
 def test_a_wait_that_is_too_long_says_what_it_waited_for() -> None:
     async def wait() -> None:
-        await Waiter().until(lambda: False, seconds=0.01, what=lambda: "Godot")
+        await ConditionWait().until(lambda: False, seconds=0.01, what=lambda: "Godot")
 
     with pytest.raises(WaitTimeout, match="waited 0 s for Godot"):
         asyncio.run(wait())
@@ -48,7 +48,7 @@ def test_progress_starts_the_time_limit_again(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(condition_wait, "_PIECE_SECONDS", 60.0)
 
     async def wait() -> int:
-        waiter, finished = Waiter(), [0]
+        waiter, finished = ConditionWait(), [0]
 
         async def work() -> None:
             while finished[0] < 6:
@@ -71,7 +71,7 @@ def test_progress_starts_the_time_limit_again(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_first_error_ends_every_later_wait() -> None:
     async def wait() -> None:
-        waiter = Waiter()
+        waiter = ConditionWait()
         waiter.fail(RunFailed("first"))
         waiter.fail(RunFailed("second"))
         for _ in range(2):
@@ -84,7 +84,7 @@ def test_the_first_error_ends_every_later_wait() -> None:
 
 def test_time_in_which_the_controller_was_suspended_is_no_waiting_time() -> None:
     async def wait() -> None:
-        waiter, done = Waiter(), [False]
+        waiter, done = ConditionWait(), [False]
 
         def finish() -> None:
             done[0] = True

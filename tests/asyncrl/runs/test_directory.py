@@ -27,7 +27,7 @@ from asyncrl.steering.control_socket import ask
 from asyncrl.tasks.prompts import LoadedTask
 from asyncrl.trainer.base.errors import Superseded
 from asyncrl.trainer.checkpoint.format.files import ResumePoint
-from asyncrl.trainer.checkpoint.trainer_lease import Fence
+from asyncrl.trainer.checkpoint.trainer_lease import TrainerLease
 from asyncrl.wire.messages.control import StatusRequest
 
 
@@ -57,7 +57,7 @@ def test_a_trainer_of_a_killed_controller_is_fenced_off_before_a_checkpoint_is_c
     made = RunDirectory.create(config, resume=False, clean=False)
     made.close()
     write_whole(made.path / "checkpoints", 1, settings=checkpoint_settings(config))
-    old = Fence(made.path, made.fence)
+    old = TrainerLease(made.path, made.fence)
     old.check()
     find, fenced = directory.find_resume_point, []
 
@@ -71,7 +71,7 @@ def test_a_trainer_of_a_killed_controller_is_fenced_off_before_a_checkpoint_is_c
     again = RunDirectory.create(config, resume=True, clean=False)
     again.close()
     assert fenced
-    Fence(made.path, again.fence).check()
+    TrainerLease(made.path, again.fence).check()
 
 
 def test_there_must_be_something_to_resume(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from asyncrl.engine.errors import WeightsError
 from asyncrl.engine.remote.worker import staging
-from asyncrl.engine.remote.worker.shadow_model import Twin
+from asyncrl.engine.remote.worker.shadow_model import ShadowModel
 from asyncrl.engine.remote.worker.staging import WorkerWeights, other_numbers
 from asyncrl.wire.weights.writer import published
 
@@ -137,10 +137,10 @@ class Loader:
         assert isinstance(model, Model)
         model.load_weights(iter(list(tensors)))
 
-    def adopt(self, twin: Twin) -> None:
+    def adopt(self, twin: ShadowModel) -> None:
         assert twin.model is not self.model
 
-    def forget(self, twin: Twin) -> None:
+    def forget(self, twin: ShadowModel) -> None:
         assert twin.model is not self.model
         self.forgotten += 1
 

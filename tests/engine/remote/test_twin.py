@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from asyncrl.engine.remote.worker.shadow_model import (
     Attributes,
-    Twin,
+    ShadowModel,
     differing,
     loaded_parts,
     unchanged,
@@ -82,7 +82,7 @@ def logits(model: Any) -> Tensor:
 def test_the_model_decodes_unchanged_until_what_was_loaded_is_copied() -> None:
     model = loaded(1)
     place = model.embed.weight.data_ptr()
-    twin = Twin(model, CPU)
+    twin = ShadowModel(model, CPU)
     for seed in (2, 3, 4):
         before = logits(model)
         twin.model.load(seed)
@@ -99,14 +99,14 @@ def test_a_method_that_loads_a_tensor_becomes_that_of_the_twin() -> None:
     model = Model()
     weight = model.inner.weight
     weight.weight_loader = model.inner.load  # type: ignore[attr-defined, assignment]
-    twin = Twin(model, CPU)
+    twin = ShadowModel(model, CPU)
     assert twin.model.inner.weight.weight_loader.__self__ is twin.model.inner
 
 
 @torch.inference_mode()
 def test_equal_trees_have_no_differences() -> None:
     model = loaded(1)
-    twin = Twin(model, CPU)
+    twin = ShadowModel(model, CPU)
     for tree in (model, twin.model):
         tree.load(2)
     assert twin.differences(loaded_parts(model)) == []
@@ -116,7 +116,7 @@ def test_equal_trees_have_no_differences() -> None:
 @pytest.mark.parametrize("place", ["embed.weight", "norm.weight", ".angles"])
 def test_one_bit_is_a_difference(place: str) -> None:
     model = loaded(1)
-    twin = Twin(model, CPU)
+    twin = ShadowModel(model, CPU)
     name = place.rpartition(".")
     tensor = getattr(model.get_submodule(name[0]), name[2])
     tensor.view(-1)[-1] = torch.nextafter(tensor.view(-1)[-1], torch.tensor(9.0))
@@ -126,7 +126,7 @@ def test_one_bit_is_a_difference(place: str) -> None:
 @torch.inference_mode()
 def test_another_packed_weight_is_a_difference() -> None:
     model = loaded(1)
-    twin = Twin(model, CPU)
+    twin = ShadowModel(model, CPU)
     generator = torch.Generator().manual_seed(1)
     torch.randn(VOCABULARY, WIDTH, generator=generator)
     weight = torch.randn(WIDTH, WIDTH, generator=generator)
@@ -140,7 +140,7 @@ def test_another_packed_weight_is_a_difference() -> None:
 def test_what_loading_has_left_as_it_was_is_a_difference() -> None:
     """Also if the model and its twin hold the same numbers there."""
     model = loaded(1)
-    twin = Twin(model, CPU)
+    twin = ShadowModel(model, CPU)
     for tree in (model, twin.model):
         tree.load(1)
     assert twin.differences(loaded_parts(model)) == []
@@ -156,7 +156,7 @@ def test_what_no_loading_changes_is_left_as_it_is() -> None:
     model.load(2)
     untouched = unchanged(parts, loaded_parts(model))
     assert untouched == {"norm.bias", "inner.weight"}, "the latter is packed, and empty"
-    twin = Twin(model, CPU, untouched)
+    twin = ShadowModel(model, CPU, untouched)
     twin.poison()
     twin.model.load(2)
     assert twin.differences(loaded_parts(model)) == []
@@ -167,18 +167,20 @@ def test_what_no_loading_changes_is_left_as_it_is() -> None:
 def test_a_packed_weight_that_no_loading_changes_may_be_shared() -> None:
     model = loaded(1)
     parts = loaded_parts(model)
-    assert Twin(model, CPU, unchanged(parts, parts)).differences(loaded_parts(model)) == []
+    assert ShadowModel(model, CPU, unchanged(parts, parts)).differences(loaded_parts(model)) == []
 
 
 def test_a_packed_weight_that_was_not_packed_anew_is_a_difference() -> None:
     model = loaded(1)
-    assert Twin(model, CPU).differences(loaded_parts(model)) == ["the packed weight of 'inner'"]
+    assert ShadowModel(model, CPU).differences(loaded_parts(model)) == [
+        "the packed weight of 'inner'"
+    ]
 
 
 def test_a_parameter_that_loading_has_put_elsewhere_is_a_difference() -> None:
     """Installing copies from where it was."""
     model = loaded(1)
-    twin = Twin(model, CPU)
+    twin = ShadowModel(model, CPU)
     twin.model.inner.load(torch.zeros(WIDTH, WIDTH))
     model.inner.load(torch.zeros(WIDTH, WIDTH))
     assert twin.differences(loaded_parts(model)) == []
@@ -192,7 +194,7 @@ def test_the_twin_is_compared_with_what_the_model_held_and_copying_restores_it()
     model = loaded(1)
     started, before = loaded_parts(model), logits(model)
     model.load(2)
-    twin = Twin(model, CPU, {"norm.bias"})
+    twin = ShadowModel(model, CPU, {"norm.bias"})
     twin.poison()
     twin.model.load(3)
     found = {"embed.weight", "norm.weight", "head.weight", "the packed weight of 'inner'"}
@@ -227,7 +229,7 @@ def test_a_product_that_reads_the_layers_memory_cannot_be_swapped(
 ) -> None:
     model = Unpacked(reads_own=reads_own)
     model.load(torch.ones(WIDTH, WIDTH))
-    twin = Twin(model, CPU)
+    twin = ShadowModel(model, CPU)
     twin.model.load(torch.ones(WIDTH, WIDTH))
     assert twin.differences(loaded_parts(model)) == found
 
@@ -292,4 +294,4 @@ def test_parameters_in_columns_are_refused() -> None:
     model = Model()
     model.norm.weight = nn.Parameter(torch.zeros(WIDTH, 2).t()[0], requires_grad=False)
     with pytest.raises(ValueError, match=r"row by row: norm\.weight"):
-        Twin(model, CPU)
+        ShadowModel(model, CPU)

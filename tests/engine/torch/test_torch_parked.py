@@ -14,10 +14,10 @@ from tiny_models import STOP, make_qwen3
 from torch_cores import PROMPT, check_against_hf, core_of, load, request, tokens_of
 
 from asyncrl.engine.protocol import GenerateRequest, TokenChunk
-from asyncrl.engine.torch.admission import ParkingLot
+from asyncrl.engine.torch.admission import RetainedSlots
 from asyncrl.engine.torch.core import DecodeCore
 from asyncrl.engine.torch.model import SlotModel
-from asyncrl.engine.torch.slots import Feed
+from asyncrl.engine.torch.slots import StepInputs
 from asyncrl.rollout.trajectory import IntArray
 
 ANSWER = np.array([2, STOP, 5, 7], np.int32)
@@ -29,7 +29,7 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of new contexts that each forward pass is given."""
     forward, counts = SlotModel.forward, list[int]()
 
-    def counted(model: SlotModel, feed: Feed) -> Any:
+    def counted(model: SlotModel, feed: StepInputs) -> Any:
         counts.append(len(feed.new_tokens))
         return forward(model, feed)
 
@@ -127,7 +127,7 @@ def test_kv_of_other_weights_is_not_taken(
 ) -> None:
     """A lot that is not told of an installation fails the same checks."""
     if not forgets:
-        monkeypatch.setattr(ParkingLot, "clear", lambda _: None)
+        monkeypatch.setattr(RetainedSlots, "clear", lambda _: None)
     core, new = core_of(load(tiny_qwen3)), policies(0.5)[1]
     first = tokens_of(served(core, turn("a", np.empty(0, np.int32), 5)))
     swap_weights(core, new.state_dict().items(), 1)

@@ -27,7 +27,7 @@ from tree_sources import OracleTrees, RandomTrees
 
 from asyncrl.engine.protocol import GenerateRequest, ScoreRequest
 from asyncrl.engine.torch import attention
-from asyncrl.engine.torch.attention_mask import Reach
+from asyncrl.engine.torch.attention_mask import AttendedKeys
 from asyncrl.engine.torch.blocks import Decoding
 from asyncrl.rollout.trajectory import Provenance
 
@@ -159,7 +159,7 @@ def test_a_window_ends_at_the_position_of_a_key_wherever_it_lies(
     slot = np.repeat(np.arange(len(rows)), counts)
     places = np.concatenate([n + np.arange(c) for n, c in zip(lengths, counts, strict=True)])
     positions = np.repeat(lengths, counts) + depth
-    reach = Reach.over_slots(slot, places.astype(np.int64), lengths, counts, pairs)  # type: ignore[arg-type]
+    reach = AttendedKeys.over_slots(slot, places.astype(np.int64), lengths, counts, pairs)  # type: ignore[arg-type]
     if pairs is None:  # chains: places are positions
         assert (positions == places).all()
     within = reach.within_window(positions.astype(np.int64), window)

@@ -15,7 +15,7 @@ from asyncrl.monitoring.records.trained_samples import read_trained_samples
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import Superseded
 from asyncrl.trainer.checkpoint import checkpoint
-from asyncrl.trainer.checkpoint.trainer_lease import FENCE_FILE, Fence, raise_fence
+from asyncrl.trainer.checkpoint.trainer_lease import FENCE_FILE, TrainerLease, raise_fence
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer_process.sample_log import TrainedSampleLog
 
@@ -23,12 +23,12 @@ ModelPath = Callable[[str], str]
 
 
 def test_only_the_trainer_that_was_started_last_passes(tmp_path: Path) -> None:
-    Fence(tmp_path, "no file").check()
-    old = Fence(tmp_path, raise_fence(tmp_path))
+    TrainerLease(tmp_path, "no file").check()
+    old = TrainerLease(tmp_path, raise_fence(tmp_path))
     old.check()
-    new = Fence(tmp_path, raise_fence(tmp_path))
+    new = TrainerLease(tmp_path, raise_fence(tmp_path))
     new.check()
-    Fence(tmp_path, "").check()
+    TrainerLease(tmp_path, "").check()
     with pytest.raises(Superseded, match="another trainer was started"):
         old.check()
     (tmp_path / FENCE_FILE).write_text("")
@@ -39,7 +39,7 @@ def test_a_folder_that_takes_no_file_fences_nobody(tmp_path: Path) -> None:
     (tmp_path / FENCE_FILE).mkdir()
     word = raise_fence(tmp_path)
     assert word == ""
-    Fence(tmp_path, "a word").check()
+    TrainerLease(tmp_path, "a word").check()
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
@@ -53,7 +53,7 @@ def test_a_replaced_trainer_leaves_no_checkpoint_and_touches_none(
         model_path("qwen3"),
         group_size=4,
         seed=1,
-        fence=Fence(tmp_path, raise_fence(tmp_path)),
+        fence=TrainerLease(tmp_path, raise_fence(tmp_path)),
     )
     learner.save(checkpoints / "step-000000")
     being_written = checkpoints / ".step-000001.77.writing"  # by the new trainer
@@ -79,7 +79,7 @@ def test_a_replaced_trainer_leaves_no_checkpoint_and_touches_none(
 
 
 def test_a_replaced_trainer_logs_no_samples(tmp_path: Path) -> None:
-    fence = Fence(tmp_path, raise_fence(tmp_path))
+    fence = TrainerLease(tmp_path, raise_fence(tmp_path))
     registry = new_registry()
     metrics = TrainerMetrics.register(registry, "trainer")
     log = TrainedSampleLog(tmp_path / "samples", FakeTokenizer(), RunSection(), metrics, fence)

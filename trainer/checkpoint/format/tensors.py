@@ -206,5 +206,5 @@ def _saveable(tensor: Tensor) -> Tensor:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """torch's name of a data type, without prefix."""
+    """Torch's name of a data type, without prefix."""
     return str(dtype).removeprefix("torch.")

@@ -10,7 +10,7 @@ Outcome = Literal["whole", "overwritten", "broken"]
 or a member was lost or too slow, and all of them read the file."""
 
 
-class Word(IntEnum):
+class ControlCode(IntEnum):
     """Announces what follows, before each chunk, as `[4]` int64.
 
     The policy version and the chunk's index reveal a member that is out of step.

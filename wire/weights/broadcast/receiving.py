@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.wire.errors import GroupBroken, WeightsNotReceivedError, WeightsSupersededError
-from asyncrl.wire.weights.broadcast.control_codes import Word
+from asyncrl.wire.weights.broadcast.control_codes import ControlCode
 from asyncrl.wire.weights.broadcast.groups import (
     Deadline,
     GlooGroup,
@@ -111,7 +111,7 @@ class BroadcastReceiver:
         deadline = Deadline(self._limits)
         for index in range(grid.count):
             deadline.check(index, grid.count)
-            self._expect(group, said, (Word.CHUNK, version, index))
+            self._expect(group, said, (ControlCode.CHUNK, version, index))
             span = grid.span(index)
             room = landing.room(span, group.device)
             part = self._step_for(span, group.device) if room is None else room
@@ -121,13 +121,13 @@ class BroadcastReceiver:
                 raise GroupBroken(f"chunk {index} has another checksum than it was sent with")
             if room is None:
                 landing.put(span, part)
-        self._expect(group, said, (Word.WHOLE, version, grid.count))
+        self._expect(group, said, (ControlCode.WHOLE, version, grid.count))
 
-    def _expect(self, group: Group, said: Tensor, expected: tuple[Word, int, int]) -> None:
+    def _expect(self, group: Group, said: Tensor, expected: tuple[ControlCode, int, int]) -> None:
         group.begin(said)
         group.wait()
         word, version, index = map(int, said[:3].tolist())
-        if (version, index) == expected[1:] and word == Word.OVERWRITTEN:
+        if (version, index) == expected[1:] and word == ControlCode.OVERWRITTEN:
             raise WeightsSupersededError("were overwritten while they were broadcast")
         if (word, version, index) != expected:
             raise GroupBroken(

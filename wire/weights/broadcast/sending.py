@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.wire.errors import GroupBroken, WeightsReadError
-from asyncrl.wire.weights.broadcast.control_codes import Outcome, Word
+from asyncrl.wire.weights.broadcast.control_codes import ControlCode, Outcome
 from asyncrl.wire.weights.broadcast.groups import (
     Backend,
     Deadline,
@@ -28,7 +28,13 @@ from asyncrl.wire.weights.broadcast.groups import (
     backend_of,
     name_of_device,
 )
-from asyncrl.wire.weights.broadcast.store import CheckIn, Desk, Invitation, Meeting, Refusal
+from asyncrl.wire.weights.broadcast.store import (
+    BroadcastMeeting,
+    BroadcastStore,
+    CheckIn,
+    Invitation,
+    Refusal,
+)
 from asyncrl.wire.weights.chunks import Grid
 from asyncrl.wire.weights.files import check_version, fill, held_version
 from asyncrl.wire.weights.fingerprint import pseudo_random
@@ -100,8 +106,8 @@ class WeightSender:
         self._device = device
         self._note = note
         self._chunk_bytes = chunk_bytes
-        self._desk = Desk(host, 2 * self._limits.answer)
-        self._meeting = Meeting(self._limits.window, members)
+        self._desk = BroadcastStore(host, 2 * self._limits.answer)
+        self._meeting = BroadcastMeeting(self._limits.window, members)
         self._newest: WeightManifest | None = None
         self._group: Group | None = None
         self._ranks: dict[str, int] = {}
@@ -235,7 +241,7 @@ class WeightSender:
         """Send a version; False if it was overwritten during that. Raises GroupBroken."""
         grid = Grid(manifest.nbytes, self._chunk_bytes)
         version, deadline = manifest.policy_version, Deadline(self._limits)
-        last, index = Word.WHOLE, 0
+        last, index = ControlCode.WHOLE, 0
         try:
             with held_version(manifest) as descriptor:
                 for index in range(grid.count):
@@ -246,16 +252,16 @@ class WeightSender:
                     fill(part.numpy().data, descriptor, span.start)
                     check_version(descriptor, manifest)
                     own = part.to(group.device)
-                    group.begin(_said(Word.CHUNK, version, index, checksum(own)))
+                    group.begin(_said(ControlCode.CHUNK, version, index, checksum(own)))
                     group.begin(own)
                 index = grid.count
         except WeightsReadError as error:
             logger.info("version %d is broadcast no further: %s", manifest.policy_version, error)
-            last = Word.OVERWRITTEN
+            last = ControlCode.OVERWRITTEN
         nothing = torch.zeros(1, dtype=torch.int64, device=group.device)
         group.begin(_said(last, version, index, nothing))
         group.wait()
-        return last is Word.WHOLE
+        return last is ControlCode.WHOLE
 
     def _step(self, turn: int) -> Tensor:
         """Return one of two pieces of host memory for a chunk, page-locked for a GPU."""
@@ -274,6 +280,6 @@ class WeightSender:
         self._ranks = {}
 
 
-def _said(word: Word, policy_version: int, index: int, checksum_of_chunk: Tensor) -> Tensor:
+def _said(word: ControlCode, policy_version: int, index: int, checksum_of_chunk: Tensor) -> Tensor:
     said = torch.tensor([word, policy_version, index], device=checksum_of_chunk.device)
     return torch.cat([said, checksum_of_chunk])

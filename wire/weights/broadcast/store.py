@@ -38,7 +38,7 @@ class CheckIn(msgspec.Struct, frozen=True):
     """Device that receives: "cpu", or the unique name of a GPU."""
 
 
-class Meeting:
+class BroadcastMeeting:
     """Gathers the members that ask for one version. No sockets, no clock.
 
     A broadcast begins when all members that received the previous version are there (at first
@@ -125,7 +125,7 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 Answer = Invitation | Refusal
 
 
-class Desk:
+class BroadcastStore:
     """The sender's side, at any free port of `host`. Raises OSError if it cannot be bound."""
 
     def __init__(self, host: str, patience: float) -> None:

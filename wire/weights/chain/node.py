@@ -167,7 +167,7 @@ _MESSAGES = 8
 """Messages read from a parent before other work gets a turn."""
 
 
-class Inlet:
+class Download:
     """One arriving version, with a socket for each parent that is asked, the nearest first."""
 
     def __init__(
@@ -271,7 +271,7 @@ class _Fetch:
     manifest: WeightManifest
     parents: tuple[Parent, ...]
     future: Future[Received]
-    inlet: Inlet
+    inlet: Download
     began: float
 
 
@@ -348,7 +348,7 @@ class WeightNode(ServingThread[NodeFiles]):
         base = self._versions.base if deltas else None
         now = time.monotonic()
         try:
-            inlet = Inlet(self._context, self.name, held, base, parents, self._timing, now)
+            inlet = Download(self._context, self.name, held, base, parents, self._timing, now)
         except Exception:
             self._versions.give_up()
             raise

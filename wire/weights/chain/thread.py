@@ -62,7 +62,7 @@ class Versions(Protocol):
         ...
 
 
-class Outlet:
+class Upload:
     """Answers children through one socket."""
 
     def __init__(
@@ -162,7 +162,7 @@ class ServingThread(Generic[V]):
             raise
         self.address = socket.address
         pace = Pace(bytes_per_second, _BURST, time.monotonic())
-        self._outlet = Outlet(socket, versions, pace, refusals)
+        self._outlet = Upload(socket, versions, pace, refusals)
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._woken, self._wake = (self._context.socket(zmq.PAIR) for _ in range(2))
         self._woken.bind("inproc://wake")
