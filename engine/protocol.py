@@ -134,8 +134,7 @@ class TokenChunk:
     topk_logprobs: FloatArray
     """`[n, K]`, padded with -inf."""
     noise_seeds: SeedArray
-    """`[n]` seeds of the noise that drew tokens outside the top K
-    (`asyncrl.engine.sampling.drawing`)."""
+    """`[n]` seeds of the noise that drew tokens outside the top K (`engine.sampling.drawing`)."""
     provenance: ByteArray
     """`[n]` of `Provenance`."""
     policy_version: int

@@ -39,8 +39,7 @@ from asyncrl.rollout.trajectory import IntArray
 SUFFIX = ".ring"
 MAX_PEERS = 64
 POLL_BYTES = 1 << 17
-"""Bytes read at once, about: 32,000 tokens, some 5 ms of insertion, so no decode step waits
-long."""
+"""Bytes read at once, about: 32,000 tokens, some 5 ms, so no decode step waits long."""
 LOOK_EVERY = 1.0
 """Seconds between scans of the directory for members that came or were replaced."""
 

@@ -45,8 +45,7 @@ from asyncrl.rollout.trajectory import IntArray
 kernel = kernels_of("cache/tree")
 
 DONE, NEED_BLOCKS, TREE_FULL = 0, 1, 2
-"""Return values of `extend`: finished; too few free blocks in the arena; the tree is at its
-limit."""
+"""Codes of `extend`: finished; too few free blocks in the arena; the tree is at its limit."""
 
 
 @kernel

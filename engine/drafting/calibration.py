@@ -27,8 +27,7 @@ DOUBT = 6.0
 RECENT = 80.0
 """Nodes in a bin's recent mean. If it differs clearly, older nodes are forgotten."""
 CLEAR_CHANGE = 36.0
-"""Squared standard errors of a clear difference: 2.5 to 3 of them, doubled because nodes of a path
-fail together."""
+"""Squared standard errors of a clear difference, doubled because a path's nodes fail together."""
 FADE = 0.999
 """Decay of all bins per batch of outcomes: a bin without new nodes yields to its neighbours."""
 _BATCH_CALLS, _BATCH_NODES = 8, 256

@@ -128,8 +128,8 @@ class CoreSettings:
     draft_trees: bool = True
     weight_staging: WeightStaging = "host"
     logits_bytes: int = 512 << 20
-    """Memory for the float32 logits of a step, and as much to process them; one request alone may
-    exceed it."""
+    """Memory for a step's float32 logits, and as much to process them; one request may exceed
+    it."""
 
     def max_logits_rows(self, vocab_size: int) -> int:
         """Return the most rows of float32 logits of one step."""

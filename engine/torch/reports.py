@@ -37,8 +37,7 @@ class AppendedDraws:
     kept: IntArray
     """`[n]` tokens that each row appends."""
     accepted: IntArray
-    """`[n]` upper bound of accepted drafts or kept tokens among them; the next one is a free
-    draw."""
+    """`[n]` upper bound of accepted drafts or kept tokens among them; then comes a free draw."""
     stopped: NDArray[np.bool_]
     """`[n]` whether the last one is a stop token or completes a stop string."""
 

@@ -47,8 +47,7 @@ class Chunk(msgspec.Struct, frozen=True, tag="chunk", tag_field="type"):
     base: VersionName | None = None
     """The version that the delta refers to; None: the bytes are the chunk."""
     more: bool = False
-    """True if others that the child asked for are ready too: the path to the child is the
-    bottleneck."""
+    """True if others that the child asked for are ready too: the path to it is the bottleneck."""
 
 
 class Waiting(msgspec.Struct, frozen=True, tag="waiting", tag_field="type"):

@@ -62,8 +62,7 @@ class SampleFailed(Message, frozen=True):
     sample: SampleId
     reason: str
     user_error: bool
-    """True if the reward or the prompt is at fault: the run ends and `reason` says what to
-    change."""
+    """True if the reward or the prompt is at fault: the run ends; `reason` has a remedy."""
 
 
 class SampleDelivered(Message, frozen=True):
@@ -82,8 +81,7 @@ class EvaluationSample(Message, frozen=True):
     newest_version: int = -1
     tokens: Count = 0
     held_seconds: Amount = 0.0
-    """Time for which its generator has kept its version for this round although a newer one was
-    ready."""
+    """Time for which its generator kept its version for this round with a newer one ready."""
     verdict: Verdict = "scored"
     """Unless `scored`, `reward` is 0."""
 

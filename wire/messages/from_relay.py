@@ -50,8 +50,7 @@ class WeightsFailed(Message, frozen=True):
     attempt: int
     reason: str
     superseded: bool
-    """True if no process has this version any longer: a newer one was published or its trainer
-    ended."""
+    """True if a newer version was published or its trainer ended, so no process has it."""
 
 
 class WeightsChecked(Message, frozen=True):

@@ -29,8 +29,7 @@ class TrainerReady(Message, frozen=True):
     """None: another rank of the trainer publishes them."""
     metrics_port: int | None = None
     initial_weights: str = ""
-    """Digest of the run's initial weights; empty if the checkpoint that it was resumed from does
-    not have it."""
+    """Digest of the run's initial weights; empty if the resumed checkpoint lacks it."""
     data_address: str = ""
     """Address that takes trajectories; empty: the initial address of the run."""
 
@@ -45,8 +44,7 @@ class StepFinished(Message, frozen=True):
     metrics: LearnerMetrics
     times: TrainerTimes
     reward_terms: tuple[Finite, ...] = ()
-    """Mean value of each reward function, over the samples that it scored; empty if it scored
-    none."""
+    """Mean value of each reward function over the samples that it scored; empty without any."""
 
 
 class CheckpointWritten(Message, frozen=True):

@@ -78,8 +78,7 @@ class FixedVersion(msgspec.Struct, frozen=True):
     """Begin under earlier weights, as run-ahead, and verify the tokens when the version is
     installed. Otherwise begin then."""
     hold_seconds: float
-    """Longest time for which this generator keeps the version for unfinished samples although a
-    newer one is ready."""
+    """Longest time for which the version is kept for unfinished samples with a newer one ready."""
     verify_seed: int = 0
     """Seed of the verification and what follows it; differs from the sample's seed."""
 
@@ -167,8 +166,7 @@ class Deliver(Message, frozen=True):
     samples: tuple[SampleId, ...]
     lineage: int = 0
     data_address: str = ""
-    """Address of the trainer's data plane; empty: the initial one. A restarted trainer may be on
-    another node."""
+    """Address of the trainer's data plane, which may move; empty: the initial one."""
     rank: int = 0
     """Rank of the trainer that receives them."""
 

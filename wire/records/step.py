@@ -36,8 +36,7 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Counts of response tokens by their fate. Counts add and subtract."""
 
     generated: int = 0
-    """Drawn by an engine, accepted drafts included; tokens that verification accepted are not
-    counted."""
+    """Drawn by an engine, with accepted drafts, without tokens that verification accepted."""
     drafted: int = 0
     """Proposed to the engine by the cache."""
     accepted: int = 0
@@ -219,8 +218,7 @@ class IdleShares(msgspec.Struct, frozen=True, kw_only=True):
     """Idle share of processes' time, 0 to 1."""
 
     generator: Measured = 0.0
-    """Mean over generators in the last seconds, by the engines' clocks. None: lost with a killed
-    controller."""
+    """Mean over generators in the last seconds. None: lost with a killed controller."""
     trainer: float = 0.0
     """Waiting share of the step."""
 
@@ -326,8 +324,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     evaluation_samples: int = 0
     """Held-out samples behind each accuracy."""
     best_step: int | None = None
-    """The step after 0 with the best held-out accuracy (`evaluation.best_of`); None: none was
-    evaluated."""
+    """The step after 0 with the best held-out accuracy (`evaluation.best_of`); None: none."""
     best_accuracy: float | None = None
     reward_failures: dict[str, dict[str, int]] = {}
     """See `StepMetrics`."""

@@ -66,8 +66,7 @@ class TokenizerDigest(msgspec.Struct, frozen=True):
     """Digests that are equal for two processes with the same tokenizer."""
 
     vocabulary: str
-    """Digest of the mapping from text to ids and back, special tokens included: 32 hexadecimal
-    digits."""
+    """Digest of the mapping between text and ids, with special tokens: 32 hexadecimal digits."""
     chat_template: str
 
 

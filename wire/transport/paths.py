@@ -25,8 +25,7 @@ MAX_TOKENS = 1 << 24
 """Most tokens of one sequence or one step: 16 times the longest context in use."""
 MAX_STEPS = 10**9
 MAX_STOP_BYTES = 256
-"""Bytes of all stop strings together, in UTF-8. Each byte is a state of the automaton over
-tokens."""
+"""Bytes of all stop strings together, in UTF-8; each is a state of the automaton over tokens."""
 
 
 _MAX_NAME = 255

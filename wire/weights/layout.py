@@ -117,8 +117,7 @@ class WeightManifest(msgspec.Struct, frozen=True):
     """Fingerprint of the trainer's parameters, in the engines' data type; None: the weights do not
     come from a trainer."""
     broadcast: BroadcastPlace | None = None
-    """The sender that broadcasts this version on request; the file has it too. None: only the
-    file."""
+    """The sender that broadcasts this version on request. None: only the file."""
     lora: LoraSpec | None = None
     """Set if the tensors are an adapter's; `fingerprint` then covers the weights with the adapter
     merged into them, unless it is served apart. None: they are all weights."""

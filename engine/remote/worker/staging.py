@@ -38,8 +38,7 @@ from asyncrl.wire.weights.reader import WeightBuffer
 
 _SHOWN = 5
 _SHIFT = 3 / 64
-"""Added to numbers. Not a power of two, so it does not undo a change of the mantissa's highest
-bit."""
+"""Added to numbers. Not a power of two, so it does not undo a change of the highest bit."""
 
 
 class Loader(Protocol):

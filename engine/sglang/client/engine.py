@@ -23,8 +23,7 @@ from asyncrl.engine.sglang.server_settings import ServerSettings
 from asyncrl.engine.sglang.settings import WorkerSettings
 
 _HEADROOM = 16
-"""Tokens of a request's room that SGLang keeps free (6), the token drawn after a scored text, and
-some to spare."""
+"""Tokens of a request that SGLang keeps free (6), the one drawn after a scored text, and spares."""
 _MAX_STEP_TOKENS = 4096
 """Most tokens of a step that drafts. SGLang does not limit it; more never pays."""
 

@@ -89,8 +89,7 @@ _STACKED = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
     "gate_up_proj": ["gate_proj", "up_proj"],
 }
-"""Stacked modules of models without `packed_modules_mapping`: most have it in `load_weights`
-only."""
+"""Stacked modules of models without `packed_modules_mapping`, which `load_weights` has."""
 _SHOWN = 5
 
 

@@ -140,8 +140,7 @@ T = TypeVar("T")
 _STATUS_SECONDS = 1.0
 """Longest wait for the exit status of a dead core, which a thread of vLLM's may be reading."""
 _SHUTDOWN_SECONDS = 10.0
-"""Longest wait for its end; then the process is killed. It needs 2 to 4, and logs what it left open
-when it is killed."""
+"""Longest wait for its end, which takes 2 to 4; then the process is killed."""
 _SOCKETS = (
     "output_socket",
     "input_socket",

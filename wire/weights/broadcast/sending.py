@@ -78,8 +78,7 @@ CHUNK_BYTES = 1 << 25
 
 _POLL_SECONDS = 0.01
 _TRIES = 2
-"""Consecutive failures to form a group of NCCL, after which none is tried: each takes `Limits.form`
-of a version's time."""
+"""Consecutive failures to form a group of NCCL, each of `Limits.form`, before giving up."""
 _CPU = torch.device("cpu")
 
 

@@ -16,8 +16,7 @@ from asyncrl.wire.messages.chain import Ask
 MAX_ASKS = 64
 """Chunks that a child may have outstanding: several times `Timing.window`."""
 WAITING_SECONDS = 0.5
-"""Longest silence towards a child that is owed something, below half of any
-`Timing.silent_seconds`."""
+"""Longest silence towards a child that is owed something; below `Timing.silent_seconds` / 2."""
 
 
 class State(Enum):
