@@ -64,7 +64,7 @@ class CheckpointWriter:
             raise _unanswered(path, hanging)
 
     async def write(self, path: Path, pending: Pending, steps: Sequence[TrainedStep]) -> None:
-        """Write a checkpoint. Raises CheckpointUnwritable if the disk refuses it or does not answer."""
+        """Write a checkpoint. Raises CheckpointUnwritable if the disk refuses or is silent."""
         self.check(path)
         writing = _Writing(path, time.monotonic(), concurrent.futures.Future(), threading.Event())
         # A daemon: a thread that hangs must not keep the process from ending.
