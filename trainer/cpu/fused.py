@@ -349,7 +349,7 @@ class FusedDecoder:
 
     @property
     def first_layer(self) -> nn.Module:
-        """transformers' module; the gradients of its parameters pass through all layers."""
+        """The module of transformers; the gradients of its parameters pass through all layers."""
         first: nn.Module = self._inner.layers[0]
         return first
 

@@ -206,5 +206,5 @@ def _saveable(tensor: Tensor) -> Tensor:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """torch's name of a data type, without prefix."""
+    """Name of a data type in torch, without prefix."""
     return str(dtype).removeprefix("torch.")
