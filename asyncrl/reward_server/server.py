@@ -244,7 +244,7 @@ def main() -> None:
     try:
         classifier = Classifier(given.model, given.max_tokens)
     except UserError as error:
-        sys.exit(str(error))
+        sys.exit(" ".join(str(error).split()))  # one line, which the controller quotes
     asyncio.run(serve(classifier, socket.socket(fileno=given.socket)))
 
 

@@ -4,7 +4,7 @@
              field `score_field` of its JSON
 
 An answer without that number is a failure (`no_score`), never 0: `rewards.on_error` decides.
-Import-light: a worker process loads this file, and the HTTP client with the first call.
+Import-light: a worker process loads this file, and the client if it is configured.
 """
 
 from __future__ import annotations

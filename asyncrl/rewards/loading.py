@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from typing import Any
 
 from asyncrl.errors import RewardError
@@ -52,10 +53,10 @@ def load_function(name: str, args: dict[str, Any]) -> RewardFunction:
         return user_functions.load_function(_KIND, name, args)
     function = BUILTIN[name]
     user_functions.check_signature(_KIND, name, function, args)
-    if function is reward_model.reward_model:
-        reward_model.check_args(args)
-    if function is judge.judge:
-        judge.check_args(args)
+    checks = {reward_model.reward_model: reward_model.check_args, judge.judge: judge.check_args}
+    if function in checks:
+        checks[function](args)
+        import_module("asyncrl.rewards.services.client")  # loads openai before a call's time runs
     if function is response_format:
         _check_pattern(args["pattern"])
     if function is code:

@@ -5,7 +5,7 @@
     tei      POST /predict    {inputs: text or pair}     label and score of each output
 
 The server is asked for logits. What the score is, is decided here. Import-light: a worker process
-loads this file, and the HTTP client with the first call.
+loads this file, and the client if it is configured.
 """
 
 from __future__ import annotations

@@ -11,7 +11,10 @@ from aiohttp import web
 
 
 def save_classifier(folder: Path, *, labels: int = 1, positions: int = 64) -> tuple[Any, Any]:
-    """Save a random Llama classifier with a byte tokenizer; the model and the tokenizer."""
+    """Save a random Llama classifier with a byte tokenizer; the model and the tokenizer.
+
+    Its heads are as wide as vLLM's attention on a CPU wants them.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import (
@@ -35,11 +38,11 @@ def save_classifier(folder: Path, *, labels: int = 1, positions: int = 64) -> tu
     model = LlamaForSequenceClassification(
         LlamaConfig(
             vocab_size=len(vocabulary),
-            hidden_size=32,
+            hidden_size=64,
             intermediate_size=48,
             num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
             max_position_embeddings=positions,
             num_labels=labels,
             pad_token_id=0,

@@ -125,12 +125,12 @@ class Client:
         self._room = asyncio.Semaphore(limits.concurrency)
         seconds = limits.attempt_seconds
         # Nothing of the variables that the library reads for OpenAI's own endpoint is sent.
-        headers: Any = dict.fromkeys(("OpenAI-Organization", "OpenAI-Project"), openai.omit)
-        headers["Authorization"] = f"Bearer {secret}" if secret else openai.omit
+        own = dict.fromkeys(("OpenAI-Organization", "OpenAI-Project"), openai.omit)
+        key = f"Bearer {secret}" if secret else openai.omit
+        self._options: openai.RequestOptions = {"headers": own | {"Authorization": key}}
         self._openai = openai.AsyncOpenAI(
             base_url=url,
             api_key="none",
-            default_headers=headers,
             max_retries=limits.attempts - 1,
             timeout=openai.Timeout(
                 seconds, connect=min(_CONNECT_SECONDS, seconds or _CONNECT_SECONDS)
@@ -179,7 +179,9 @@ class Client:
         reason: FailureReason = "unavailable"
         try:
             async with asyncio.timeout(attempts.ends - time.monotonic()), self._room:
-                data = await self._openai.post(path, cast_to=bytes, body=body)
+                data = await self._openai.post(
+                    path, cast_to=bytes, body=body, options=self._options
+                )
             if len(data) <= MAX_ANSWER_BYTES:
                 return msgspec.json.decode(data)
             reason, words = "garbage", f"sent more than {MAX_ANSWER_BYTES >> 20} MiB"
