@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from asyncrl.simulation.study import NEAR, Cluster, Place, right_choice
 from asyncrl.simulation.outcome import Outcome
+from asyncrl.simulation.study import NEAR, Cluster, Place, right_choice
 
 
 def mode_table(cluster: Cluster, outcomes: Mapping[str, Outcome]) -> Table:

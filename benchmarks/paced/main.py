@@ -30,8 +30,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.simulation.study import as_json
 from asyncrl.simulation.outcome import Outcome
+from asyncrl.simulation.study import as_json
 from benchmarks.paced.findings import Findings, Result, label
 from benchmarks.paced.model import make_model
 from benchmarks.paced.plan import full, quick, smoke

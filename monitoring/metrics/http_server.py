@@ -116,7 +116,7 @@ class _Connection(WSGIRequestHandler):
 
     default_request_version = "HTTP/1.0"  # what cannot be read is answered with a status line too
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name there
         """Log nothing."""
 
     def get_stderr(self) -> TextIO:
