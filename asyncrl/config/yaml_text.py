@@ -127,7 +127,7 @@ class _Loader(yaml.SafeLoader):
         if node not in self._checked:  # afterwards its own keys may be there twice
             self._checked.add(node)
             _refuse_duplicates(node)
-        super().flatten_mapping(node)  # type: ignore[no-untyped-call]
+        super().flatten_mapping(node)
         self._pairs += len(node.value)
         if self._pairs > MAX_VALUES:
             raise _refused(_TOO_MANY, node.start_mark)
