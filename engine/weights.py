@@ -28,7 +28,7 @@ _BASE_SECONDS, _BYTES_PER_SECOND = 60.0, 0.3e9
 def longest_installation(nbytes: int, at_least: float = 0.0) -> float:
     """The seconds that an engine in another process may take to stage weights, or to install them.
 
-    It is more than twice what both together are computed to take (docs/gpus.md).
+    It is more than twice what both together are computed to take (docs/trainer.md).
 
     Args:
         nbytes: of all weights, also if a rank takes a part of them.

@@ -1,6 +1,6 @@
 """The log of a generator's engine, `RUN/engine/NAME.jsonl`: one line for each report.
 
-The simulator fits its cost model to these lines (docs/simulation.md). Counters only grow within one
+The simulator fits its cost model to these lines (docs/modes.md). Counters only grow within one
 process; the counters of a replaced generator start again at 0.
 """
 

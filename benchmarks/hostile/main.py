@@ -84,7 +84,7 @@ class Findings:
 
     @property
     def held(self) -> bool:
-        """Whether the promise of docs/reliability.md was kept."""
+        """Whether the promise of docs/operate.md was kept."""
         return self.unharmed and self.memory_growth_mb <= 20
 
 
@@ -172,7 +172,7 @@ def show(found: Findings) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Attack a run; 0 if everything that docs/reliability.md promises held."""
+    """Attack a run; 0 if everything that docs/operate.md promises held."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--quick", action="store_true", help="10^6 frames instead of 10^7")

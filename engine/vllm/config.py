@@ -26,7 +26,7 @@ class VllmConfig(ProcessConfig):
     gpu_memory_utilization leaves."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of a GPU's memory that vLLM may take, and that must be free when it starts. null: 0.85;
-    on a GPU that the trainer shares, what it leaves (docs/gpus.md)."""
+    on a GPU that the trainer shares, what it leaves (docs/trainer.md)."""
     enforce_eager: bool | None = None
     """Run without compiling the model. null: yes on a CPU (ready sooner, as fast on small models),
     no on a GPU."""

@@ -118,7 +118,7 @@ FLOAT32_CPU = Limits(mean=1e-3, slope=1e-3)
 TENSOR_CORES = Limits(mean=0.1, slope=0.02)
 """bfloat16, and float32 on a GPU, where kernels may round products to TensorFloat-32.
 
-docs/reliability.md derives the limits and has what healthy runs measured."""
+docs/exactness.md derives the limits and has what healthy runs measured."""
 ROUTED_TENSOR_CORES = Limits(mean=0.3, slope=0.06)
 """The same for mixtures of experts, where rounding sends some tokens to other experts."""
 
