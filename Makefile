@@ -130,7 +130,7 @@ sbom: $(TOOLS)/.ready ## list of the Python packages of each image (CycloneDX, d
 	for name in $(LOCKS); do $(TOOLS)/bin/python -W ignore -m cyclonedx_py requirements requirements/$$name.lock --pyproject pyproject.toml \
 	  --output-reproducible --output-file dist/sbom/asyncrl-$$name.cdx.json || exit 1; done
 
-# For a machine with a GPU, torch and numba, but without a network (docs/gpus.md). llvmlite alone, which numba needs, is
+# For a machine with a GPU, torch and numba, but without a network (docs/trainer.md). llvmlite alone, which numba needs, is
 # 57 MB. The folder's requirements.txt names no versions: pip then leaves alone what that machine has.
 GPU_PYTHON ?= $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PLATFORMS := $(foreach glibc,28 27 26 24 17,--platform manylinux_2_$(glibc)_$(shell uname -m)) --platform manylinux2014_$(shell uname -m)

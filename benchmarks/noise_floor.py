@@ -6,7 +6,7 @@ Every response is verified again under the weights that drew it, as a run does w
 (`asyncrl.generator.noise_floor`). Two models: the built-in one, which is sure of most of
 its tokens, and a random one over 5,000 tokens, nearly flat, so that nearly all of its tokens lie
 outside the K most probable ones. Next to the measured share is what the simulator's model says from
-the difference of the log-probabilities alone (docs/simulation.md).
+the difference of the log-probabilities alone (docs/modes.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What run-ahead brings when environments are slow: docs/scaling.md. Simulated.
+"""What run-ahead brings when environments are slow: docs/modes.md. Simulated.
 
 python -m benchmarks.slow_environments                       all of it (some minutes of CPU time)
 python -m benchmarks.slow_environments --gpus 64 --latency 1   one place

@@ -127,13 +127,13 @@ class EngineConfig(BaseModel):
     batch_invariant: bool = False
     """Make results independent of the rest of the batch, with vLLM and SGLang on NVIDIA GPUs of
     capability 8.0 or above: verification then rejects nothing for rounding. 20% to 40% slower
-    (docs/gpus.md). The torch engine does this on a CPU with `run.repeatable`."""
+    (docs/trainer.md). The torch engine does this on a CPU with `run.repeatable`."""
     device: Device = "auto"
     """Device of the engine. `auto`: a GPU if torch sees one, otherwise the CPU."""
     weight_staging: WeightStaging = "host"
     """Place where new weights wait for their installation, as one more copy in `dtype`, if the
     engine is on a GPU. `host`: page-locked host memory; the pause is a copy over PCIe. `device`:
-    the GPU's memory; the pause is a copy within it (docs/gpus.md has the sizes). vLLM and SGLang
+    the GPU's memory; the pause is a copy within it (docs/trainer.md has the sizes). vLLM and SGLang
     need further host memory for the tensors as they were published."""
     threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
     """Number of CPU threads of the engine's process. The ranks of a tensor-parallel engine, each of

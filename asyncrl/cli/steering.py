@@ -50,7 +50,7 @@ def scale(
 ) -> None:
     """Change the number of generators of an active run.
 
-    What leaving generators have begun is not lost: see docs/elastic.md.
+    What leaving generators have begun is not lost: see docs/deploy.md.
     """
     from asyncrl.wire.messages import control
 
@@ -88,7 +88,7 @@ def set_setting(
 ) -> None:
     """Change a setting of an active run; it stays so when the run is resumed.
 
-    docs/steering.md lists the settings and from when on each holds.
+    docs/operate.md lists the settings and from when on each holds.
     """
     from asyncrl.wire.messages import control
 

@@ -34,7 +34,7 @@ _LISTEN = re.compile(r"(?P<host>[^\s:/\[\]]+):(?P<port>\d{1,5})")
 
 
 class AgentsConfig(ClusterConfig):
-    """How a run uses agents (docs/agents.md). Only read with `launcher.kind: agents`."""
+    """How a run uses agents (docs/deploy.md). Only read with `launcher.kind: agents`."""
 
     listen: str = Field(default="127.0.0.1:5900", max_length=300)
     """`HOST:PORT` at which the controller waits for agents (`asyncrl agent --controller`). HOST is
@@ -140,8 +140,8 @@ class LauncherConfig(BaseModel):
 
     kind: Literal["local", "ray", "agents"] = "local"
     """`local`: child processes on this machine. `ray`: on the nodes of a Ray cluster
-    (docs/ray.md). `agents`: on machines or in containers that somebody else has started, with
-    `asyncrl agent` in each (docs/agents.md)."""
+    (docs/deploy.md). `agents`: on machines or in containers that somebody else has started, with
+    `asyncrl agent` in each (docs/deploy.md)."""
     generators: int = Field(default=1, ge=1, le=10_000)
     """Number of generator processes."""
     threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
@@ -150,7 +150,7 @@ class LauncherConfig(BaseModel):
     """GPUs that this run may use: numbers as `nvidia-smi` and CUDA_VISIBLE_DEVICES have them, or
     names that begin with GPU- or MIG-. null: all that CUDA_VISIBLE_DEVICES leaves visible. []:
     none, everything runs on the CPU. Each generator gets `tensor_parallel_size` of its engine of
-    them, the trainer the next one (docs/gpus.md)."""
+    them, the trainer the next one (docs/trainer.md)."""
     weights: Literal["files", "broadcast"] = "files"
     """How new weights reach the generators. `files`: each reads them from the memory of its node.
     `broadcast`: the trainer sends them to all at once, by NCCL between GPUs and by gloo otherwise,
@@ -161,8 +161,8 @@ class LauncherConfig(BaseModel):
     (SECURITY.md)."""
     colocate: bool | None = None
     """Let the trainer share the first GPU of the last generator instead of having one of its own.
-    Its memory is divided by what a training step needs (docs/gpus.md). null: yes where the run may
-    use one GPU, and one generator and the trainer would each take one; otherwise no."""
+    Its memory is divided by what a training step needs (docs/trainer.md). null: yes where the run
+    may use one GPU, and one generator and the trainer would each take one; otherwise no."""
     pin_cores: bool = False
     """Pin each generator and the trainer to `threads` cores of its own. The controller and the
     reward workers use a core that is left over or else the trainer's, never a generator's."""

@@ -25,6 +25,8 @@ Schema = Mapping[str, Any]
 """JSON schema of one field or one model, as pydantic writes it."""
 
 _WIDTH = 100
+_HUGE = 1_000_000
+"""A bound that no user reaches, from here on, is not shown."""
 
 _INTRODUCTION = """\
 # Configuration
@@ -32,25 +34,23 @@ _INTRODUCTION = """\
 <!-- Generated from the Config classes: edit their docstrings, then run
      `python -m asyncrl.config.reference > docs/configuration.md`. -->
 
-A run is described by one YAML file with the sections below. Every key may be left out; it then has
-its default. `--set section.key=value` overrides a key on the command line, and its value is read as
-YAML (`--set trainer.betas='[0.9, 0.95]'`). An unknown key, a value out of bounds or an impossible
-combination is refused with the path of the key and what would be right. A relative path starts at
-the current directory. A file that a run reads (data, model, functions, environments) and that is
-not there is looked for next to the YAML file.
-
 ```bash
 asyncrl run CONFIG --dry-run    # print the whole configuration, defaults included
 asyncrl run CONFIG --explain    # the same with the meaning, bounds and default of each key
 ```
 
-The column *may change* says from when on a run that has begun may have another value:
+A run is one YAML file with the sections below; every key may be left out. `--set section.key=value`
+overrides a key, and its value is read as YAML (`--set trainer.betas='[0.9, 0.95]'`). What is wrong
+is refused with the path of the key and what would be right. A relative path starts at the current
+directory; a file that is not there is looked for next to the YAML file.
+
+The column *may change* says when a run that has begun may have another value:
 
 | may change | how |
 |---|---|
-| at a step | `asyncrl set`, or `run.changes` in advance: from the next step on that has not begun |
+| (empty) | on resume: stop the run, then `--resume --set section.key=value` |
+| at a step | `asyncrl set`, or `run.changes` in advance: from the next step that has not begun |
 | live | `asyncrl set`, at once |
-| on resume | stop the run, then `--resume --set section.key=value` |
 | never | that is another run |
 """
 
@@ -126,7 +126,7 @@ def reference_page() -> str:
         table = ["| key | values | default | may change | meaning |", "|---|---|---|---|---|"]
         table += [
             f"| `{setting.name}` | {_cell(setting.values)} | `{setting.default}` "
-            f"| {setting.may_change} | {_cell(setting.meaning)} |"
+            f"| {setting.may_change.replace('on resume', '')} | {_cell(setting.meaning)} |"
             for setting in section.settings
         ]
         title = f"{'###' if '.' in section.path else '##'} `{section.path}`"
@@ -196,7 +196,7 @@ def _bounds(field: Schema) -> Iterator[str]:
         ("maximum", "≤"),
         ("exclusiveMaximum", "<"),
     ):
-        if key in field:
+        if key in field and abs(field[key]) < _HUGE:
             bound = field[key]
             yield f"{sign} {bound:,.0f}" if bound == int(bound) else f"{sign} {bound:g}"
     if "pattern" in field:

@@ -76,7 +76,7 @@ class RunSection(BaseModel):
     samples and end with the same weights, bit for bit. Works for synchronous training
     (`scheduler.on_update: keep`, `max_off_policy_steps: 0`) with the torch engine on a CPU in
     float32. The engine is then slower when few rows decode, and the trainer takes groups in the
-    order of their numbers (docs/reliability.md)."""
+    order of their numbers (docs/operate.md)."""
     on_wrong_policy: OnWrongPolicy = "stop"
     """What happens when a generator is found to sample from another policy than the trainer has for
     that version: other weights, another temperature, another tokenizer, KV of older weights.

@@ -139,7 +139,7 @@ class PolicyWatch:
             self._waiter.fail(
                 WrongPolicyError(
                     f"{wrong.text}. {_end(wrong.policy_version, trained=trained)}; "
-                    "docs/reliability.md says what each cause means"
+                    "docs/operate.md#wrong-policy says what each cause means"
                 )
             )
 

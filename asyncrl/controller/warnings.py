@@ -16,7 +16,7 @@ from asyncrl.wire.records.step import TokenCounts
 
 MIN_OUTSIDE_SHARE = 0.01
 """Share of tokens outside the stored top-K above which a larger K is worth suggesting. By the model
-of docs/simulation.md, a tenth of all rejections then comes from there if responses have 250 tokens,
+of docs/modes.md, a tenth of all rejections then comes from there if responses have 250 tokens,
 and a third if they have 4,000."""
 MIN_REJECTED_SHARE = 0.1
 """Share of tokens that verification must reject before a larger K is worth suggesting."""
@@ -24,7 +24,7 @@ MIN_JUDGED_TOKENS = 20_000
 """Tokens that must have been verified before these shares are meaningful."""
 MAX_NOISE_FLOOR = 0.02
 """Share of tokens that verification may reject under unchanged weights without a warning. A useful
-optimizer step makes verification reject 4% to 10% (docs/simulation.md): above this, the engine's
+optimizer step makes verification reject 4% to 10% (docs/modes.md): above this, the engine's
 arithmetic is a notable part of what is regenerated. In float32 the share is 0."""
 MIN_ACCEPTED_TOKENS = 200
 """Tokens that must have been accepted before their differences predict those of a run."""

@@ -73,7 +73,7 @@ class Watchdog:
             self._progress.say(
                 f"of what {worker.name} had begun, short responses are trained on rather than "
                 "long ones, which it could not finish; a longer launcher.leave_seconds would "
-                "have avoided this bias (docs/elastic.md)"
+                "have avoided this bias (docs/deploy.md)"
             )
 
     async def _generator_lost(self, worker: GeneratorWorker, reason: str) -> None:

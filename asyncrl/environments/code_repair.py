@@ -7,7 +7,7 @@ policy        def f(a, b): return a+b+2
 environment   f(2, 5) is 9 not 10
 policy        def f(a, b): return a+b+3             reward 1 - cost: one attempt was wrong
 
-Programs run as with the reward `code` (docs/sandbox.md): the kernel contains them, and what is
+Programs run as with the reward `code` (docs/rewards.md): the kernel contains them, and what is
 right is compared outside. Import-light.
 """
 

@@ -1,6 +1,6 @@
 """The log of a generator's engine, `RUN/engine/NAME.jsonl`: one line per report.
 
-The simulator fits its cost model to these lines (docs/simulation.md). Counters grow within one
+The simulator fits its cost model to these lines (docs/modes.md). Counters grow within one
 process; those of a replaced generator restart at 0.
 """
 

@@ -17,7 +17,7 @@ class RewardFunctionConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: FunctionName = Field(default="arithmetic", min_length=1)
-    """`exact_match`, `math_verify`, `format`, `arithmetic`, `code` (docs/sandbox.md),
+    """`exact_match`, `math_verify`, `format`, `arithmetic`, `code` (docs/rewards.md),
     `reward_model`, `judge` (docs/rewards.md), or a function of your own, given as
     `my.module:function` or `path/to/file.py:function`."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)

@@ -9,5 +9,5 @@ check       whether this machine can contain a program at all
 What contains it is the kernel's: namespaces for processes, mounts, network and messages; a root
 folder of its own with read-only system folders and a small /tmp in memory, without /proc; an
 unprivileged user without capabilities; a filter of system calls; resource limits. Where the kernel
-refuses one of them, nothing is run. docs/sandbox.md says what each tries to prevent.
+refuses one of them, nothing is run. docs/rewards.md says what each tries to prevent.
 """

@@ -4,7 +4,7 @@
     RUN/metrics.jsonl             step records: seconds of steps and of training, tokens
     RUN/timeline/PROCESS.jsonl    seconds of weight transfers and of messages
 
-docs/simulation.md says what the fit assumes and what it cannot know.
+docs/modes.md says what the fit assumes and what it cannot know.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Survival:
 
     rule: Rule = "token"
     decisive: float = 0.25
-    """Share of tokens that carry the drift. Measured: 0.27 to 0.85 (docs/simulation.md)."""
+    """Share of tokens that carry the drift. Measured: 0.27 to 0.85 (docs/modes.md)."""
     outside: float = 0.0
     """Share of tokens that are drawn outside the stored top K."""
     noise: float = 0.0

@@ -1,7 +1,7 @@
 """The network between nodes: how long messages, trajectories and weights are on their way.
 
 Weights leave the trainer's node when they are published, and pass from node to node in chunks, each
-passed on as soon as it has arrived (docs/scaling.md). A node at depth d has all of them after
+passed on as soon as it has arrived (docs/modes.md). A node at depth d has all of them after
 
     d * latency  +  fan_out * (bytes + (d - 1) * chunk) / bandwidth
 

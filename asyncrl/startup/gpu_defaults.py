@@ -80,7 +80,7 @@ def with_drafts_that_pay(
     """Resolve `cache.max_draft_tokens: auto`.
 
     With a drafter vLLM does not schedule asynchronously, which costs a quarter of its speed or
-    more. What verification rejects, 4% to 10% of the tokens (docs/simulation.md), is too little to
+    more. What verification rejects, 4% to 10% of the tokens (docs/modes.md), is too little to
     make up for that, so prompts must come back. A step of SGLang's that may hold drafts runs as a
     prefill. The torch engine pays nothing for a drafter: its planner drafts where it is faster.
 

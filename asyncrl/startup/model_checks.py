@@ -51,7 +51,7 @@ def check_rows(config: RunConfig, task: Task) -> list[str]:
                 f"WARNING: reward 'code': {forms[Asserted]:,} of {forms.total():,} tests are an "
                 "`assert` that is judged next to the program, so a program can pass them without "
                 "being right. Give them as call, args and returns, or as input and output "
-                "(docs/sandbox.md)"
+                "(docs/rewards.md)"
             )
     return warnings
 

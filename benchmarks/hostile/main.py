@@ -73,7 +73,7 @@ class Findings:
 
     @property
     def held(self) -> bool:
-        """Whether the promise of docs/reliability.md was kept."""
+        """Whether the promise of docs/operate.md was kept."""
         return self.unharmed and self.memory_growth_mb <= 20
 
 

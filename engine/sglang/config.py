@@ -27,7 +27,7 @@ class SglangConfig(ProcessConfig):
     mem_fraction_static: float | None = Field(default=None, gt=0, lt=1)
     """Fraction of the memory that is free when SGLang starts for weights and KV; the rest is for
     activations, and for a trainer that starts on the same GPU. It bounds kv_cache_gib too. null:
-    0.85; on a GPU shared with the trainer, what the trainer leaves (docs/gpus.md)."""
+    0.85; on a GPU shared with the trainer, what the trainer leaves (docs/trainer.md)."""
     enable_prefix_caching: bool = True
     """Share the KV of equal prefixes (SGLang's radix cache). Never across versions of the
     weights."""

@@ -16,7 +16,7 @@ SGLANG_VERSION = "0.5.23"
 """The only version that `engine/sglang/worker` is written against."""
 DEFAULT = ".venv-sglang/bin/python"
 _SECONDS = 60.0
-_MAKE = "`make setup-sglang` makes an environment with it (docs/sglang.md)"
+_MAKE = "`make setup-sglang` makes an environment with it (docs/engines.md)"
 _ASK = """
 import json, sys
 from importlib import metadata

@@ -26,7 +26,7 @@ class VllmConfig(ProcessConfig):
     gpu_memory_utilization leaves."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Fraction of a GPU's memory that vLLM may take, and that must be free when it starts. null:
-    0.85; on a GPU shared with the trainer, what the trainer leaves (docs/gpus.md)."""
+    0.85; on a GPU shared with the trainer, what the trainer leaves (docs/trainer.md)."""
     enforce_eager: bool | None = None
     """Run without compiling the model. null: yes on a CPU (ready sooner, as fast on small models),
     no on a GPU."""

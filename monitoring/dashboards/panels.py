@@ -191,7 +191,7 @@ EXACTNESS = (
         "On-policy steps and findings",
         "Steps that were exactly on-policy and that were not, and findings that a generator "
         "samples from another policy.",
-        "Findings: docs/reliability.md explains each cause. Steps that are not on-policy follow "
+        "Findings: docs/operate.md explains each cause. Steps that are not on-policy follow "
         "from max_off_policy_steps, a deadline, lenient reuse or a finding.",
         "short",
         (

@@ -32,10 +32,11 @@ OF_OTHERS = re.compile(r"`(ray|docker|pip) [^`]*`|^usage: python -m .*")
 NOT_SETTINGS = {
     "run.yaml",
     "trainer.log",
+    "rewards.md",
     "model.save_pretrained",
     "model.resize_token_embeddings",
 }
-"""Two files, and two methods of transformers."""
+"""Two files, a page, and two methods of transformers."""
 
 
 @functools.cache

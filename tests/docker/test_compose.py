@@ -73,7 +73,7 @@ def test_a_service_waits_for_what_it_needs() -> None:
 def test_an_agent_may_end_by_itself(name: str) -> None:
     (grace,) = [word for word in SERVICES[name]["command"] if word.startswith("--grace=")]
     stop = SERVICES[name]["stop_grace_period"]
-    assert int(stop.removesuffix("s")) >= int(grace.partition("=")[2]) + 15, "docs/agents.md"
+    assert int(stop.removesuffix("s")) >= int(grace.partition("=")[2]) + 15, "docs/deploy.md"
 
 
 def test_ports_are_published_on_loopback_only() -> None:

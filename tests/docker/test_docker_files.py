@@ -1,4 +1,4 @@
-"""Checks of the image that need no Docker. docs/install.md describes how to build and run it."""
+"""Checks of the image that need no Docker. docs/deploy.md describes how to build and run it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_each_command_that_is_shown_is_run_or_has_a_reason() -> None:
 def test_pages_are_drawn_from() -> None:
     """The count falls when the script misses a kind of block."""
     shown = {place for places in SHOWN.values() for place in places}
-    assert {"README.md", "tutorial.md", "docker.md", "operations.md", "reliability.md"} <= shown
+    assert {"README.md", "tutorial.md", "deploy.md", "operate.md"} <= shown
     assert {str(one.relative_to(ROOT)) for one in EXAMPLES if one.suffix == ".yaml"} <= shown
     assert len([one for one, places in SHOWN.items() if "--help" in places]) == len(COMMANDS)
     assert len(SHOWN) > 250

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,6 @@ from asyncrl.trainer.base.config import TrainerConfig
 Names = dict[str, Any]
 
 ALL = [(path.name, block) for path in PAGES for block in blocks(path, "python")]
-
-
-def echo(names: Names) -> None:
-    world = names["Echo"]()
-    assert world.reset({"prompt": "hello"}, 1) == [{"role": "user", "content": "hello"}]
-    assert world.step(SimpleNamespace(text="x" * 21)).done
 
 
 def above_mean(names: Names) -> None:
@@ -60,7 +53,6 @@ DOES: dict[str, Callable[[Names], None] | str] = {
     "class AboveMean": above_mean,
     "class Hunt": "test_the_hunt_of_the_page plays it",
     "def play(row, client)": "test_the_hunt_of_the_page plays it",
-    "class Echo": echo,
     "def step(self, action):\n    if self.asks_an_expert": "a part of a class",
     "def polite": polite,
     "def add": add,

@@ -11,7 +11,7 @@ from asyncrl.config.reference import sections
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-SIDE_BY_SIDE = ("from-trl.md", "from-verl.md")
+SIDE_BY_SIDE = ("migrating.md",)
 KEYS = {f"{section.path}.{setting.name}" for section in sections() for setting in section.settings}
 ALL = KEYS | {section.path for section in sections()}
 """Dotted paths of settings, and of sections."""

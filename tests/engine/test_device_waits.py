@@ -1,4 +1,4 @@
-"""What makes the host wait for the device in a step, counted: docs/gpus.md has the same table.
+"""What makes the host wait for the device in a step, counted: docs/trainer.md has the same table.
 
 Every count is exact, so a change is seen either way. A wait costs more than its own time: nothing
 that was to be prepared meanwhile overlaps with what the device computes.
@@ -54,7 +54,7 @@ BUDGETS: dict[str, dict[str, int]] = {
     "trainer: adding a group": {},
     "trainer: an optimizer step": {TO_HOST: 1, READ: 1},
 }
-PAGE = Path(__file__).parents[2] / "docs" / "gpus.md"
+PAGE = Path(__file__).parents[2] / "docs" / "trainer.md"
 VOCAB = 12
 ROWS = 1200
 """More than what CUDA copies from pageable memory without waiting."""

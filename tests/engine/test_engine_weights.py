@@ -113,7 +113,7 @@ def test_unknown_data_types_are_refused() -> None:
 
 def test_the_page_has_the_limits_and_they_are_twice_what_is_computed() -> None:
     """The rates are those that the page names: seconds a GB of a proof, staging, and loading."""
-    page = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
     row = re.compile(
         r"^\| ([\d.]+) billion \| ([\d.]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", re.MULTILINE
     )

@@ -312,7 +312,7 @@ def test_an_alert_says_what_is_wrong_and_what_to_do() -> None:
     for name, alert in alerts().items():
         assert alert["labels"]["severity"] in ("critical", "warning", "info"), name
         assert alert["annotations"]["summary"].endswith("."), name
-        assert not alert["annotations"]["when"].endswith("."), name  # docs/alerts.md adds it
+        assert not alert["annotations"]["when"].endswith("."), name  # docs/metrics.md adds it
         action = alert["annotations"]["action"]
         assert len(action) > 40, name
         assert action.endswith("."), name

@@ -89,7 +89,6 @@ RUN_BY: dict[str, str] = {
         asyncrl eval RUN|MODEL
         asyncrl eval runs/arithmetic --set evaluation.samples=4
         asyncrl export RUN
-        asyncrl export NAME
         asyncrl export runs/arithmetic --step 50 --dtype bfloat16
         python -m asyncrl.monitoring.records.group_account runs/NAME
     """,
@@ -111,7 +110,6 @@ RUN_BY: dict[str, str] = {
         asyncrl agent-key ~/agents.key
         asyncrl simulate
         asyncrl simulate --generators 64 --model 7b
-        asyncrl simulate --generators 16 --slots 64 --steps 24
         asyncrl simulate --rule block
     """,
     "tests/asyncrl/run/test_tutorial.py::test_the_commands_of_the_tutorial": """
@@ -134,7 +132,6 @@ RUN_BY: dict[str, str] = {
     """,
     "tests/asyncrl/run/test_end_with.py::test_a_run_ends_with_the_killed_benchmark_that_started_it": """
         asyncrl run run.yaml --end-with $$
-        asyncrl run CONFIG --end-with PID
     """,
     "tests/asyncrl/run/test_agents_run.py::test_a_run_whose_agents_come_and_go": """
         asyncrl run CONFIG --continue --set launcher.kind=agents --set launcher.generators=2 --set launcher.agents.listen=0.0.0.0:5900 --set launcher.agents.key_file=$HOME/agents.key
@@ -144,7 +141,6 @@ RUN_BY: dict[str, str] = {
     """,
     "tests/asyncrl/run/test_ray_run.py::test_a_run_on_three_nodes_loses_everything_in_turn_and_leaves_nothing": """
         asyncrl run CONFIG --set launcher.kind=ray --set launcher.ray.address=HOST:PORT
-        ray start --head
     """,
     "tests/asyncrl/launch/test_agent.py::test_a_probe_asks_no_proxy_and_understands_no_nonsense": """
         asyncrl health 5990 --ready
@@ -182,23 +178,17 @@ RUN_BY: dict[str, str] = {
 NOT_RUN: dict[str, str] = {
     "the name of a command, in a sentence; with its arguments it is run elsewhere": """
         asyncrl agent
-        asyncrl agent ...
         asyncrl agent --controller
-        asyncrl agent --role generator
-        asyncrl agent --role trainer
         asyncrl drain
         asyncrl eval
-        asyncrl export --merge
         asyncrl run
-        asyncrl run --continue
         asyncrl run --resume
         asyncrl scale
         asyncrl set
-        asyncrl status|stop|pause|...
     """,
     "the same as an example's run, for more steps or under another supervisor": """
         asyncrl run /etc/asyncrl/run.yaml --continue
-        asyncrl run examples/arithmetic.yaml --set run.steps=20
+        asyncrl run examples/arithmetic.yaml --set trainer.ranks=2
     """,
     "changes the shell of who calls it": """
         asyncrl --install-completion
@@ -224,7 +214,6 @@ NOT_RUN: dict[str, str] = {
         make run ENGINE=vllm
         make run SET="launcher.kind=ray"
         make sbom
-        make setup
         make setup && . .venv/bin/activate
         make setup EXTRAS=ray
         make setup PINNED=
@@ -235,7 +224,6 @@ NOT_RUN: dict[str, str] = {
         make test
         make test-busy
         make test-deploy
-        pip install --no-deps
         pip install --no-index --find-links gpu-bundle --requirement gpu-bundle/requirements.txt
         pip install --no-index --no-deps --target DIR gpu-bundle/*.whl
         pip install -e .
@@ -260,47 +248,41 @@ NOT_RUN: dict[str, str] = {
         .venv-sglang/bin/pip install sglang==0.5.23 numba msgspec pyzmq pydantic pyyaml safetensors
     """,
     "minutes, for a measurement; its --smoke is run by tests/benchmarks": """
-        asyncrl run benchmarks/paced/paced.yaml
-        asyncrl run benchmarks/pipeline/pipeline.yaml
-        asyncrl run benchmarks/vocabulary/run.yaml
         python -m benchmarks.NAME --quick --json FILE
+        python -m benchmarks.alerts
         python -m benchmarks.cache
         python -m benchmarks.chaos
         python -m benchmarks.chaos --cluster
         python -m benchmarks.chaos --quick
         python -m benchmarks.chaos --stalls
-        python -m benchmarks.controller
         python -m benchmarks.controller --part samples
-        python -m benchmarks.controller --part samples --quick
         python -m benchmarks.delivery --quick
         python -m benchmarks.delivery --quick --part intake
         python -m benchmarks.engines --quick
         python -m benchmarks.evaluation --quick
         python -m benchmarks.exactness
+        python -m benchmarks.exactness --quick
+        python -m benchmarks.exactness_loop
         python -m benchmarks.gpu_plan --json FILE
         python -m benchmarks.hostile --quick
         python -m benchmarks.judge_servers
-        python -m benchmarks.live_audit --quick --json FILE
+        python -m benchmarks.live_audit --run runs/NAME
         python -m benchmarks.model_folders
         python -m benchmarks.mutants
         python -m benchmarks.node_files
         python -m benchmarks.noise_floor --quick
-        python -m benchmarks.paced
         python -m benchmarks.paced --modes 'sync,keep(4),verify' --generators 1
         python -m benchmarks.paced --quick
-        python -m benchmarks.peers
         python -m benchmarks.peers --quick
         python -m benchmarks.pipeline
         python -m benchmarks.pipeline --quick
         python -m benchmarks.ranks
         python -m benchmarks.rewards_audit [--quick] [--json FILE]
-        python -m benchmarks.rollout
-        python -m benchmarks.rollout --engine sglang --quick --rows 1,2,8,32,128
         python -m benchmarks.rollout --quick --rows 1,2,8,32,128
         python -m benchmarks.routing
         python -m benchmarks.scheduler
-        python -m benchmarks.scheduler --quick
         python -m benchmarks.simulation --quick --json FILE
+        python -m benchmarks.slow_environments
         python -m benchmarks.soak --minutes 60
         python -m benchmarks.step_audit
         python -m benchmarks.step_audit --quick
@@ -309,7 +291,6 @@ NOT_RUN: dict[str, str] = {
         python -m benchmarks.turns --quick
         python -m benchmarks.two_machines [--quick]
         python -m benchmarks.vllm_host --quick
-        python -m benchmarks.vocabulary
         python -m benchmarks.vocabulary --quick
         python -m benchmarks.watchers --quick
         python -m benchmarks.web_watchers --quick
@@ -332,7 +313,6 @@ NOT_RUN: dict[str, str] = {
         docker build -t asyncrl-own - < Dockerfile
         docker compose -f docker/compose.yaml -f docker/compose.gpu.yaml up --wait
         docker compose -f docker/compose.yaml up --wait
-        docker compose down
         docker run
         docker run --rm --shm-size=1g -v asyncrl-cache:/cache -v asyncrl-runs:/work/runs asyncrl
         export ASYNCRL_ENGINE=vllm ASYNCRL_GENERATOR_GPU=1
@@ -344,22 +324,20 @@ NOT_RUN: dict[str, str] = {
         helm -n train uninstall first
         helm install
         helm install first docker/chart --namespace train --create-namespace --set image.repository=registry.example/asyncrl
-        helm template
-        helm test
         helm uninstall
         helm upgrade
         kubectl -n train logs -f first-asyncrl-controller-0 -c controller
         kubectl delete pod --force first-asyncrl-controller-0
         kubectl drain
         kubectl exec first-asyncrl-controller-0 -c controller -- asyncrl status
-        kubectl get pods
-        kubectl port-forward
         kubectl scale deployment first-asyncrl-generator --replicas=6
     """,
     "another program's, and another machine or a stuck process": """
         kill -1
         kill -CONT
+        prometheus --config.file=monitoring/prometheus.yml --web.listen-address=127.0.0.1:9090
         ray status --address=HOST:PORT
+        ray start --resources='{"trains": 8}'
         ssh -L
         ssh -L 8080:127.0.0.1:44471 MACHINE
     """,

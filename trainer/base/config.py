@@ -231,7 +231,7 @@ class TrainerConfig(BaseModel):
     on a GPU that nvidia-smi does not describe, config.yaml keeps auto and the trainer's log records
     the choice. A resumed run keeps the type of its checkpoints. Under bfloat16 (autocast)
     parameters and Adam stay float32. float32 on a GPU multiplies in TensorFloat-32: 10 bits of a
-    factor's mantissa, sums in float32 (docs/gpus.md)."""
+    factor's mantissa, sums in float32 (docs/trainer.md)."""
     device: str = "auto"
     """auto (a GPU where there is one), cpu, cuda. `launcher.gpus` says which GPU."""
     threads: int | None = Field(default=None, gt=0, le=MAX_THREADS)

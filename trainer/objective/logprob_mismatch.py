@@ -114,7 +114,7 @@ class Limits:
 FLOAT32_CPU = Limits(mean=1e-3, slope=1e-3)
 TENSOR_CORES = Limits(mean=0.1, slope=0.02)
 """Limits of bfloat16, and of float32 on a GPU, where kernels may round to TensorFloat-32.
-docs/reliability.md derives them and lists what healthy runs measured."""
+docs/exactness.md derives them and lists what healthy runs measured."""
 ROUTED_TENSOR_CORES = Limits(mean=0.3, slope=0.06)
 """Limits of mixtures of experts, where rounding sends some tokens to other experts."""
 

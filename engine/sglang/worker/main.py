@@ -212,7 +212,7 @@ def _kv_tokens(settings: ServerSettings, dtype: str, kv_gib: float) -> int:
 
     each = kv_bytes(settings.model_path, dtype, settings.tensor_parallel_size)
     tokens = int(kv_gib * _GIB) // each
-    # SGLang reserves two steps' tokens for each request that runs (docs/sglang.md).
+    # SGLang reserves two steps' tokens for each request that runs (docs/engines.md).
     needed = settings.max_model_len + settings.draft_tokens + 2
     if tokens < needed:
         raise ValueError(

@@ -25,7 +25,7 @@ from asyncrl.wire.messages import to_trainer as tt
 from asyncrl.wire.messages.control import Accepted, Refused, SetRequest
 from asyncrl.wire.weights.layout import Fingerprint
 
-PAGE = Path(__file__).parents[3] / "docs/steering.md"
+PAGE = Path(__file__).parents[3] / "docs/operate.md"
 VERIFY = {"on_update": "verify", "max_runahead_groups": 1}
 
 

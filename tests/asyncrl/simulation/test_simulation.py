@@ -128,7 +128,7 @@ def test_both_rules_accept_as_much_as_was_measured_on_trained_policies(drift, to
 def test_tokens_outside_the_top_k_cost_what_they_cost_on_markov_chains(
     length, drift, outside, tail, whole
 ):
-    """docs/simulation.md: measured with the tail as one symbol, and with K = the vocabulary."""
+    """docs/modes.md: measured with the tail as one symbol, and with K = the vocabulary."""
     stored = Survival("block", decisive=1.0, outside=outside)
     assert stored.expected([length], drift) == pytest.approx(tail, abs=0.06)
     assert Survival("block", decisive=1.0).expected([length], drift) == pytest.approx(

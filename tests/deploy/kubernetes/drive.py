@@ -173,7 +173,7 @@ def http(url: str, token: str = "", order: bool = False) -> tuple[int, str]:
 
 
 def page() -> None:
-    """As docs/kubernetes.md has it: the link of `asyncrl web`, and a forwarded port."""
+    """As docs/deploy.md has it: the link of `asyncrl web`, and a forwarded port."""
     link = kubectl("exec", CONTROLLER, "-c", "controller", "--", "asyncrl", "web")
     parts = urllib.parse.urlsplit(link)
     token = urllib.parse.unquote(parts.fragment.removeprefix("token="))
