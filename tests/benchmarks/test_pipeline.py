@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,7 +11,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from rich.console import Console
 
 from asyncrl.config.run_config import load_config
 from asyncrl.rewards.functions import arithmetic
@@ -246,10 +244,11 @@ def test_failed_and_unsupported_modes_are_reported_and_the_others_run(
 
 
 def test_a_run_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mode = modes()[0]
     monkeypatch.setattr(pipeline_run, "CONFIG", tmp_path / "nowhere.yaml")
     with pytest.raises(RunError, match="no configuration file"):
         pipeline_run.carry_out(
-            modes()[0], 0, model=tmp_path, effort=replace(EFFORT, steps=2), folder=tmp_path
+            mode, 0, model=tmp_path, effort=replace(EFFORT, steps=2), folder=tmp_path
         )
 
 
@@ -339,9 +338,7 @@ def test_what_overlapping_can_bring_on_cores_that_slow_each_other_down() -> None
     assert overlap.bound(1.1, 4.0, 3.0, 1.0) == pytest.approx(4 / 3)  # generation is the longer
     found = Findings(EFFORT, COSTS, 1000, runs=[a_run(SYNC), a_run(RUN_AHEAD)], slowdown=1.5)
     assert found.ratios()["overlap_bound"] == pytest.approx(1.0 / (1.4 * 0.75), rel=1e-6)
-    console = Console(width=150, record=True, file=io.StringIO())
-    console.print(tables(found)[-1])
-    assert "1.50 times" in console.export_text()
+    assert found.ratios()["overlap_slowdown"] == 1.5
 
 
 def test_the_slowdown_of_two_processes_is_measured() -> None:
