@@ -28,8 +28,8 @@ _BASE_SECONDS, _BYTES_PER_SECOND = 60.0, 0.3e9
 def longest_installation(nbytes: int, at_least: float = 0.0) -> float:
     """Return the time limit in seconds for another process to stage weights, or to install them.
 
-    It is more than twice the computed time of both together (docs/trainer.md). `nbytes` is the size of
-    all weights, even if a rank takes a part of them; `at_least` is `ProcessConfig.call_seconds`.
+    It is more than twice the computed time of both together (docs/trainer.md). `nbytes` is the size
+    of all weights, even if a rank takes a part of them; `at_least` is `ProcessConfig.call_seconds`.
     """
     return max(at_least, _BASE_SECONDS + nbytes / _BYTES_PER_SECOND)
 

@@ -92,8 +92,8 @@ class WebConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     enabled: bool = True
-    """Serve a page that shows the run while it trains (docs/operate.md). It needs no CPU until it is
-    opened; `asyncrl web` prints the link."""
+    """Serve a page that shows the run while it trains (docs/operate.md). It needs no CPU until it
+    is opened; `asyncrl web` prints the link."""
     host: str = Field(default="127.0.0.1", min_length=1)
     """Address that the page is served on. Any other than a loopback address needs `token_file`. The
     connection is not encrypted: for another machine, use an SSH tunnel or a proxy with TLS."""

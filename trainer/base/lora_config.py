@@ -18,7 +18,7 @@ FINER_ENGINES = (
 class LoraConfig(BaseModel):
     """LoRA (arXiv 2106.09685): a matrix W is used as W + alpha / rank * B A; only A and B train.
 
-    Needs `pip install 'asyncrl[lora]'`. docs/trainer.md describes what is published, served and saved.
+    Needs `pip install 'asyncrl[lora]'`. docs/trainer.md says what is published and saved.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
