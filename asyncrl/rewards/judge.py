@@ -92,7 +92,7 @@ async def judge(
         api_key_file: file with it, mode 0600.
         concurrency: most requests of a worker process at once.
         attempts: most attempts of one call.
-        attempt_seconds: longest time for one; default: what is left of `rewards.timeout_seconds`.
+        attempt_seconds: longest silence of one; default: what is left of the call's time.
         breaker_failures: failed calls in a row after which calls fail at once.
         breaker_seconds: after which one call is let through then.
 

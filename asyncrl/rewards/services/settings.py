@@ -21,7 +21,7 @@ class Limits:
     attempts: int
     """Most attempts of one call."""
     attempt_seconds: float | None
-    """Longest time for one; None: as long as the call has."""
+    """Longest silence of the server in one; None: as long as the call has."""
     breaker_failures: int
     """Failed calls in a row that open the breaker."""
     breaker_seconds: float
