@@ -116,8 +116,9 @@ def _role(message: Mapping[str, Any]) -> Any:
 
 
 def _words(message: Mapping[str, Any], calls: Any) -> list[Any]:
-    """Return a message's reasoning and text, without the surrounding white space, which varies
-    between templates and clients.
+    """Return a message's reasoning and text.
+
+    White space around reasoning and calls varies between templates and clients; it is removed.
     """
     text, given = _text(message.get("content")), _given_reasoning(message).strip()
     if not isinstance(text, str) or message.get("role") != "assistant":

@@ -15,15 +15,14 @@ from asyncrl.wire.transport.paths import MAX_TOKENS, WEEK_SECONDS, FunctionName,
 
 
 class EnvironmentConfig(BaseModel):
-    """The environment that answers the policy between turns; without a name, a sample is one turn."""
+    """The environment that answers the policy; without a name, a sample is one turn."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: FunctionName | None = Field(default=None, min_length=1)
     """`calculator`, `guessing`, `code_repair`, your own class, given as `my.module:Class` or
     `path/to/file.py:Class`, or an adapter's prefix with its argument. null: no environment. With
-    one, `rewards.functions` is empty unless it is given.
-    """
+    one, `rewards.functions` is empty unless it is given."""
     args: Arguments = {}
     """Keyword arguments of each environment."""
     python: LocalPath | None = Field(default=None, min_length=1)
@@ -35,35 +34,29 @@ class EnvironmentConfig(BaseModel):
     """Weight of the sum of the step rewards in a sample's reward, next to `rewards.functions`."""
     max_turns: int = Field(default=16, ge=1, le=10_000)
     """Maximum number of policy turns in a sample. After the last one the sample is truncated
-    (finish reason `length`).
-    """
+    (finish reason `length`)."""
     max_observation_tokens: int = Field(default=4096, ge=1, le=MAX_TOKENS)
     """Longest observation in tokens, including the text that the chat template puts around it. A
     longer one is a failure of the environment. A new conversation is bounded by
-    `sampling.max_tokens` instead.
-    """
+    `sampling.max_tokens` instead."""
     tool_format: ToolFormat = "auto"
     """How the model writes tool calls: `hermes` (Qwen, Hermes), `llama` (Llama 3.1), `mistral`, or
-    `json`, an object with `name` and `arguments`. `auto`: as its chat template says.
-    """
+    `json`, an object with `name` and `arguments`. `auto`: as its chat template says."""
     history: Literal["keep", "template"] = "keep"
     """What to do where the chat template changes earlier turns (Qwen3 removes their reasoning).
     `keep`: keep the generated tokens, and log it. `template`: continue in a new context with the
-    template's version, which costs a prefill where it differs.
-    """
+    template's version, which costs a prefill where it differs."""
     workers: int = Field(default=1, ge=1, le=256)
     """Worker processes per generator. Each runs many environments at once: those with async
     methods in one event loop, others in a thread each."""
     sessions: int = Field(default=64, ge=1, le=4096)
     """Maximum number of open environments in a worker; other samples wait. Environments of finished
-    samples that can only go back by `restore` are not counted.
-    """
+    samples that can only go back by `restore` are not counted."""
     reset_timeout_seconds: float = Field(default=60.0, gt=0, le=WEEK_SECONDS)
     """Time limit for making an environment and its `reset`."""
     step_timeout_seconds: float = Field(default=30.0, gt=0, le=WEEK_SECONDS)
     """Time limit for `step`, `snapshot` or `restore`. `rewards.on_error` says what happens to the
-    sample after a failure.
-    """
+    sample after a failure."""
 
     @model_validator(mode="after")
     def _without_a_name_nothing_has_an_effect(self) -> Self:

@@ -14,13 +14,15 @@
 One instance serves one sample: `reset`, then `step` for each turn, then `close`. Optional:
 
 - `snapshot()` returns a state, which stays in its process, and `restore(state)` goes back to it,
-even after a step that has raised. The state must not change with the environment, so it is usually
-a deep copy; - `replay` says what happens if the same row, seed and actions are repeated.
-"deterministic": the same observations; a difference is an error. "recorded": the state depends on
-the actions only, and the recorded observations stand; - `tools`: schemas for the chat template; - a
-step may begin a new conversation (`StepResult.new_conversation`), which is all that the policy then
-reads; each turn is trained on in the conversation in which it was drawn; - `max_turn_tokens`:
-longest next turn, only for an environment that cannot go back.
+  even after a step that has raised. The state must not change with the environment, so it is
+  usually a deep copy;
+- `replay` says what happens if the same row, seed and actions are repeated. "deterministic": the
+  same observations; a difference is an error. "recorded": the state depends on the actions only,
+  and the recorded observations stand;
+- `tools`: schemas for the chat template;
+- a step may begin a new conversation (`StepResult.new_conversation`), which is all that the policy
+  then reads; each turn is trained on in the conversation in which it was drawn;
+- `max_turn_tokens`: longest next turn, only for an environment that cannot go back.
 
 An environment with neither `replay` nor `snapshot` cannot go back. Its samples are never verified:
 when verification is due, they start over. Import-light: worker processes load this file.
@@ -38,8 +40,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from asyncrl.rewards.values import MAX_FLOAT32
 
 Message = dict[str, Any]
-"""A chat message: `role`, `content`, and further fields of the chat template (`tool_calls`, ...).
-"""
+"""A chat message: `role`, `content`, and other fields of the chat template (`tool_calls`, ...)."""
 Observation = list[Message] | str | list[int]
 """The policy's next input: messages, one text, or token ids."""
 Replay = Literal["deterministic", "recorded"]
@@ -59,8 +60,7 @@ FailureReason = Literal[
 """Why an environment did not answer: it raised, timed out, lost its process, violated the protocol,
 returned a reward that is not finite or an observation that is too long, started too many processes,
 or answered the same actions differently although it is `deterministic`; it could not be loaded
-again in a new process; or a service that it needs is down.
-"""
+again in a new process; or a service that it needs is down."""
 
 UNSCORED: frozenset[FailureReason] = frozenset({"not_deterministic", "not_loaded", "unavailable"})
 """Failures that do not concern the policy's turns, like all failures of `reset`."""
@@ -79,8 +79,7 @@ class Action:
     """All of its tokens, as drawn."""
     message: Message
     """The turn as a chat message with role "assistant", `content`, and `tool_calls` if there are
-    any.
-    """
+    any."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     """The calls found in the turn, each with `name` and `arguments`."""
     context_length: int = 0

@@ -4,14 +4,13 @@
         └ prompt()                        └ between()
 
 The tokens of generated turns are never decoded and tokenised again: a conversation is one growing
-sequence of tokens, and only what stands between the turns is made here. It comes from the
-tokenizer's chat template: the end of the turn, the answer with the headers of its role, and the
-beginning of the next turn.
+sequence of tokens, and only the pieces between turns are made here, from the tokenizer's chat
+template: the end of the turn, the answer with its role headers, and the beginning of the next turn.
 
-Pieces are tokenised one by one, so no merge of the tokenizer reaches into a generated turn. Where
+Pieces are tokenised one by one, so merges of the tokenizer never reach into a generated turn. If
 the template puts a special token at the border, which no merge crosses, the pieces give the same
-tokens as the whole text. Where it does not, the text is the same and a token at the border may
-differ from those of the whole text; `TurnRenderer.findings` says so.
+tokens as the whole text. Otherwise the text is the same but a token at the border may differ;
+`TurnRenderer.findings` says so.
 
 Example:
     >>> from asyncrl.tasks.model import builtin_tokenizer
@@ -24,11 +23,9 @@ Example:
     >>> tokenizer.decode(renderer.between(question, [{"role": "user", "content": "less"}], turn))
     '<user>less<assistant>'
 
-Compares what stands around turns with whole conversations, as the chat template renders them.
-
-A turn is rendered with the messages nearest to it only, and a template may change earlier turns.
-Whether that makes a difference is tried with a conversation of our own at the start, and later with
-those that come.
+A turn is rendered with only the messages nearest to it, although a template may change earlier
+turns. `ConversationCheck` compares the result with whole conversations: one of our own at the
+start, and actual ones later.
 """
 
 from __future__ import annotations
@@ -55,8 +52,7 @@ logger = logging.getLogger(__name__)
 
 History = Literal["keep", "template"]
 """Policy for templates that change earlier turns (Qwen3 removes their reasoning). `keep` keeps the
-generated tokens; `template` continues in a new context with the template's version.
-"""
+generated tokens; `template` continues in a new context with the template's version."""
 
 PROBE_QUESTION: Message = {"role": "user", "content": "question"}
 _MARK = "words-of-a-message"
@@ -105,7 +101,7 @@ class ConversationCheck:
                 return
 
     def probe_answer_of(self, tools: Tools) -> None:
-        """Check a tool's answer, once."""
+        """Check the answer of a tool, once."""
         if "tool" in self._looked_for:
             return
         function = tools[0].get("function", tools[0])
@@ -118,7 +114,7 @@ class ConversationCheck:
     def look_for(
         self, near: Sequence[Message], new: Sequence[Message], tools: Tools | None
     ) -> None:
-        """Check, once for each role, that the template shows the content of its messages."""
+        """Check, once for each role, that the template shows the content of messages."""
         if any(message.get("role") not in self._looked_for for message in new):
             self._look_for([*near, {"role": "assistant", "content": _PROBE_TURNS[0]}], new, tools)
 
@@ -150,11 +146,10 @@ class ConversationCheck:
         tools: Tools | None,
         text: str,
     ) -> str:
-        """Compare with the whole conversation as the template renders it; return the end of the
-        turn.
+        """Compare the end of a turn with the whole conversation as the template renders it.
 
-        The check happens at turns 1, 2, 4, 8, ..., so that all checks together cost a fixed number
-        of renderings of the conversation.
+        The check happens at turns 1, 2, 4, 8, ..., so that all checks together cost a fixed
+        number of renderings of the conversation.
         """
         whole = text
         with contextlib.suppress(RenderingError):  # of the turn as plain content: some refuse it
@@ -227,7 +222,7 @@ class TokenPieces:
         self._anchor = _anchor(tokenizer)
 
     def beginning(self, text: str) -> list[int]:
-        """Return the tokens of a text at the very beginning, with those that the tokenizer adds."""
+        """Return the tokens of the very first text, including those that the tokenizer adds."""
         ids: list[int] = self._tokenizer(text)["input_ids"]
         return ids
 
@@ -385,7 +380,7 @@ class TurnRenderer:
             self._check.needs_whole = before
 
     def turn_text(self, turn_tokens: Sequence[int] | IntArray) -> str:
-        """Return a turn's content for a message, special tokens included, without its stop token."""
+        """Return a turn's content for a message, with special tokens but not its stop token."""
         text = self._pieces.text(turn_tokens)
         return text if self._template is None else text.removeprefix(self._check.lead)
 
@@ -399,8 +394,7 @@ class TurnRenderer:
     def _closing_of(self, template: ChatTemplate, check: ConversationCheck) -> list[int]:
         """Return the tokens with which the template ends a turn, up to the first special one.
 
-        Return None if the next role's token ends it, as in GLM, since the policy chooses that
-        token.
+        Return None if the next role's token ends it, as in GLM: the policy chooses that token.
         """
         text = end_of_turn(template, [PROBE_QUESTION], [], None, generation_prompt=False)
         ids = self._pieces.after(text)

@@ -1,7 +1,7 @@
-"""A turn's calls of tools, checked against the tools that there are. Pure; nothing raises.
+"""Finds the tool calls of a turn and checks them against the tools. Pure; nothing raises.
 
-What is wrong with a call is told to the model as the tool's result, so that it can learn from it:
-JSON that cannot be read, a tool that does not exist, arguments that do not fit its schema.
+The model reads a call's error as the tool's result, so that it can learn from it: unreadable JSON,
+an unknown tool, arguments that do not fit the schema.
 
 Example:
     >>> tools = [{"type": "function", "function": {"name": "add", "parameters": {
@@ -9,8 +9,6 @@ Example:
     >>> text = '<tool_call>{"name": "add", "arguments": {"a": "x"}}</tool_call>'
     >>> parse_turn(text, "hermes", tools).calls[0].result()["content"]
     "error: wrong arguments for add: a: 'x' is not of type 'integer'"
-
-Compares the arguments of a tool's call with the tool's JSON schema, in bounded time. Pure.
 
 Schemas come from agents and servers, arguments from the policy, and the check runs in the
 generator's event loop, where all samples wait for it. So it is bounded by an amount of work, which
@@ -41,8 +39,7 @@ _MAX_WORK = 20_000
 """Limit of a check, in units of about 10 µs: one keyword, or ten of its values."""
 _VALUES, _CHARACTERS = 10, 10_000
 """This many values of a keyword cost as much as a keyword; this many characters of the arguments
-double the cost of each keyword.
-"""
+double the cost of each keyword."""
 _UNBOUNDED = (
     *("pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties"),
     "$dynamicRef",
@@ -116,9 +113,7 @@ def _validator() -> Any:
 
 
 def _without_names(schema: Any) -> Any:
-    """Remove `$schema` and `$id`, with which jsonschema would use other keywords than ours and
-    search the whole schema.
-    """
+    """Remove `$schema` and `$id`, which select other keywords and a search of everything."""
     if isinstance(schema, list):
         return [_without_names(one) for one in schema]
     if not isinstance(schema, Mapping):
@@ -140,7 +135,7 @@ def _counted(keyword: Keyword) -> Keyword:
 
 
 def _ref(validator: Any, ref: Any, instance: Any, _schema: Any) -> Iterator[Any]:
-    """Follow references into the schema itself only: other places may be remote or need a search."""
+    """Follow references into the schema itself only; others may be remote or need a search."""
     if not ref.startswith("#"):
         raise ValueError(ref)
     target: Any = _CHECK.get().schema

@@ -14,8 +14,7 @@ from asyncrl.rollout.trajectory import IntArray
 
 _TOKEN_CHARACTERS = 256
 """An upper bound of characters per token. A text with more characters than its token limit allows
-is not tokenised, since that would block the generator for seconds.
-"""
+is not tokenised, since that would block the generator for seconds."""
 
 Tools = Sequence[dict[str, Any]]
 Read = Callable[[str, Tools, int], tuple[Message, list[dict[str, Any]]]]

@@ -53,7 +53,7 @@ class TrlEnvironment(ToolTurns):
         self._before = 0.0
 
     def reset(self, row: dict[str, Any], seed: int) -> list[Message] | None:
-        """Reset with the row's columns; append the resulting text to the last user message."""
+        """Reset with the row's columns; append the text to the last user message."""
         del seed
         self._before = 0.0
         columns = _columns(row)
@@ -74,7 +74,7 @@ class AsyncTrlEnvironment(AsyncToolTurns, TrlEnvironment):
     """Like `TrlEnvironment`, where at least one method is async."""
 
     async def reset(self, row: dict[str, Any], seed: int) -> list[Message] | None:  # type: ignore[override]
-        """Reset with the row's columns; append the resulting text to the last user message."""
+        """Reset with the row's columns; append the text to the last user message."""
         del seed
         self._before = 0.0
         columns = _columns(row)
@@ -90,9 +90,7 @@ class AsyncTrlEnvironment(AsyncToolTurns, TrlEnvironment):
 
 
 def adapt(rest: str, args: dict[str, Any]) -> Callable[[], TrlEnvironment]:
-    """Return a factory for `rest`, a class or a function that makes an instance. Raises
-    RewardError.
-    """
+    """Return a factory for `rest`, a class or function that makes instances. Raises RewardError."""
     name = f"trl:{rest}"
     refuse_unknown(args, name, ["replay", "score", "max_result_characters"])
     score = args.get("score", "each_turn")

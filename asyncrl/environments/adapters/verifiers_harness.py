@@ -21,8 +21,7 @@ __all__ = ["PolicyHarness"]
 
 _SECONDS = 86_400.0
 """A turn may wait for the policy as long as the run does; environment.step_timeout_seconds bounds
-the environment's work only.
-"""
+the environment's work only."""
 
 
 @functools.cache
@@ -55,7 +54,7 @@ class PolicyHarness(Harness[PolicyHarnessConfig]):  # type: ignore[misc]
         data: Any,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
-        """Run one segment: from the prompt, or the resumed conversation, to a turn without calls."""
+        """Run one segment: from the prompt, or a resumed conversation, to a turn without calls."""
         del trace, runtime, tool_interception_url
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
@@ -101,7 +100,7 @@ class PolicyHarness(Harness[PolicyHarnessConfig]):  # type: ignore[misc]
 
 
 async def _called(function: dict[str, Any], dispatch: Any, connections: Any) -> Any:
-    """Return a tool's answer; an error counts as an answer to the model."""
+    """Return the answer of a tool; an error counts as an answer."""
     name = function["name"]
     if name not in dispatch:
         return f"error: there is no tool {name!r}, there are: {', '.join(dispatch)}"

@@ -32,8 +32,7 @@ IGNORABLE = (
     *("chat_template_kwargs", "prediction", "modalities"),
 )
 """Parameters that the endpoint may ignore (`environment.args.ignore`): the run's value is used.
-Parameters that constrain the answer (`n`, `stop`, limits, log-probabilities) are not among them.
-"""
+Parameters that constrain the answer (`n`, `stop`, limits, log-probabilities) are not among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +264,7 @@ def completion(name: str, model: str, created: int, turn: Turn) -> dict[str, Any
 def chunks(
     name: str, model: str, created: int, turn: Turn, *, include_usage: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yield the response as a stream, with the whole turn in one piece since it arrives complete."""
+    """Yield the response as a stream, with the whole turn in one piece, as it arrives complete."""
     head = {"id": name, "object": "chat.completion.chunk", "created": created, "model": model}
     no_usage = {"usage": None} if include_usage else {}
 

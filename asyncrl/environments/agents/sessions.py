@@ -62,9 +62,7 @@ _KIND = user_functions.FunctionKind(
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """The settings of an agent's client: `OpenAI(base_url=client.base_url,
-    api_key=client.api_key)`.
-    """
+    """Settings of an agent's client: `OpenAI(base_url=client.base_url, api_key=client.api_key)`."""
 
     base_url: str
     """The URL of this process's endpoint, on a loopback address."""
@@ -180,7 +178,7 @@ async def _run_command(words: list[str], given: bytes, environment: dict[str, st
 
 
 class _Exiting(asyncio.subprocess.SubprocessStreamProtocol):
-    """Signals that the process has exited; `Process.wait` also waits until its pipes are closed."""
+    """Signals that the process has exited; `Process.wait` also waits for its pipes to be closed."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(limit=1 << 16, loop=loop)
@@ -204,7 +202,7 @@ async def _feed(stream: asyncio.StreamWriter, given: bytes) -> None:
 
 
 async def _read(stream: asyncio.StreamReader, kept: bytearray) -> None:
-    """Keep the last bytes of a stream, and read all of it so that the writer does not block."""
+    """Keep the last bytes of a stream; read all of it so that the writer does not block."""
     while part := await stream.read(1 << 16):
         kept += part
         del kept[:-_OUTPUT_BYTES]
