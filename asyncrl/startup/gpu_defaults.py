@@ -1,10 +1,10 @@
-"""What `auto` settings are on a run's devices, decided at its start and written to config.yaml.
+"""Resolves `auto` settings from a run's devices at its start, for config.yaml.
 
 trainer.dtype            by the compute capability of the trainer's GPUs
 cache.max_draft_tokens   by whether drafts can pay on the engines' GPUs
 
-Each function returns the configuration and a line for people, which is empty where nothing
-was chosen or everything runs on a CPU, as it always did.
+Each function returns the configuration and a line for the user, which is empty if nothing was
+chosen or everything runs on a CPU.
 """
 
 from __future__ import annotations
@@ -17,20 +17,17 @@ from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
 from asyncrl.trainer.checkpoint.format.files import dtype_of_run
 
 _VISITS = 2
-"""How often a run's steps must see each prompt for drafts to pay: in the last pass all samples can
-be drafted from those of earlier ones."""
+"""How often a run must see each prompt for drafts to pay: in the last pass all samples can be
+drafted from earlier ones."""
 
 
 def with_trainer_dtype(config: RunConfig, gpus: GpuPlan | None) -> tuple[RunConfig, str]:
     """Resolve `trainer.dtype: auto` by the trainer's devices.
 
-    It stays `auto` where only the trainer's process sees its device, which then resolves it
-    (`asyncrl.trainer.scoring.for_own_device`): with other launchers than the local one, and where a
-    torch for CUDA may find a GPU that neither nvidia-smi nor /proc shows, as on Tegra.
-
-    Args:
-        config: of the run.
-        gpus: of each process of a local run; None: there are none, or the launcher places them.
+    It stays `auto` if only the trainer's process sees its device and resolves it there
+    (`asyncrl.trainer.scoring.for_own_device`): with launchers other than the local one, and if a
+    torch for CUDA may find a GPU that neither nvidia-smi nor /proc shows, as on Tegra. `gpus` are
+    those of a local run, None if there are none or the launcher places them.
     """
     if config.trainer.dtype != "auto":
         return config, ""
@@ -58,9 +55,9 @@ def with_trainer_dtype(config: RunConfig, gpus: GpuPlan | None) -> tuple[RunConf
 
 
 def with_recorded_dtype(config: RunConfig) -> RunConfig:
-    """With `trainer.dtype: auto` as the checkpoints of the run that is resumed have it.
+    """Replace `trainer.dtype: auto` by the type of the resumed run's checkpoints.
 
-    Under another one it would be another run; what a user names is compared, and refused.
+    Another type would make it another run. An explicit type is compared and refused.
     """
     found = dtype_of_run(config.directory / "checkpoints")
     if config.trainer.dtype != "auto" or found is None:
@@ -70,7 +67,7 @@ def with_recorded_dtype(config: RunConfig) -> RunConfig:
 
 
 def visits_of(config: RunConfig, prompts: int) -> float:
-    """How often a run's steps see each of so many prompts."""
+    """Return how often a run's steps see each of `prompts` prompts."""
     return config.run.steps * config.scheduler.groups_per_step / max(1, prompts)
 
 
@@ -79,15 +76,11 @@ def with_drafts_that_pay(
 ) -> tuple[RunConfig, str]:
     """Resolve `cache.max_draft_tokens: auto`.
 
-    With a drafter vLLM does not schedule asynchronously, which costs a quarter of its speed or
-    more. What verification rejects, 4% to 10% of the tokens (docs/simulation.md), is too little to
-    make up for that, so prompts must come back. A step of SGLang's that may hold drafts runs as a
-    prefill. The torch engine pays nothing for a drafter: its planner drafts where it is faster.
-
-    Args:
-        config: of the run.
-        on_gpu: whether the engines are on GPUs.
-        visits: how often each prompt is sampled.
+    With a drafter, vLLM does not schedule asynchronously, which costs a quarter of its speed or
+    more. The tokens that verification rejects, 4% to 10% (docs/simulation.md), are too few to make
+    up for that, so prompts must recur: `visits` is how often each is sampled. A step of SGLang's
+    that may hold drafts runs as a prefill. The torch engine does not pay for a drafter: its planner
+    drafts only where it is faster.
     """
     if config.cache.max_draft_tokens != "auto":
         return config, ""
