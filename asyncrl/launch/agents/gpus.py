@@ -1,4 +1,4 @@
-"""How many GPUs an agent's child would find."""
+"""Counts the GPUs that an agent's child would find."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from asyncrl.launch.placement import VISIBLE, select_gpus
 
 
 def count_gpus() -> int:
-    """Those of the machine that CUDA_VISIBLE_DEVICES leaves; 0 if torch is built for the CPU.
+    """Count the GPUs that CUDA_VISIBLE_DEVICES leaves; 0 if torch is built for the CPU.
 
-    Raises:
-        UserError: nvidia-smi does not answer, or the variable names GPUs that do not exist.
+    Raises UserError if nvidia-smi does not answer, or the variable names GPUs that do not exist.
     """
     if torch_build().cuda is None:
         return 0
