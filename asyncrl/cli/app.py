@@ -30,7 +30,6 @@ TRAINING, WATCHING, STEERING, MACHINE = "Train", "Watch", "Steer an active run",
 
 
 def _names_of_runs(context: typer.Context, incomplete: str) -> list[str]:
-    """Complete names of runs in the shell."""
     runs = Path(context.params.get("runs") or DEFAULT_RUNS)
     return sorted(
         path.parent.name

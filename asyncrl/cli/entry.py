@@ -27,7 +27,7 @@ _ABOUT_PATHS = (
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST),
     *(errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG),
 )
-"""With a file name, these errors say what the user has to change."""
+"""Errors that, with a file name, say what the user has to change."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ABOUT_DISKS = (
     *(errno.EIO, errno.ESTALE, errno.ENOLCK, errno.ENOTCONN),

@@ -14,7 +14,7 @@ class ConfigByStep:
 
     def __init__(self, config: RunConfig) -> None:
         self.whole = config
-        """With all changes as they are written."""
+        """The configuration with all changes as they are written."""
         self._first_steps = sorted({0, *config.run.changes})
         self._configs = [config.at(step) for step in self._first_steps]
 

@@ -20,10 +20,8 @@ from asyncrl.config.former import refusal
 from asyncrl.suggestions import nearest, shortened
 
 MAX_LINES = 20
-"""Maximum number of mistakes in one error."""
 
 _SHOWN = 80
-"""Maximum length of a quoted value in characters."""
 
 _MESSAGES = {
     "model_type": "must be a mapping of settings (lines of `key: value`)",

@@ -69,11 +69,9 @@ class Setting:
     """One key that a user may set."""
 
     name: str
-    """Name within its section."""
     values: str
     """Allowed values: the type or the choices, then the bounds."""
     default: str
-    """The default as YAML."""
     meaning: str
     """Docstring of the field, on one line."""
     may_change: str = ""
@@ -95,7 +93,7 @@ class Section:
     meaning: str
     """Docstring of the class and of the field that holds it. May have several paragraphs."""
     settings: tuple[Setting, ...]
-    """In the order of the class, without nested sections."""
+    """Settings in the order of the class, without nested sections."""
 
 
 def sections() -> list[Section]:

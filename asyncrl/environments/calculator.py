@@ -73,7 +73,7 @@ class Calculator:
 
 
 def evaluate(expression: str) -> str:
-    """Evaluate an expression of whole numbers; return `error` if it has no value."""
+    """Evaluate an expression of whole numbers; return `error` if it does not have a value."""
     if len(expression) > _MAX_CHARACTERS:
         return "error"
     try:
@@ -95,7 +95,6 @@ def _value(node: ast.expr) -> int:
 
 
 def _expression(action: Action) -> str | None:
-    """Return the expression to compute, or None if the turn is an answer."""
     for call in action.tool_calls:
         arguments = call.get("arguments")
         if call.get("name") == NAME and isinstance(arguments, dict):

@@ -25,9 +25,7 @@ class RefusedCallError(Exception):
     def __init__(self, message: str, *, status: int = 400, parameter: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        """HTTP status."""
         self.parameter = parameter
-        """The invalid parameter."""
 
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's format."""
@@ -140,7 +138,6 @@ def _given_reasoning(message: Mapping[str, Any]) -> str:
 
 
 def _text(content: Any) -> Any:
-    """Return the text of a content; other values are returned unchanged."""
     if content is None:
         return ""
     if isinstance(content, list) and all(
@@ -157,7 +154,6 @@ def _name_of_call(call: Any) -> str | None:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """Return a call with its arguments as an object."""
     function = call["function"]
     arguments = function.get("arguments")
     if arguments is None or arguments == "":

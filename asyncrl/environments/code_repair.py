@@ -79,7 +79,6 @@ class CodeRepair:
         return StepResult(failure, done=self._wrong >= self._attempts)
 
     def _failure(self, program: str) -> str | None:
-        """Describe the first failing test; None if all pass."""
         try:
             return _failure_of(program, json.dumps(self._tests), self._seconds, self._memory_mib)
         except _SlowError as slow:
@@ -96,7 +95,7 @@ class _SlowError(Exception):
 
 @functools.lru_cache(maxsize=4096)
 def _failure_of(program: str, tests: str, seconds: int, memory_mib: int) -> str | None:
-    """Like `CodeRepair._failure`, for one run. Raises SandboxError, _SlowError."""
+    """Run a program once; see `CodeRepair._failure`. Raises SandboxError, _SlowError."""
     wanted = [test for test in read_tests(tests, "tests") if isinstance(test, Called)]
     failure = None
     for first in range(0, len(wanted), MAX_CALLS):

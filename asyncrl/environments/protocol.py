@@ -57,10 +57,10 @@ FailureReason = Literal[
     "not_loaded",
     "unavailable",
 ]
-"""Why an environment did not answer: it raised, timed out, lost its process, violated the protocol,
-returned a reward that is not finite or an observation that is too long, started too many processes,
-or answered the same actions differently although it is `deterministic`; it could not be loaded
-again in a new process; or a service that it needs is down."""
+"""The reason why an environment did not answer: it raised, timed out, lost its process, violated
+the protocol, returned a reward that is not finite or an observation that is too long, started too
+many processes, or answered the same actions differently although it is `deterministic`; it could
+not be loaded again in a new process; or a service that it needs is down."""
 
 UNSCORED: frozenset[FailureReason] = frozenset({"not_deterministic", "not_loaded", "unavailable"})
 """Failures that do not concern the policy's turns, like all failures of `reset`."""
@@ -93,11 +93,10 @@ class StepResult:
     observation: Observation | None = None
     """None or empty only with `done`."""
     done: bool = False
-    """The sample ends with this turn."""
     reward: float = 0.0
     """The turn's reward; a sample's reward is their sum."""
     info: dict[str, Any] = field(default_factory=dict)
-    """For the user only; it is not passed on."""
+    """Data for the user only; it is not passed on."""
     new_conversation: bool = False
     """The observation is a whole conversation, which replaces the present one."""
     tools: list[dict[str, Any]] | None = None

@@ -19,19 +19,16 @@ from asyncrl.suggestions import nearest
 from asyncrl.user_code import loading as user_functions
 
 Factory = Callable[[], Any]
-"""Makes one environment."""
 
 BUILTIN: dict[str, str] = {
     "calculator": "asyncrl.environments.calculator:Calculator",
     "code_repair": "asyncrl.environments.code_repair:CodeRepair",
     "guessing": "asyncrl.environments.guessing:Guessing",
 }
-"""The classes of built-in environments."""
 ADAPTERS: dict[str, str] = {
     prefix: f"asyncrl.environments.adapters.{prefix}:adapt"
     for prefix in ("gymnasium", "openenv", "python_tools", "trl", "verifiers")
 } | {"agent": "asyncrl.environments.agents.sessions:adapter"}
-"""The adapter functions by prefix."""
 
 _KIND = user_functions.FunctionKind(
     noun="environment", signature="Class()", arguments=(), error=RewardError
@@ -85,7 +82,6 @@ def load_factory(name: str, args: dict[str, Any]) -> Factory:
 
 
 def _adapter_like(prefix: str) -> str:
-    """Return '. Did you mean x?', or an empty string if no adapter has a similar name."""
     close = difflib.get_close_matches(prefix[:64], ADAPTERS, n=1, cutoff=0.75)
     return f". Did you mean {close[0]!r}?" if close else ""
 

@@ -78,7 +78,6 @@ class ConversationCheck:
         self.findings: dict[str, str] = {}
         """Warnings for the user, one sentence per kind."""
         self._looked_for: set[Any] = set()
-        """Roles that have been checked."""
 
     def probe(self) -> None:
         """Compare with a conversation that every template should accept, once."""
@@ -435,7 +434,6 @@ def _as_messages(messages: Sequence[Message] | str) -> list[Message]:
 
 
 def _plain(messages: Sequence[Message] | str) -> str:
-    """Concatenate texts unchanged."""
     if isinstance(messages, str):
         return messages
     return "".join(str(message.get("content") or "") for message in messages)

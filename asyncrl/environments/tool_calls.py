@@ -54,8 +54,6 @@ class _TooMuchError(Exception):
 
 
 class _Check:
-    """The budget of one check of `characters` characters against `schema`."""
-
     def __init__(self, schema: Mapping[str, Any], characters: int) -> None:
         self.schema = schema
         self._left = float(_MAX_WORK)
@@ -165,7 +163,6 @@ def _unique(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[
 
 
 CallError = Literal["json", "unknown_tool", "arguments"]
-"""Kinds of wrong calls, as they are counted."""
 _ID_LENGTH = 9
 """Mistral's templates accept only ids of this length."""
 _MAX_MESSAGE = 500
@@ -182,7 +179,6 @@ class ToolCall:
     name: str
     """The tool's name; empty if it could not be read."""
     arguments: dict[str, Any]
-    """Empty if the arguments could not be read."""
     error: str = ""
     """The error that the model reads instead of a result; empty if the call is right."""
     error_kind: CallError | None = None

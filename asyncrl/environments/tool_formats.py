@@ -30,13 +30,10 @@ class WrittenCall:
     """A call as a model wrote it."""
 
     text: str
-    """The text of the call."""
     name: str = ""
-    """The tool's name; empty if it cannot be read."""
     arguments: Any = None
     """The model's arguments: an object, if they are right."""
     error: str = ""
-    """Why the call cannot be read."""
     id: str = ""
     """The model's id of the call, or empty."""
     in_texts: bool = False
@@ -213,7 +210,6 @@ def _whole(digits: str) -> int:
 
 
 def _depth(value: Any) -> int:
-    """Return the nesting depth of a value."""
     depth, level = 1, [value]
     while level := [one for part in level for one in _inside(part)]:
         depth += 1
@@ -246,7 +242,6 @@ def _call(text: str, value: Any) -> WrittenCall:
 
 
 def _objects(text: str) -> Iterator[WrittenCall]:
-    """Yield objects that are separated by `;` or white space."""
     decoder, place = json.JSONDecoder(), 0
     while place < len(text):
         if text[place] in "; \t\r\n":
@@ -261,7 +256,6 @@ def _objects(text: str) -> Iterator[WrittenCall]:
 
 
 def _of_keywords(text: str, name: str, arguments: str) -> WrittenCall:
-    """Read a call written as Python, with literal keyword arguments."""
     try:
         call = ast.parse(f"f({arguments})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):

@@ -147,7 +147,6 @@ def docstring_parts(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def _without_titles(schema: Any) -> Any:
-    """Remove pydantic's titles, which are our numbered names."""
     if isinstance(schema, list):
         return [_without_titles(one) for one in schema]
     if not isinstance(schema, dict):

@@ -212,7 +212,6 @@ class Translation:
         return Observed(ids, messages)
 
     def _of_ids(self, observation: Observation) -> tuple[IntArray, list[Message]]:
-        """Convert token ids to an array and a message. Raises BadAnswerError."""
         tokens = np.asarray(observation, np.int64)
         if tokens.max() >= self._vocabulary:
             raise BadAnswerError(

@@ -184,8 +184,6 @@ async def _evaluate_served(
 async def _generator(
     config: RunConfig, task: Task, engine: Engine, closing: AsyncExitStack
 ) -> SampleGenerator:
-    """Start a run's sample generator, with environment and rewards."""
-
     def decode(tokens: list[int]) -> str:
         return str(task.tokenizer.decode(tokens, skip_special_tokens=True))
 

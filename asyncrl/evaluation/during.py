@@ -159,7 +159,6 @@ class EvaluationDuringTraining:
         await self._deal(workers)
 
     async def _deal(self, workers: list[GeneratorWorker]) -> None:
-        """Assign the unassigned samples to these generators, by their slots."""
         one = self._round
         if one is None or not one.samples.waiting:
             return

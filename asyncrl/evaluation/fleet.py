@@ -40,7 +40,6 @@ class FleetEvaluation:
         self.during = during
         self.results = results
         self._version = 0
-        """The policy version that is evaluated."""
         self._round: EvaluationRound | None = None
 
     @property

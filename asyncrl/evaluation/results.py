@@ -50,7 +50,7 @@ class EvaluationResults:
         self._log = EvaluationsLog(self._path)
         self._known = 0
         self.records: list[EvaluationRecord] = []
-        """In order of their steps, without those of steps that were lost."""
+        """Records in order of their steps, without those of steps that were lost."""
         self.reload()
 
     def configure(self, config: EvaluationConfig) -> None:

@@ -45,7 +45,6 @@ class PlannedSet:
     prompts: int
     """Number of its prompts, from its start."""
     samples: int
-    """Samples per prompt."""
 
     @property
     def total(self) -> int:
@@ -181,7 +180,6 @@ def _by_prompt(values: NDArray[Any], counted: NDArray[np.bool_]) -> NDArray[np.f
 
 
 def _error(per_prompt: NDArray[np.float64]) -> float | None:
-    """Return the standard error of the mean over prompts."""
     if len(per_prompt) < 2:
         return None
     return float(per_prompt.std(ddof=1) / math.sqrt(len(per_prompt)))
@@ -208,11 +206,8 @@ class Accuracy:
 
 
 class _Result(NamedTuple):
-    """The result of one sample."""
-
     reward: float
     tokens: int
-    """Response tokens."""
     verdict: Verdict
 
 

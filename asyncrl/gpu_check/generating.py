@@ -74,11 +74,8 @@ class Work:
     """The work of an engine."""
 
     rows: int
-    """Concurrent requests."""
     prompt: int
-    """Tokens of a prompt."""
     tokens: int
-    """Tokens of each response."""
 
     @classmethod
     def of(cls, context: Context) -> Work:
@@ -171,7 +168,6 @@ async def _speed(made: Engine, work: Work, vocabulary: int) -> dict[str, Any]:
 
 
 async def _round(made: Engine, work: Work, vocabulary: int) -> list[np.ndarray[Any, Any]]:
-    """Return the log-probabilities of each response."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, vocabulary, (work.rows, work.prompt)).astype(np.int32)
 
@@ -215,9 +211,7 @@ class Case:
     top_k: int
     responses: int
     length: int
-    """Tokens of each response."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings of the engine."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +220,6 @@ class Found:
 
     measured: NoiseFloor
     outside: float
-    """Share of the tokens outside the top K."""
     model: float
     """Rejected share by the simulator's model."""
 

@@ -82,7 +82,6 @@ def _unseen() -> str:
 
 
 def _nvidia_smi() -> list[str]:
-    """Return the lines of `_QUERY` for each GPU, or an error."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]

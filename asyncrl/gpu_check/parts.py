@@ -13,7 +13,7 @@ class Context:
     """The input of a part."""
 
     folder: Path
-    """For files. All parts share it: a model made by one serves the next."""
+    """Folder for files. All parts share it: a model made by one serves the next."""
     gpus: int
     """GPUs that torch sees."""
     small: bool
@@ -50,15 +50,12 @@ class Part:
 
     name: str
     what: str
-    """Description for `--list`."""
     function: str
     """`module:function`. It takes a `Context`, returns `Said`, raises `LeftOut` or `PartFailed`."""
     seconds: float
-    """Time limit."""
     packages: tuple[str, ...] = ()
     """Imported modules that may be missing."""
     gpus: int = 0
-    """Minimum number of GPUs."""
     or_cpu: bool = False
     """True if it also runs without a GPU, although it needs `gpus` of them if there are any."""
 

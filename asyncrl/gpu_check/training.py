@@ -112,7 +112,6 @@ def shown_flops(flops: float) -> str:
 
 
 def _matrix_flops(context: Context) -> float:
-    """Return the FLOP/s of a large product of random matrices."""
     size = 8192 if context.gpus and not context.small else 512
     kind = torch.bfloat16 if context.gpus else torch.float32
     one, other = (torch.randn(size, size, device=context.device).to(kind) for _ in range(2))

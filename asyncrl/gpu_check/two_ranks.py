@@ -50,7 +50,6 @@ def ranks(context: Context) -> Said:
 
 
 def _pair(what: str, context: Context, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the results of both processes."""
     with tempfile.TemporaryDirectory(dir=context.folder) as meeting:
         children = []
         for rank in range(2):

@@ -52,11 +52,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"):
     """Unique in the run, e.g. "generator-0"; a replacement is "generator-0.1"."""
     run_directory: str
     control_address: str
-    """The controller's address."""
     parent: int
-    """Process id of the launcher."""
     threads: int
-    """Threads for tensor work."""
     process_index: int = 1
     """Index of the process in the run; the controller is 0. Determines its metrics port."""
     metrics_port: int | None = None
@@ -95,11 +92,9 @@ class ModelSpec(ProcessSpec, frozen=True, kw_only=True):
     data_address: str
     """The trainer's address for trajectories; for a rank, its own."""
     ranks: int = 1
-    """Processes of the trainer."""
     tokenizer: TokenizerDigest | None = None
     """The tokenizer of the run's prompts, which the process's must equal; None: not compared."""
     gpus: int = 0
-    """Number of GPUs that its node has for it."""
     relayed: bool = False
     """True if its control messages go through the relay of its node."""
     trace_key: str = ""
@@ -118,7 +113,6 @@ class TrainerSpec(ModelSpec, frozen=True, kw_only=True, tag="trainer"):
 
     role: ClassVar[Literal["trainer"]] = "trainer"
     rank: int = 0
-    """Rank of this process."""
     lineage: int = 0
     """Number of trainers of the run before this one."""
     resume_from: int | None = None
@@ -178,7 +172,6 @@ class RelaySpec(ProcessSpec, frozen=True, kw_only=True, tag="relay"):
     ports: tuple[int, ...] = ()
     """Fixed ports, if any: for its trainer's weights, its node's weights and files."""
     advertised: str = ""
-    """As in `TrainerSpec`."""
 
 
 ChildSpec = TrainerSpec | GeneratorSpec | RelaySpec
@@ -228,25 +221,20 @@ class GeneratorKeys(msgspec.Struct, frozen=True, tag=True):
     """The keys of a generator."""
 
     control: LineKeys
-    """Keys for the controller."""
     data: LineKeys
-    """Keys for the trainer."""
 
 
 class TrainerKeys(msgspec.Struct, frozen=True, tag=True):
     """The keys of the trainer."""
 
     control: LineKeys
-    """Keys for the controller."""
     data: HubKeys
-    """Keys for the generators."""
 
 
 class RelayKeys(msgspec.Struct, frozen=True, tag=True):
     """The keys of a relay."""
 
     control: LineKeys
-    """Keys for the controller."""
     weights: HubKeys
     """Keys for the nodes that request weights from this one."""
     children: HubKeys

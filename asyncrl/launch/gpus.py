@@ -37,9 +37,8 @@ class Gpu:
     """Begins with GPU- or MIG-."""
     model: str = "GPU"
     memory_mib: int | None = None
-    """None if unknown."""
     number: int | None = None
-    """In nvidia-smi's order; None for a part."""
+    """Number in nvidia-smi's order; None for a part."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability, e.g. (9, 0); None if unknown."""
     of: str = ""

@@ -42,7 +42,6 @@ class ProcessStatus(NamedTuple):
     session: int
     """Process id of the leader of its session, which may have ended."""
     started: int
-    """Clock ticks from boot to its start."""
 
     @property
     def has_ended(self) -> bool:
@@ -129,7 +128,6 @@ def with_variable(name: str, values: set[str]) -> Iterator[ProcessIdentity]:
 
 
 def _everyone() -> Iterator[ProcessIdentity]:
-    """Yield all processes that have not ended, without this one."""
     for path in _PROC.glob("[0-9]*"):
         process = identity_of(int(path.name))
         if process is not None and process.pid != os.getpid() and is_running(process):

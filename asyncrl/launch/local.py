@@ -187,7 +187,6 @@ def hand_over(keys: ChildKeys, process: subprocess.Popen[bytes]) -> None:
 
 
 def _open_log(path: Path) -> BinaryIO:
-    """Open the log file; if the disk fails, the output is dropped, with a log message."""
     try:
         return path.open("ab")
     except OSError as error:

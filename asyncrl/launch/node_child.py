@@ -99,7 +99,6 @@ class Place:
     """The place at which a child is started."""
 
     node: str
-    """Name of the node."""
     ip: str
     """Address at which its children listen."""
     gpus: list[str] | None = None
@@ -210,7 +209,6 @@ class NodeChild:
             self._ended.set()
 
     def _keep_one(self, command: list[str], keeper: int) -> None:
-        """Start another keeper whenever one ends before the child."""
         while True:
             _wait_for_end(keeper)
             if self._ended.wait(_KEEPER_SECONDS):

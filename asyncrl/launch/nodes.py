@@ -20,14 +20,13 @@ class NodeInfo(msgspec.Struct, frozen=True):
     """Identifies the memory that the processes of a machine share; equal on two nodes if they share
     it."""
     python: str
-    """Major and minor version."""
     asyncrl: str
     """Version and digest of the code; empty if it cannot be imported."""
     shares_run_directory: bool
     has_model: bool
     gpus: int = 0
     unreachable: str = ""
-    """Why it cannot reach the controller's machine; empty if it can."""
+    """The reason why it cannot reach the controller's machine; empty if it can."""
     disk: str = ""
     """Identifies its folder of temporary files, which holds a run's files that it does not
     share.

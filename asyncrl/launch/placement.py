@@ -28,7 +28,6 @@ class GpuNeeds:
     """The numbers of GPUs that a run's processes want."""
 
     generators: int
-    """Number of generators."""
     per_generator: int
     """0: they run on the CPU."""
     trainer: int
@@ -65,7 +64,6 @@ class GpuPlan:
     generators: tuple[tuple[Gpu, ...], ...]
     trainer: tuple[Gpu, ...]
     spare: tuple[Gpu, ...]
-    """GPUs that no process uses."""
     renumbers: bool
     """True if CUDA_VISIBLE_DEVICES was not set, so that numbers can be those of nvidia-smi."""
 
@@ -202,7 +200,6 @@ def _too_few(gpus: Sequence[Gpu], needs: GpuNeeds) -> str:
 
 
 def _remedies(count: int, needs: GpuNeeds) -> str:
-    """Return settings that would fit."""
     ways = []
     own = needs.total - needs.generators * needs.per_generator
     fit = (count - own) // needs.per_generator if needs.per_generator else 0

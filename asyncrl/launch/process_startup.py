@@ -62,7 +62,6 @@ class Child(Generic[SpecT, MetricsT]):
     spec: SpecT
     config: RunConfig
     control: Line[Any]
-    """The line to the controller."""
     metrics: MetricsT
     exporter: Exporter | None
     """Serves the metrics; None where they are turned off."""
@@ -166,7 +165,6 @@ def _tracer(
     metrics: ProcessMetrics,
     timeline: Timeline,
 ) -> Tracer | None:
-    """Make the tracer of this process, with the times of its time line."""
     settings = config.monitoring.tracing
     if not settings.enabled:
         return None

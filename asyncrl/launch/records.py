@@ -41,7 +41,6 @@ MARK_VARIABLE = "ASYNCRL_CONTROLLER_MARK"
 TERM_SECONDS = 5.0
 """Time for leftover processes to end after SIGTERM, before they are killed."""
 KILL_SECONDS = 10.0
-"""Longest wait for a killed process to end."""
 
 _POLL_SECONDS = 0.02
 _FILE = "processes.jsonl"
@@ -55,7 +54,6 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     process: ProcessIdentity
     """The process, which leads a session of the same number."""
     mark: str
-    """Mark of the controller that started it."""
 
 
 class ProcessRecords:
@@ -122,7 +120,6 @@ def end_leftovers(run: Path, say: Callable[[str], None]) -> None:
 
 
 def _end(remaining: Callable[[], Iterable[ProcessIdentity]], *, gently: bool) -> None:
-    """End processes, including new ones. Raises AsyncrlError if one does not end."""
     began = time.monotonic()
     if gently:
         for process in remaining():

@@ -81,7 +81,6 @@ class Found:
     """The result of one call."""
 
     value: Any = None
-    """The returned value as JSON."""
     failed: bool = True
     """True if the call raised, timed out, returned a value that JSON cannot hold, or was not
     made.

@@ -25,7 +25,6 @@ import types
 from typing import Any, NoReturn
 
 MAX_BYTES = 256 * 1024
-"""Limit of the output of one call's process."""
 _LOOK_SECONDS = 0.05
 _FOLDER = "/tmp"  # noqa: S108 - inside
 _FILE = "solution.py"
@@ -105,7 +104,6 @@ def _make(program: str, call: list[str], writing: int) -> NoReturn:
 
 
 def _plain(value: Any) -> Any:
-    """Convert arrays and numbers of libraries to JSON values."""
     return value.tolist() if hasattr(value, "tolist") else float(value)
 
 

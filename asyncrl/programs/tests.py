@@ -45,7 +45,6 @@ class Called:
     arguments: str
     """The list of arguments in Python syntax."""
     returns: Any
-    """A JSON value."""
     bools_are_numbers: bool = False
     """True if True equals 1, as for Python's `==`."""
 

@@ -55,14 +55,13 @@ from asyncrl.wire.transport.atomic_files import write_atomically
 logger = logging.getLogger(__name__)
 
 Ending = Literal["done", "stopped", "failed"]
-"""How a run ended: all steps trained, stopped by the user, or with an error."""
+"""The end of a run: all steps trained, stopped by the user, or with an error."""
 
 
 class RunState(msgspec.Struct):
     """The contents of run.json: what other commands need to know about a run."""
 
     pid: int
-    """Process id of the controller."""
     control_address: str = ""
     """Address at which the controller answers `asyncrl status|stop|pause|resume`."""
     accuracy_before: float | None = None
@@ -76,11 +75,9 @@ class RunState(msgspec.Struct):
     start: int = 0
     """0 for the first start, else a random number of this start, on which seeds depend."""
     metrics_ports: dict[str, int] = {}
-    """The port of each process's metrics."""
     trace_key: str = ""
     """Drawn at the run's first start. Ids of traces depend on it (`monitoring.tracing`)."""
     web: str = ""
-    """Address of the web page, or empty."""
     tokenizer: TokenizerDigest | None = None
     """Digest of the tokenizer of the run's prompts at its first start."""
     inputs: RunInputs | None = None
@@ -108,9 +105,10 @@ class RunDirectory:
         self.fence = fence
         """The token of its next trainer (`asyncrl.trainer.checkpoint.trainer_lease`)."""
         self.resume_point = resume_point
-        """Where the run continues; a new run starts at step 0 without a checkpoint."""
+        """The point from which the run continues; a new run starts at step 0 without a
+        checkpoint.
+        """
         self.state = state
-        """Written to run.json by `write_state`."""
         self._lock = lock
         self._previous_config = previous_config
 
@@ -277,7 +275,6 @@ def _has_files(path: Path) -> bool:
 
 
 def _clear_after_earlier(path: Path, name: str, say: Callable[[str], None]) -> None:
-    """Clear up after this run's previous controller if it was killed."""
     state = read_state(path) or RunState(0)
     clear_leftovers(path, name=name, pid=state.pid, control_address=state.control_address, say=say)
 

@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 NAME = ".lock"
-"""Name of the file in the run's folder."""
 _LOOKERS_SECONDS = 5.0
 """Longest wait for processes that only check the lock."""
 

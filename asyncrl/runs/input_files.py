@@ -82,7 +82,6 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 def _files(config: RunConfig) -> Iterator[tuple[str, Path]]:
-    """Yield the user's function files that are found, by what they are."""
     names = [("rewards.functions", one.name) for one in config.rewards.functions]
     if config.environment.name is not None:
         names.append(("environment.name", config.environment.name))

@@ -11,7 +11,6 @@ from asyncrl.monitoring.terminal.formatting import without_controls
 from asyncrl.suggestions import nearest
 
 _TAIL_BYTES = 1 << 18
-"""Bytes in which the last lines of a file are looked for."""
 _FOLLOW_SECONDS = 0.3
 
 

@@ -253,7 +253,6 @@ def _dropped(path: Path, damaged: Sequence[RecordError]) -> str:
 
 
 def _copy_records(path: Path, target: Path, *, from_step: int) -> None:
-    """Copy the records that rewinding the run at `path` drops to the folder `target`."""
     for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
         if (path / name).exists():
             shutil.copyfile(path / name, target / name)

@@ -39,7 +39,6 @@ def _is_alive(path: Path) -> bool:
 
 
 _TAIL_BYTES = 1 << 18
-"""Bytes at the end of metrics.jsonl in which the last step is looked for."""
 
 
 class ListedRun(msgspec.Struct, frozen=True):
@@ -49,9 +48,7 @@ class ListedRun(msgspec.Struct, frozen=True):
     state: str
     """active, done, stopped, failed, killed, or unreadable (a folder of another user)."""
     step: int
-    """Optimizer steps trained."""
     steps: int | None
-    """Total number of steps of the run."""
     reward: float | None
     """Mean of the last step's samples."""
     accuracy_before: float | None

@@ -129,7 +129,7 @@ class Surroundings:
         self._say = say
         self._sleep = sleep
         self.error: RunFailed | None = None
-        """Why the run is ended in order; None if this module does not end it."""
+        """The reason why the run is ended in order; None if this module does not end it."""
 
     async def look_after(self, run: Endable) -> None:
         """Check every few seconds, until the run has to end or this is cancelled."""
@@ -147,7 +147,6 @@ class Surroundings:
                 await run.stop()
 
     def _restore_sockets(self) -> RunFailed | None:
-        """Make missing sockets again; return the error if that fails."""
         path = self._runtime.path
         try:
             made = self._runtime.restore()

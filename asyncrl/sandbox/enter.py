@@ -44,7 +44,7 @@ _INNER_UID = 1000
 _WRITABLE = ("/tmp", "/dev/shm")  # noqa: S108 - inside
 """Two names of one folder in memory."""
 _DEVICES = ("null", "full", "random", "urandom")
-"""Without /dev/zero: a shared mapping of it is memory that no limit counts."""
+"""Device files, without /dev/zero: a shared mapping of it is memory that no limit counts."""
 _MACHINE = os.uname().machine
 
 _ANSWER = int(sys.argv[2])
@@ -71,7 +71,6 @@ def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "
 
 
 def _attributes(target: str, attributes: int, *, recursive: bool) -> None:
-    """Set mount attributes (mount_setattr(2)); they cannot be reverted inside."""
     wanted = struct.pack("QQQQ", attributes, 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
     result = _libc.syscall(_MOUNT_SETATTR, -100, os.fsencode(target), flags, wanted, len(wanted))
@@ -232,7 +231,6 @@ def _become(uid: int, *, root: bool) -> None:
 
 
 def _first_process(order: dict[str, Any]) -> NoReturn:
-    """Start the program, reap all children, and end as the program does."""
     _limit(order)
     program = os.fork()
     if program == 0:

@@ -24,15 +24,12 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: int = 512 * MIB
     """Address space of each process, and all memory that they hold together, pipes included."""
     processes: int = 16
-    """Processes and threads at once."""
     output_bytes: int = 256 * 1024
     """Standard output and standard error together; a program that exceeds it is killed."""
     disk_bytes: int = 16 * MIB
     """Total size of its /tmp, which is in memory."""
     files: int = 1024
-    """Files and folders in its /tmp."""
     open_files: int = 64
-    """Descriptors of each process."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

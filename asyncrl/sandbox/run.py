@@ -68,7 +68,6 @@ def held(below: Sequence[int], open_files: int) -> int:
 
 
 def _status(task: str) -> dict[str, str]:
-    """Return the content of /proc about a process or thread; empty if it is gone."""
     with contextlib.suppress(OSError):
         lines = Path(f"{task}/status").read_text().splitlines()
         return {name: value for name, _, value in (line.partition(":") for line in lines)}
@@ -195,16 +194,14 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 _LOOK_SECONDS = 0.02
-"""Interval of the checks of its processes."""
 _END_SECONDS = 10.0
-"""Time limit for its end after the kill."""
 _CHUNK = 1 << 16
 _SIGNALS = 128
 
 
 @dataclass(slots=True)
 class Outcome:
-    """How a program ended."""
+    """The end of a program."""
 
     ending: Ending = "exit"
     exit_code: int = 0
@@ -213,7 +210,6 @@ class Outcome:
     stderr: bytes = b""
     wall_seconds: float = 0.0
     cpu_seconds: float = 0.0
-    """CPU time of all its processes."""
     own_seconds: float = 0.0
     """Time in which it did not wait for a core, without the start of the sandbox; see `OwnTime`."""
 
@@ -303,7 +299,6 @@ def _order(
 
 
 def _valid(text: str) -> str:
-    """Return the text with everything encodable as UTF-8."""
     return text.encode(errors="replace").decode()
 
 
@@ -434,7 +429,7 @@ class _Watch:
             selector.register(stream, event, number)
 
     def _feed(self, descriptor: int) -> bool:
-        """Write what fits; return True if all is written or there is no reader."""
+        """Write what fits; return True if all is written or nothing reads it."""
         try:
             self.stdin = self.stdin[os.write(descriptor, self.stdin[:_CHUNK]) :]
         except BlockingIOError:
@@ -444,7 +439,7 @@ class _Watch:
         return not self.stdin
 
     def _read(self, descriptor: int, number: int) -> bool:
-        """Read the available data; return True if the stream has ended."""
+        """Read the available data; return True at the end of the stream."""
         try:
             chunk = os.read(descriptor, _CHUNK)
         except BlockingIOError:

@@ -76,7 +76,6 @@ def _numbers(table: str) -> dict[str, int]:
 
 
 REFUSED = {machine: _numbers(_SAME + own) for machine, own in _OWN.items()}
-"""Names and numbers of refused calls, by machine."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _SOCKET = {"x86_64": 41, "aarch64": 198}
 _SOCKETPAIR = {"x86_64": 53, "aarch64": 199}

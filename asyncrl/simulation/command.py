@@ -13,7 +13,6 @@ from rich.console import Console
 _MIN_TABLE_WIDTH = 104
 """Columns that the tables need; a narrower terminal wraps their lines."""
 _MIN_WIDE_WIDTH = 132
-"""Columns that the tables need with environments."""
 
 
 _OF_ONE_TURN = ("median", "sigma", "longest", "new_length", "regimes")

@@ -29,7 +29,6 @@ class Device:
     flops_per_second: float
     """Dense, in the data type of the computation."""
     memory_bytes: float
-    """Memory for weights, keys and values."""
     memory_efficiency: float = 0.7
     compute_efficiency: float = 0.5
 
@@ -41,14 +40,13 @@ class Model:
     name: str
     parameters: float
     kv_bytes_per_token: float
-    """Bytes of the keys and values of all layers."""
     bytes_per_parameter: float = 2.0
 
 
 H200 = Device("H200", 4.8e12, 9.89e14, 141e9)
-"""From the data sheet: 141 GB, 4.8 TB/s, 989 TFLOP/s in bfloat16 without sparsity."""
+"""141 GB, 4.8 TB/s, 989 TFLOP/s in bfloat16 without sparsity, by the data sheet."""
 H100 = Device("H100", 3.35e12, 9.89e14, 80e9)
-"""From the data sheet (SXM): 80 GB, 3.35 TB/s, 989 TFLOP/s in bfloat16 without sparsity."""
+"""80 GB, 3.35 TB/s, 989 TFLOP/s in bfloat16 without sparsity, by the data sheet (SXM)."""
 
 DEVICES = {"h200": H200, "h100": H100}
 MODELS = {
@@ -60,7 +58,6 @@ MODELS = {
 
 
 MAX_DRAFTS = 16
-"""Maximum number of draft tokens of a row in one step."""
 
 
 def tokens_per_step(acceptance: float, drafts: int) -> float:
@@ -79,7 +76,6 @@ class Cost:
     memory_seconds: float
     """Seconds to read all weights once."""
     token_seconds: float
-    """Seconds of the arithmetic of one token."""
     kv_seconds: float
     """Seconds to read the KV of one token of context."""
     step_seconds: float
@@ -154,7 +150,6 @@ class MeasuredCost:
     token_seconds: float
     """Seconds per token fed, drafts included."""
     rows: tuple[float, ...]
-    """Rows per step at which `speeds` and `fed` were measured, ascending."""
     speeds: tuple[float, ...]
     """Tokens that a row gained in a step."""
     fed: tuple[float, ...]

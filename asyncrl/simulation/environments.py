@@ -16,8 +16,8 @@ from typing import Literal
 from asyncrl.rollout.trajectory import SampleId
 
 GoBack = Literal["restore", "replay", "start over"]
-"""How an environment returns to before a turn that verification has changed: at once from a
-snapshot, by repeating the accepted turns, or not at all."""
+"""The way in which an environment returns to before a turn that verification has changed: at once
+from a snapshot, by repeating the accepted turns, or not at all."""
 GO_BACK: tuple[GoBack, ...] = ("restore", "replay", "start over")
 _LONGEST = 100.0
 """Maximum latency as a multiple of the median."""
@@ -32,7 +32,6 @@ class Plan:
     observations: tuple[int, ...]
     """Tokens of the observation behind each turn but the last."""
     latencies: tuple[float, ...]
-    """Seconds until each observation."""
 
     @property
     def length(self) -> int:
@@ -60,7 +59,6 @@ class Environments:
     turns_sigma: float = 0.5
     """Standard deviation of the logarithm."""
     max_turns: int = 64
-    """Maximum number of turns in a sample."""
     turn_tokens: float = 200.0
     """Median generated tokens of a turn; log-normal."""
     turn_sigma: float = 0.7
@@ -68,7 +66,6 @@ class Environments:
     observation_tokens: float = 200.0
     """Median tokens of an observation; log-normal with the same standard deviation."""
     go_back: GoBack = "replay"
-    """The reaction to a turn that verification changes."""
 
     def plan(self, sample: SampleId, seed: int) -> Plan:
         """Draw the turns of a sample."""

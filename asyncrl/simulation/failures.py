@@ -26,7 +26,6 @@ class Failures:
     restart_seconds: float = 120.0
     """Seconds from a loss until the replacement has joined."""
     trainer_per_hour: float = 0.0
-    """Losses of the trainer, per hour."""
     checkpoint_every: int = 1
     """Steps between two checkpoints, to which a lost trainer returns."""
 

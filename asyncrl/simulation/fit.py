@@ -47,9 +47,7 @@ class Fit:
     config: RunConfig
     cost: MeasuredCost
     lengths: tuple[int, ...]
-    """Response tokens of every finished sample."""
     step_seconds: float
-    """Mean over the steps after `WARM_UP`."""
     steps: int
     drift: float | None
     """Total variation per token at which the rule by blocks would reject as many tokens of whole
@@ -67,17 +65,12 @@ class Interval:
     seconds: float
     steps: int
     busy: float
-    """Seconds inside engine steps."""
     row_steps: int
     """Rows summed over steps: the tokens fed that were not drafts."""
     drafted: int
-    """Tokens fed as drafts."""
     scored: int
-    """Tokens scored by verification."""
     generated: int
-    """Tokens generated."""
     rewarded: int
-    """Samples whose reward was computed."""
     rewards_queued: bool
     """True if more than `_MAX_NORMAL_QUEUE` samples waited for their reward at both ends."""
 
@@ -227,7 +220,6 @@ def _training(steps: Sequence[StepMetrics]) -> tuple[float, float]:
 
 
 def _spans(directory: Path) -> tuple[dict[str, list[Span]], list[Span]]:
-    """Return the time lines of the generators, by name, and of the trainer."""
     generators: dict[str, list[Span]] = {}
     trainer: list[Span] = []
     for path in sorted((directory / "timeline").glob("*.jsonl")):

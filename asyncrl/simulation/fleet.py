@@ -80,21 +80,18 @@ class Fleet:
         self._slowness = setting.stragglers.slowness(setting.generators, setting.seed)
         self._generators: dict[str, SimGenerator] = {}
         self._names: list[str] = [""] * setting.generators
-        """Name of each live generator; empty if it is lost."""
         self._numbers: dict[str, int] = {}
-        """Number of each generator, by name."""
         self._restarts = [0] * setting.generators
         self._wake_at: dict[str, float] = {}
-        """By generator: when its next request is done, if nothing changes."""
+        """Times at which each generator's next request is done, if nothing changes."""
         self._installs: dict[str, events.WeightsInstalled] = {}
-        """By generator: the end of its install."""
         self._verifies: dict[str, tuple[commands.VerifySamples, ...]] = {}
-        """By generator: what to verify after the weights of its install are swapped in."""
+        """Samples to verify, by generator, after the weights of its install are swapped in."""
         self.installs = Installs()
         self._message = setting.cost.message_seconds + setting.network.latency_seconds
         self._rewards_cost = setting.cost.reward(0) > 0
         self._rewards_free: dict[str, float] = {}
-        """By generator: time at which all requested rewards are computed."""
+        """Time, by generator, at which all requested rewards are computed."""
         self.lost = Tally()
         """Work of lost generators."""
         self.lost_tokens = 0.0

@@ -17,7 +17,6 @@ _POINTS = 256
 """Points at which the survival of the longest answer is evaluated."""
 
 Lengths = Callable[[random.Random], int]
-"""Draws the number of tokens of one answer."""
 
 
 def lognormal(median: float, sigma: float, longest: int) -> Lengths:
@@ -148,7 +147,6 @@ def _rates(
 
 
 def _exponential(rng: random.Random) -> float:
-    """Draw from the exponential distribution of mean 1."""
     return -math.log(1.0 - rng.random())
 
 

@@ -30,7 +30,6 @@ class Network:
     fan_out: int = 1
     """Nodes to which a node passes the weights on; 1: a chain."""
     chunk_mib: float = 1.0
-    """Size of a chunk of weights in MiB."""
     delta_share: float = 1.0
     """Bytes sent to a node that has the previous version, as a share of the whole weights."""
 

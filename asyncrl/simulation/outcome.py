@@ -13,9 +13,7 @@ class Outcome:
     """Results of a simulated run, over the steps after the first `warm_up` ones."""
 
     step_seconds: float
-    """Mean seconds of a step."""
     tokens_per_second: float
-    """Response tokens trained on, per second."""
     generator_idle: float
     """Share of the generators' time without decoding or scoring, 0 to 1; a lost generator is idle
     until it is back."""
@@ -28,22 +26,19 @@ class Outcome:
     regenerated: float
     """Tokens rejected by verification over tokens trained on."""
     mean_length: float
-    """Response tokens of a sample."""
     events: int
-    """Scheduler events in the whole run."""
     told: dict[str, float] = field(default_factory=dict)
     """Scheduler events per second, by type."""
     commanded: dict[str, float] = field(default_factory=dict)
     """Scheduler commands per second, by type."""
     data_bytes_per_second: float = 0.0
-    """Bytes of trajectories into the trainer."""
     weights_seconds_mean: float = 0.0
     """Seconds from a version's publication until a generator has installed it: the mean over
     generators and versions, in the whole run, without generators that join later."""
     weights_seconds_max: float = 0.0
     """The maximum of these."""
     generators_lost: int = 0
-    """In the whole run, like all that follows."""
+    """Number of generators lost in the whole run. All that follows is for the whole run, too."""
     trainers_lost: int = 0
     groups_failed: int = 0
     """Groups that no step trained on, because `max_attempts` generators were lost with them."""
@@ -74,7 +69,6 @@ class Mark:
     told: Counter[type]
     commanded: Counter[type]
     data_bytes: float
-    """Bytes of trajectories."""
     tally: Tally
 
 
@@ -89,9 +83,7 @@ class Installs:
     """Times of weights from their publication to their install."""
 
     published: dict[int, float] = field(default_factory=dict)
-    """Time at which each version was published."""
     seconds: list[float] = field(default_factory=list)
-    """Duration of each install."""
 
     def installed(self, version: int, now: float) -> None:
         """Record that a generator has installed a version."""

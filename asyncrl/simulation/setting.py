@@ -20,7 +20,6 @@ class Conditions:
 
     prompt_tokens: float = 200
     drift: float = 3e-4
-    """Total variation per token and optimizer step."""
     redraft: float = 0.7
     """Chance that a token of the old continuation is accepted as a draft after a rejection; 0: the
     old continuation is not used. No other drafting is modelled, in any mode."""
@@ -30,7 +29,6 @@ class Conditions:
     uninformative."""
     seed: int = 0
     network: Network = field(default_factory=Network)
-    """The network between nodes. The trainer has separate nodes."""
     failures: Failures = field(default_factory=Failures)
     stragglers: Stragglers = field(default_factory=Stragglers)
     environments: Environments | None = None
@@ -45,7 +43,6 @@ class Setting(Conditions):
     config: SchedulerConfig
     generators: int
     slots: int
-    """Slots of each generator."""
     steps: int
     cost: Costs
     lengths: Lengths
@@ -56,11 +53,9 @@ class Setting(Conditions):
     signal_share: float = 1.0
     """Share of the groups that carry signal; with `scheduler.dynamic_sampling` only."""
     weights_bytes: float = 0.0
-    """Bytes of one version."""
     generators_per_node: int = 8
     """Generator i is on node i // generators_per_node."""
     trainer_nodes: int = 1
-    """Nodes of the trainer, each of which takes in its share of the trajectories."""
     sessions: int = 0
     """Maximum number of samples of a generator while some wait for their environment."""
     kv_tokens: float = math.inf

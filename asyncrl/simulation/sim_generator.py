@@ -18,7 +18,6 @@ from asyncrl.simulation.setting import Setting
 from asyncrl.simulation.sim_request import SimRequest, Tally
 
 _DRAWS = 1000
-"""Maximum number of draws for a length longer than an accepted prefix."""
 
 
 class SimGenerator:
@@ -330,7 +329,6 @@ class SimGenerator:
             heapq.heappush(self._ahead, (-sample.group, -sample.sample, count, request))
 
     def _leave(self, request: SimRequest) -> None:
-        """Take a request out of its slot; the attempt's tokens are of the current version."""
         request.decoding = False
         self._pace = None
         self._active -= 1

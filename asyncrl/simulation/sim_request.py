@@ -15,7 +15,7 @@ class SimRequest:
     length: int
     """Tokens of the finished answer; a rejection changes it."""
     priority: int = 0
-    """As in `StartSample`: 0 if due, above 0 if it runs ahead."""
+    """0 if due, above 0 if it runs ahead, as in `StartSample`."""
     segments: list[tuple[int, float]] = field(default_factory=list)
     """(policy version, tokens), in order, of its closed attempts."""
     generated: float = field(init=False, default=0.0)
@@ -36,7 +36,7 @@ class SimRequest:
     prefilled: bool = False
     """True if its KV exists; otherwise the KV is computed when the request gets a slot."""
     finishes: int = 0
-    """How many times it finished; a report of an earlier time is outdated."""
+    """Number of times it finished; a report of an earlier time is outdated."""
     rewarded_at: float = 0.0
     """Time of its reward; 0 if no reward was requested."""
     observed: float = 0.0
@@ -122,15 +122,12 @@ class Tally:
     useful: float = 0.0
     """Tokens decoded."""
     rejected: float = 0.0
-    """Tokens rejected by verification."""
     preempted: int = 0
-    """Requests that lost their slot to due work."""
     rows: float = 0.0
     """Slot-seconds in which requests decoded; counted with environments only, like all below."""
     environment: float = 0.0
     """Seconds in which nothing decoded while samples waited for their environment."""
     turns: int = 0
-    """Actions given to environments."""
     turns_discarded: int = 0
     """Those of `turns` that were behind a rejection."""
     prefilled_again: int = 0

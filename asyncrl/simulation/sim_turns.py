@@ -70,7 +70,7 @@ class TurnGenerator(SimGenerator):
         slowness: float = 1.0,
         version: int = 0,
     ) -> None:
-        """Like `SimGenerator`, with the environments of the samples."""
+        """Create a `SimGenerator` with the environments of the samples."""
         super().__init__(name, setting, rng, slowness=slowness, version=version)
         self._environments = environments
         self._away: list[tuple[float, int, TurnRequest]] = []
@@ -80,7 +80,6 @@ class TurnGenerator(SimGenerator):
         self._kept = 0.0
         """Tokens of their KV."""
         self.away = 0
-        """Samples that wait for their environment."""
         self.told_away = 0
         """Number of waiting samples that the scheduler knows of."""
 
@@ -130,7 +129,6 @@ class TurnGenerator(SimGenerator):
         return None
 
     def _send_away(self, request: TurnRequest) -> None:
-        """Give the action to the environment."""
         latency = request.plan.latencies[request.turn]
         request.away_until = max(self._clock, request.ready_at) + latency
         self._count += 1
@@ -147,7 +145,6 @@ class TurnGenerator(SimGenerator):
         self._make_room()
 
     def _come_back(self, request: TurnRequest) -> None:
-        """Handle the arrival of an observation."""
         self.away -= 1
         keeps = self._forget_kv(request)
         request.observe()
@@ -172,12 +169,10 @@ class TurnGenerator(SimGenerator):
             self._forget_kv(next(iter(self._keeping.values())))
 
     def _wait(self, request: SimRequest) -> None:
-        """Queue it for a slot, unless it waits for its environment."""
         if not isinstance(request, TurnRequest) or request.away_until is None:
             super()._wait(request)
 
     def _take(self, request: SimRequest) -> None:
-        """Give it a free slot, unless it waits for its environment."""
         if isinstance(request, TurnRequest) and request.away_until is not None:
             return  # an outdated entry
         super()._take(request)

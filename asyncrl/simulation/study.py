@@ -32,14 +32,14 @@ MODES: Mapping[str, tuple[Mapping[str, Any], float]] = {
     "verify, k=1": ({"on_update": "verify", "max_off_policy_steps": 1}, 2.0),
     "verify, k=2": ({"on_update": "verify", "max_off_policy_steps": 2}, 2.0),
 }
-"""By name: scheduler settings, and the number of whole steps that run-ahead may cover. `verify` is
-a run's default."""
+"""Scheduler settings by mode, and the number of whole steps that run-ahead may cover. `verify` is a
+run's default."""
 
 SESSIONS = 4
 """Default number of a generator's open environments, as a multiple of its slots."""
 BALANCE = 0.9
-"""Without a given size, the trainer's is chosen so that it would be busy for this share of the time
-if generators were never idle."""
+"""Share of the time for which the trainer would be busy if generators were never idle; it
+determines the trainer's size if that is not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,7 @@ class Cluster(Conditions):
     """The simulated cluster: a machine, a model and its answers."""
 
     model: str = "7b"
-    """A key of `cost.MODELS`."""
     device: str = "h200"
-    """A key of `cost.DEVICES`."""
     generators: int = 256
     slots: int = 64
     """Rows that a generator decodes at once."""
@@ -63,11 +61,9 @@ class Cluster(Conditions):
     sigma: float = 1.0
     """Standard deviation of the logarithm of the length."""
     longest: int = 16384
-    """Maximum tokens of an answer."""
     rule: Rule = "token"
     """Model of verification: `token` (the worst case) or `block`; see `lengths.Survival`."""
     outside: float = 0.0
-    """Share of tokens drawn outside the stored top K."""
     noise: float = 0.0
     """Total variation per token of engines under unchanged weights."""
     signal_share: float | None = None
@@ -304,7 +300,6 @@ class Place:
 
     median: float
     drift: float
-    """Total variation per token and optimizer step."""
     outcomes: dict[str, Outcome]
 
 

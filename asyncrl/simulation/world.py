@@ -30,7 +30,6 @@ class SimTrainer:
     free_at: float = 0.0
     """Time at which the present groups are processed."""
     busy: float = 0.0
-    """Seconds spent on groups."""
     groups: dict[int, float] = field(default_factory=dict)
     """Time at which each delivered group of the current step is processed."""
     declared: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -38,7 +37,7 @@ class SimTrainer:
     step: int = 0
     """The current step; groups of later steps wait."""
     waiting: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    """By step: (group, seconds) of the groups that wait for it."""
+    """(group, seconds) of the groups that wait, by step."""
     lineage: int = 0
     """Number of trainers lost before; their messages no longer count."""
 
@@ -102,9 +101,8 @@ class World:
         self._commanded: Counter[type] = Counter()
         self._data_bytes = 0.0
         self._delivered: dict[int, list[tuple[int, float, int]]] = {}
-        """By step, one entry per group: (largest staleness, sum of staleness, response tokens)."""
+        """(largest staleness, sum of staleness, response tokens) of each group, by step."""
         self._marks: dict[int, Mark] = {}
-        """Counts when each step first began."""
         self._ended: commands.FinishRun | None = None
         self._message = setting.cost.message_seconds + setting.network.latency_seconds
         # Losses use a separate generator, so that other draws do not depend on them.
@@ -127,7 +125,6 @@ class World:
         return self._sum_up(min(warm_up, setting.steps - 1), last)
 
     def _play(self) -> None:
-        """Process due events in time order until the run ends."""
         self._tell(events.TrainerJoined(0))
         agenda = self._agenda
         self._expect_loss()
@@ -179,7 +176,6 @@ class World:
             self._agenda.at(known, lambda: self._tell_reward(report))
 
     def _report_environments(self) -> None:
-        """Report how many samples wait for their environment, as generators do in a run."""
         self._agenda.after(REPORT_SECONDS, self._report_environments)
         for waits in self._fleet.environment_waits():
             self._tell(waits)
@@ -359,7 +355,6 @@ class World:
         )
 
     def _of_environments(self, began: Mark, ended: Mark) -> dict[str, float]:
-        """Return the results about environments, if there are any."""
         if self._setting.environments is None:
             return {}
         setting, first, last = self._setting, began.tally, ended.tally

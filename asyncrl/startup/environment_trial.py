@@ -81,7 +81,6 @@ async def _first_sample(config: RunConfig, task: Task) -> Traits | None:
 
 
 def _warnings(config: RunConfig, task: Task, traits: Traits | None) -> list[str]:
-    """Return warnings about suspicious setting combinations."""
     found = _unseen_tools(config, task, traits)
     scheduler, environment = config.scheduler, config.environment
     if traits is not None and not traits.goes_back and scheduler.on_update == "verify":
@@ -109,7 +108,6 @@ def _warnings(config: RunConfig, task: Task, traits: Traits | None) -> list[str]
 
 
 def _unseen_tools(config: RunConfig, task: Task, traits: Traits | None) -> list[str]:
-    """Return a warning if the model does not learn which tools there are."""
     template = getattr(task.tokenizer, "chat_template", None)
     if traits is None or not traits.tools:
         return []

@@ -17,8 +17,8 @@ from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
 from asyncrl.trainer.checkpoint.format.files import dtype_of_run
 
 _VISITS = 2
-"""How often a run must see each prompt for drafts to pay: in the last pass all samples can be
-drafted from earlier ones."""
+"""Visits of each prompt from which drafts pay: in the last pass all samples can be drafted from
+earlier ones."""
 
 
 def with_trainer_dtype(config: RunConfig, gpus: GpuPlan | None) -> tuple[RunConfig, str]:

@@ -43,7 +43,6 @@ class Launching:
     """Sets the configuration of processes started from now on, for launchers whose processes cannot
     read the run's folder."""
     agents: AgentsLauncher | None = None
-    """The launcher, if it uses agents."""
 
 
 async def open_launcher(

@@ -35,19 +35,15 @@ class Loaded(msgspec.Struct, frozen=True):
     """The result of a trial."""
 
     error: str = ""
-    """Why the model cannot be loaded; empty if it can."""
+    """The reason why the model cannot be loaded; empty if it can."""
     needed: int = 0
-    """Tensors of the model."""
     missing: list[str] = []
-    """Tensors that the model needs and the files lack."""
     unexpected: list[str] = []
-    """Tensors of the files that the model does not use."""
     mismatched: list[str] = []
     """Tensors of another shape, with both shapes."""
     not_numbers: list[str] = []
     """Weights that are integers in the files, with their type."""
     head: list[str] = []
-    """Tensors of the output embeddings."""
     sizes: dict[str, int] = {}
     """Values of `SIZES`, under that name or the family's own."""
 
@@ -151,7 +147,6 @@ def _wrong_numbers(described: dict[str, Any], tensors: int) -> str:
 
 
 def _wrong_sizes(sizes: dict[str, int]) -> str:
-    """Say which numbers are too small; empty if none."""
     wrong = [f"{name} is {value:,}" for name, value in sizes.items() if value < 1]
     return f"{', '.join(wrong)}, and must be at least 1" if wrong else ""
 

@@ -25,7 +25,6 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 _PARTS = {"A.weight": 1, "B.weight": 0}
 """The side of a tensor that it shares with the adapted matrix, by the end of its name."""
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""Exceptions that reading the header of a damaged file raises."""
 
 
 def check_peft(config: RunConfig) -> None:
@@ -91,7 +90,6 @@ def with_adapter(config: RunConfig, model: Path) -> RunConfig:
 
 
 def _check_targets(config: LoraConfig, model: Path) -> None:
-    """Refuse names of layers that do not occur in the blocks of the model's files."""
     if isinstance(config.targets, str):
         return
     try:

@@ -67,7 +67,7 @@ class Finding(NamedTuple):
 
     text: str
     fix: str = ""
-    """What to do; empty if the check passed."""
+    """The remedy; empty if the check passed."""
 
     def __str__(self) -> str:
         return f"ok: {self.text}" if not self.fix else f"lacks: {self.text}. {self.fix}"
@@ -328,7 +328,6 @@ def agents_secret(config: AgentsConfig) -> Finding:
 
 
 def _shown(named: list[int]) -> str:
-    """Format ports as ranges: 9100 to 9102, 8080."""
     ranges: list[list[int]] = []
     for port in named:
         if ranges and ranges[-1][-1] + 1 == port:

@@ -37,10 +37,8 @@ class Device(NamedTuple):
 
     name: str
     bytes: int | None
-    """None if unknown."""
     on_gpu: bool
     ranks: int = 1
-    """Trainer ranks that share the device."""
 
     @property
     def room(self) -> int | None:

@@ -39,7 +39,6 @@ from asyncrl.wire.transport.atomic_files import write_atomically
 _ADAPTER = "adapter_config.json"
 _AGAIN = "; download or save the model again"
 _SHOWN = 5
-"""Maximum number of tensor names in an error."""
 _TRIAL_SECONDS = 300.0
 _OTHER_FORMATS = ("pytorch_model*.bin", "*.pth", "*.gguf", "consolidated*.safetensors")
 
@@ -194,7 +193,6 @@ def _is_known(description: dict[str, Any]) -> bool:
 
 
 def _instead_of(model: Path) -> str:
-    """Return advice for weights in another format."""
     for pattern in _OTHER_FORMATS:
         if other := sorted(model.glob(pattern)):
             return (

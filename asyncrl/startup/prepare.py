@@ -73,7 +73,6 @@ activations."""
 _ROOM = 1.1
 """Factor of the KV that all slots can fill, for partial blocks and steps in flight."""
 _FINER = 10_000
-"""Shares are rounded to four decimals."""
 _WRITTEN = "(a run writes both to its config.yaml when it starts)"
 """Hint for users who resume from a config.yaml and have set neither the KV nor the share."""
 
@@ -87,7 +86,6 @@ class EngineNeeds:
     request: int
     """KV of one request of maximum length."""
     slots: int
-    """Concurrent requests."""
     process: int
 
     @classmethod
@@ -250,7 +248,6 @@ def _fraction(given: SglangConfig, found: Division) -> float:
 
 
 def _not_divided(engine: EngineConfig, gpus: GpuPlan, shape: ModelShape | None) -> str:
-    """Return the line for unknown sizes. Raises UserError if an engine would have to guess."""
     what = f"the memory of {gpus.trainer[0]}" if shape is not None else "the size of the model"
     ours = engine.vllm if engine.kind == "vllm" else engine.sglang
     if engine.kind != "torch" and ours.kv_cache_gib is None:
@@ -284,7 +281,6 @@ def _too_small(
     found: Division,
     trainer: StepMemory,
 ) -> str:
-    """Describe the needs of each side, and what would fit."""
     needs, ways = found.engine, []
     kv = max(found.kv, needs.request)
     room = int(FULL * (USABLE * found.total - needs.without_kv - kv))
@@ -320,7 +316,6 @@ class Prepared:
 
     config: RunConfig
     model_path: str
-    """A local model directory."""
     task: Task
     gpus: GpuPlan | None = None
     """The GPUs of each process; None if none are assigned."""
@@ -409,7 +404,6 @@ def _memory(
 
 
 def _check_prompts(config: RunConfig, task: Task) -> None:
-    """Refuse prompts that leave no room for a response."""
     room = config.engine.max_model_len - config.sampling.max_tokens
     sets = held_out_sets(task).values()
     for prompt in itertools.chain(task.train, *sets):

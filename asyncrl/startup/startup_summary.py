@@ -214,12 +214,6 @@ def _names(gpus: Sequence[Gpu]) -> str:
 
 
 def _counted(count: int) -> str:
-    """Format a number of parameters for the user.
-
-    Example:
-        >>> _counted(3_159_296), _counted(70_553_706_496)
-        ('3.2 million', '70.6 billion')
-    """
     for unit, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"

@@ -25,20 +25,16 @@ from asyncrl.wire.transport.refusals import Refusals
 logger = logging.getLogger(__name__)
 
 REPLY_SECONDS = 10.0
-"""Time limit of the controller's reply to the command line."""
 
 _REQUEST_BYTES = 1 << 16
-"""Longest request that the controller accepts."""
 _QUEUED_REQUESTS = 100
 """Requests, and unread replies, that may wait for each peer."""
 
 _AT_ONCE = 200
-"""Maximum number of requests that are answered at the same time."""
 
 _HUB = "user"
 
 Answer = Callable[[str, control.Request], Awaitable[control.Reply | msgspec.Raw]]
-"""Returns the answer to a peer's request."""
 
 _ENDINGS = {
     "done": "is done",
@@ -46,7 +42,6 @@ _ENDINGS = {
     "failed": "failed",
     None: "was killed",
 }
-"""`RunState.ended` in words."""
 
 
 def control_key_file(run: Path) -> Path:
@@ -126,7 +121,7 @@ def ask(run: Path, request: control.Request) -> control.Reply:
 
 
 async def send_order(run: Path, request: control.Request) -> control.Reply:
-    """Like `ask`, for callers with an event loop."""
+    """Send an order like `ask`, for callers with an event loop."""
     address, key = _door(run)
     try:
         return await send_request(address, key, request, _patience(run, request))
@@ -148,7 +143,6 @@ def open_line(run: Path) -> Line[control.Reply]:
 
 
 def _door(run: Path) -> tuple[str, RunKey]:
-    """Return the controller's address and the key for it. Raises UserError."""
     state = read_state(run)
     if state is None or not is_alive(run):
         ended = _ENDINGS[None if state is None else state.ended]

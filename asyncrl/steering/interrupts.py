@@ -115,7 +115,6 @@ class Interrupts:
             self._run.fail(error)
 
     def _exit(self) -> None:
-        """Exit now, without waiting for anything."""
         try:
             self._kill()
             self._clean_up()

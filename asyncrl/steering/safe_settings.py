@@ -46,7 +46,6 @@ def _similar(key: str, known: dict[str, bool]) -> str:
 
 
 def _keys(model: type[BaseModel], outer: str = "") -> list[tuple[str, bool]]:
-    """Return every key below a model, and True for sections."""
     found = []
     for name, field in model.model_fields.items():
         inner: Any = field.annotation

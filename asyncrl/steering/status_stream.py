@@ -92,7 +92,6 @@ def view_reply(view: RunView) -> control.ViewReply:
 logger = logging.getLogger(__name__)
 
 VIEW_SECONDS = 1.0
-"""Interval between two views."""
 MAX_WATCHERS = 1000
 _TURN = 25
 """Number of watchers that are sent a view before other tasks get a turn."""

@@ -53,7 +53,6 @@ class Effect(NamedTuple):
     step: int | None = None
     """Number of trained steps when it takes effect; None: now."""
     before: Value | msgspec.UnsetType = msgspec.UNSET
-    """As in `OrderRecord`."""
 
 
 class Orders:
@@ -173,7 +172,6 @@ class _Replay:
         self._named = named
         self._say = say
         self._before: dict[str, list[Value]] = {}
-        """Values that orders have replaced, by setting."""
         self._most: int | None = None
         """The last ordered number of generators, with agents, which come and go."""
 

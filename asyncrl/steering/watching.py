@@ -31,7 +31,6 @@ from asyncrl.wire.errors import NoReply
 from asyncrl.wire.messages import control
 
 ASK_SECONDS = control.WATCH_SECONDS / 3
-"""Interval between two requests of a watcher."""
 _NICE = 15
 _LOOK_SECONDS = 1.0
 """Interval between two checks that the run is active, while no view arrives."""
@@ -87,7 +86,6 @@ class Watching:
                     return None
 
     async def _ask(self) -> None:
-        """Ask for views, if it is time to."""
         now = monotonic()
         if now >= self._ask_at:
             self._ask_at = now + ASK_SECONDS

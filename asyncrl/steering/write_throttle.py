@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 
 BURST = 8
-"""Number of immediate writes per second."""
 SECONDS = 1.0
 
 

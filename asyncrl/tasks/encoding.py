@@ -18,7 +18,6 @@ from asyncrl.tasks.templates.variables import template_variables
 log = logging.getLogger(__name__)
 
 Messages = list[dict[str, Any]]
-"""Chat messages with `role` and `content`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,6 @@ class Question:
     example: dict[str, Any]
     """Passed to the rewards: see `Prompt.example`."""
     where: str
-    """File and line, for errors."""
 
 
 class PromptEncoder:

@@ -158,7 +158,6 @@ def load_task(
 def _read_set(
     name: str, chosen: EvaluationSetConfig, task: TaskConfig, encoder: PromptEncoder
 ) -> tuple[list[Prompt], int]:
-    """Return the prompts of a named held-out set, and the number of prompts that were too long."""
     own = chosen.model_dump(exclude={"prompts", "samples"}, exclude_none=True)
     cleared = {"kind": "dataset", "subset": None, "id_field": None, "map": None}
     settings = task.model_copy(update=cleared | own)

@@ -20,7 +20,6 @@ INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 100 * 2**20
 """Limit of a header in bytes, from the safetensors format."""
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
-"""Exceptions that reading a damaged file raises."""
 
 
 BYTES = {

@@ -33,7 +33,6 @@ tokenizer_config.json. A test compares the two."""
 _POINTER = b"version https://git-lfs"
 POINTER_ADVICE = "is a pointer of Git LFS, not the file itself: run git lfs pull there"
 _BY_THE_CALL = frozenset({"padding", "truncation"})
-"""Parts of a fast tokenizer that each call sets as needed."""
 
 
 def load_tokenizer(model_path: str) -> Any:
@@ -203,7 +202,6 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """Return a JSON object; empty if the file is missing or unreadable."""
     try:
         return _read_settings(path)
     except ModelError:

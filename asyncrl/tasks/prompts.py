@@ -67,7 +67,6 @@ class LoadedTask:
     stop_tokens: tuple[int, ...]
     tokenizer: Any
     left_out: int = 0
-    """Number of prompts left out because they exceed `max_prompt_tokens`."""
     evaluation_sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
 
 

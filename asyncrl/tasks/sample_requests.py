@@ -33,7 +33,6 @@ class RandomStreams:
     """
 
     seed: int
-    """`run.seed`."""
     initial_weights: str
     """Digest of the run's initial weights. Empty for a run begun before digests were recorded: its
     streams stay keyed by its seed alone."""

@@ -19,7 +19,6 @@ from asyncrl.user_code.process import how_it_ended, read_ending
 from asyncrl.user_code.streams import take_frame
 
 _END_SECONDS = 30.0
-"""Time limit for the supervisor to end the process."""
 _CHUNK = 1 << 20
 
 

@@ -112,7 +112,6 @@ def reference_page(openapi: Mapping[str, Any]) -> str:
 
 
 def _with_code(text: str) -> list[Child]:
-    """Return the text with backticked parts as code."""
     parts = text.split("`")
     return [element("code", part) if index % 2 else part for index, part in enumerate(parts)]
 
@@ -173,7 +172,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_STEPS = 1000
-"""Maximum number of steps in one answer."""
 MAX_SAMPLES = 100
 ABOUT = """\
 What `asyncrl status`, `stop`, `pause` and the others do, over HTTP.

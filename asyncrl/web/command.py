@@ -59,7 +59,6 @@ def link(run: Path) -> str:
 
 
 def _token_file(run: Path) -> str | None:
-    """Return `monitoring.web.token_file` of a run."""
     try:
         config = yaml.safe_load((run / "config.yaml").read_text())
         found = config["monitoring"]["web"]["token_file"]

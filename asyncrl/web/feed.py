@@ -26,7 +26,6 @@ from asyncrl.web.sections import Section, Sections
 logger = logging.getLogger(__name__)
 
 MAX_WATCHERS = 200
-"""Maximum number of event streams."""
 DRAW_SECONDS = 3.0
 """Minimum interval between two drawings of the sections."""
 DRAW_SHARE = 0.05
@@ -51,7 +50,6 @@ class Feed:
         self._producer: asyncio.Task[None] | None = None
         self._drawing = asyncio.Lock()
         self.closed = False
-        """True if all streams have to end."""
 
     async def section(self, name: str) -> Section:
         """Return the latest drawing of a section. Raises KeyError."""
@@ -94,7 +92,6 @@ class Feed:
                 await self._producer
 
     async def _produce(self) -> None:
-        """Produce snapshots until there are no watchers."""
         while self._watchers and not self.closed:
             began = time.monotonic()
             await self._draw()
@@ -122,7 +119,6 @@ class Feed:
             self._newer.notify_all()
 
     async def _draw(self) -> None:
-        """Draw the sections if it is time to."""
         async with self._drawing:
             began = time.monotonic()
             if began < self._draw_at:

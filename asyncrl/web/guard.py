@@ -23,7 +23,6 @@ from urllib.parse import urlsplit
 from asyncrl.monitoring.metrics.http_server import means_this_machine
 
 MAX_BODY_BYTES = 4096
-"""Longest body of a request."""
 
 Headers = Sequence[tuple[bytes, bytes]]
 """Headers as in ASGI, with names in lower case."""
@@ -31,7 +30,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is served, and to whom."""
+    """The socket's reach, and the token."""
 
     is_loopback: bool
     """True if the socket can be reached from this machine only."""

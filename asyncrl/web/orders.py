@@ -41,7 +41,6 @@ class Taken(BaseModel):
     """The controller carries the order out."""
 
     accepted: str
-    """What happens now."""
     step: int | None
     """Number of trained steps when it took effect, if the order is recorded."""
 

@@ -32,11 +32,8 @@ from asyncrl.web.step_file import StepFile
 from asyncrl.wire.records.command_record import OrderRecord
 
 RECENT_SECONDS = 120.0
-"""Length of the time lines on the page of an active run."""
 TIMELINE_BYTES = 1 << 18
-"""Bytes read from the end of each process's time line."""
 SAMPLE_BYTES = 4 << 20
-"""Bytes read from the end of samples.jsonl."""
 ORDER_BYTES = 1 << 18
 _LINE_BYTES = 1 << 16
 _OLDEST_LANE_SECONDS = 30.0
@@ -132,7 +129,6 @@ def _recent(run: Path, data: RunData) -> Window | None:
 
 
 def _first_start(path: Path) -> float | None:
-    """Return the time at which a time line begins."""
     with contextlib.suppress(OSError, msgspec.DecodeError), path.open("rb") as file:
         return msgspec.json.decode(file.readline(_LINE_BYTES), type=Span).start
     return None

@@ -28,7 +28,6 @@ from asyncrl.web.step_file import StepFile
 logger = logging.getLogger(__name__)
 
 BODY_SECONDS = 5.0
-"""Time limit for the body of a request."""
 _LOG_SECONDS = 1.0
 
 CONTENT_POLICY = (
@@ -231,7 +230,6 @@ class Parts:
     """The served components."""
 
     run: Path
-    """The run's folder."""
     source: Source
     sections: Sections
     steps: StepFile

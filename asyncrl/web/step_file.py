@@ -42,7 +42,6 @@ class StepFile:
         """The last line read; it has the time of its step, so it is unique."""
         self._inode = -1
         self.damaged = 0
-        """Lines that could not be decoded."""
 
     def __len__(self) -> int:
         return len(self._steps)

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class GoesBack(NamedTuple):
-    """How an environment goes back."""
+    """The ways in which an environment can go back."""
 
     copies: bool
     """Copies of the environment are independent."""

@@ -120,7 +120,6 @@ def _call(call: dict[str, Any]) -> Any:
 
 
 def _answer(observation: Any) -> str:
-    """Return the text that the model reads; a tool's error counts as an answer."""
     error = getattr(observation, "error", None)
     if error is not None:
         return f"error: {error.message}"

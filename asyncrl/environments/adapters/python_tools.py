@@ -40,7 +40,7 @@ class PythonTools(ToolTurns):
 
 
 class AsyncPythonTools(AsyncToolTurns):
-    """Like `PythonTools`, where at least one function is async."""
+    """A `PythonTools` with at least one async function."""
 
     def reset(self, row: dict[str, Any], seed: int) -> None:
         """Keep the row's prompt."""

@@ -18,7 +18,6 @@ from asyncrl.environments.tool_functions import FunctionTool, result_text
 from asyncrl.errors import RewardError
 
 MAX_RESULT_CHARACTERS = 10_000
-"""Default of `max_result_characters`."""
 
 
 class ToolTurns:
@@ -87,7 +86,7 @@ class ToolTurns:
 
 
 class AsyncToolTurns(ToolTurns):
-    """Like `ToolTurns`, where at least one tool is async; the others run in the event loop too."""
+    """A `ToolTurns` with at least one async tool; the others run in the event loop too."""
 
     async def step(self, action: Action) -> StepResult:
         """Run the calls; without any, the sample ends."""

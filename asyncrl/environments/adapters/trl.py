@@ -71,7 +71,7 @@ class TrlEnvironment(ToolTurns):
 
 
 class AsyncTrlEnvironment(AsyncToolTurns, TrlEnvironment):
-    """Like `TrlEnvironment`, where at least one method is async."""
+    """A `TrlEnvironment` with at least one async method."""
 
     async def reset(self, row: dict[str, Any], seed: int) -> list[Message] | None:  # type: ignore[override]
         """Reset with the row's columns; append the text to the last user message."""
@@ -134,7 +134,6 @@ def _methods(made: Any) -> list[Callable[..., Any]]:
 
 
 def _columns(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the dataset's own columns, as TRL passes them to `reset`."""
     own = row.get("row")
     return dict(own) if isinstance(own, dict) else row
 

@@ -213,7 +213,6 @@ class Served:
         self.notes: list[str] = []
         if policy is not None:
             self.notes = _notes(taskset, self._agent, getattr(config, self._agent), policy)
-        """Warnings for the user, one sentence each."""
         self._environment = v1.load_environment(config)
         loaded = self._environment.taskset
         if tasks is None and not loaded.bounded:
@@ -283,7 +282,6 @@ class Served:
             await serving.aclose()
 
     async def _serve(self) -> None:
-        """Start what the episodes share, once."""
         self._lock = self._lock or asyncio.Lock()
         async with self._lock:
             if self._serving is not None:
@@ -341,7 +339,6 @@ def _config(taskset: str, settings: dict[str, Any], agent: str | None) -> tuple[
 
 
 def _notes(taskset: str, agent: str, config: Any, policy: PolicySettings) -> list[str]:
-    """Return warnings about verifiers' sampling settings that do not apply to the policy."""
     settings = {} if config.sampling is None else config.sampling.model_dump(exclude_none=True)
     unused = differences(settings, policy)
     if not unused:
@@ -356,7 +353,6 @@ def _notes(taskset: str, agent: str, config: Any, policy: PolicySettings) -> lis
 
 
 def _policy_client(served: Served) -> Any:
-    """Return a verifiers model client that asks the sample's policy."""
     from verifiers import v1
 
     class PolicyClient(v1.Client):  # type: ignore[misc]

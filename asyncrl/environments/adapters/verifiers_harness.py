@@ -100,7 +100,6 @@ class PolicyHarness(Harness[PolicyHarnessConfig]):  # type: ignore[misc]
 
 
 async def _called(function: dict[str, Any], dispatch: Any, connections: Any) -> Any:
-    """Return the answer of a tool; an error counts as an answer."""
     name = function["name"]
     if name not in dispatch:
         return f"error: there is no tool {name!r}, there are: {', '.join(dispatch)}"

@@ -37,7 +37,6 @@ MAX_BODY_BYTES = 16 << 20
 _HALVES = re.compile(rb"\\u[dD][89a-fA-F]")
 """Matches JSON escapes of surrogates."""
 _BODY_SECONDS = 60.0
-"""Time limit for a request's body after its head."""
 
 Answer = Callable[[ChatCall], Awaitable[Turn]]
 """Makes the policy take its turn. Raises RefusedCallError."""
@@ -54,7 +53,6 @@ class Endpoint:
         self.policy = policy
         self.ignore = tuple(ignore)
         self.ignored: Counter[str] = Counter()
-        """Counts of requests with ignored values, by parameter."""
         self._sessions: dict[str, Answer] = {}
         self._serving: asyncio.Task[None] | None = None
         self._ending = asyncio.Event()
@@ -98,7 +96,7 @@ class Endpoint:
             await task
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """The ASGI application."""
+        """Handle a request as an ASGI application."""
         if scope["type"] != "http":
             return
         try:

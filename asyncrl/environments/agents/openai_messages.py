@@ -23,7 +23,7 @@ _NO_EFFECT = {
 }
 """Parameters that do not affect the tokens."""
 _ABOUT_TOOLS = {"tool_choice", "parallel_tool_calls"}
-"""Parameters without an effect if there are no tools."""
+"""Parameters that have an effect only if there are tools."""
 _LIMITS = ("max_tokens", "max_completion_tokens")
 IGNORABLE = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
@@ -37,17 +37,15 @@ Parameters that constrain the answer (`n`, `stop`, limits, log-probabilities) ar
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """How the run draws tokens (`sampling`)."""
+    """The run's settings for drawing tokens (`sampling`)."""
 
     model: str = "policy"
-    """The name listed at `/v1/models`."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()
-    """Ids that end a turn."""
     max_tokens: int | None = None
     """Bound of a sample's response; None if unknown."""
 
@@ -57,13 +55,11 @@ class ChatCall:
     """A request for the next turn of a conversation."""
 
     messages: list[Message]
-    """The messages in the form that chat templates take."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     stream: bool = False
     include_usage: bool = False
     """The stream ends with the usage."""
     is_retry: bool = False
-    """The client marked the request as a retry."""
     max_tokens: int | None = None
     """The turn is cut at this many tokens, with the finish reason `length`."""
     ignored: dict[str, Any] = field(default_factory=dict)
@@ -131,7 +127,6 @@ def _check_parameters(
 
 
 def _check_parameter(name: str, value: Any, policy: PolicySettings) -> None:
-    """Refuse a value that would change the policy of the next turn. Raises RefusedCallError."""
     if name in _LIMITS:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise RefusedCallError(f"{name} must be a whole number from 1", parameter=name)
@@ -287,12 +282,9 @@ class Turn:
     """A turn of the policy, as an agent receives it."""
 
     message: Message
-    """The turn in the form that chat templates take."""
     tokens: int
-    """Tokens in the turn."""
     ended_by_limit: bool = False
     prompt_tokens: int = 0
-    """Tokens in the turn's prompt."""
 
     @property
     def finish_reason(self) -> str:

@@ -67,9 +67,7 @@ class ClientSettings:
     base_url: str
     """The URL of this process's endpoint, on a loopback address."""
     api_key: str
-    """The sample's key, valid until the sample ends."""
     model: str
-    """The policy's name; requests may use any name."""
     seed: int
     """The sample's seed, for the agent's own random choices."""
 
@@ -221,7 +219,7 @@ def reward_of(result: Any) -> Any:
 
 
 COMMAND = "command"
-"""With `agent:command`, the arguments hold the command line."""
+"""The name `agent:command`, whose arguments hold the command line."""
 
 
 class AgentEnvironment:
@@ -236,9 +234,7 @@ class AgentEnvironment:
         self._key = ""
         self._running: asyncio.Future[Any] | None = None
         self.tools: list[dict[str, Any]] = []
-        """Tools in the agent's first call."""
         self.max_turn_tokens: int | None = None
-        """Limit in the newest call."""
 
     async def reset(self, row: dict[str, Any], seed: int) -> list[Message]:
         """Start the agent and return the messages of its first call."""
@@ -282,7 +278,6 @@ class AgentEnvironment:
             await asyncio.wait([self._running])
 
     async def _next_call(self) -> ChatCall | None:
-        """Return the agent's next call, or None if it has ended. Raises what the agent raised."""
         if self._running is None:
             raise RuntimeError("the agent has not been started")
         arrival = asyncio.create_task(self._calls.next())
@@ -297,15 +292,12 @@ class AgentEnvironment:
 
 
 class _Asked:
-    """A call of the agent, and its answer."""
-
     def __init__(self, call: ChatCall) -> None:
         self.call = call
         self.turn: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         self.listeners = 0
         """Requests that wait for the answer: the call and its retries."""
         self.heard = False
-        """A request was answered."""
 
     @property
     def is_alone(self) -> bool:

@@ -91,7 +91,7 @@ class AgentLine(Line[to_agent.ToAgent]):
                 self._is_connected = False
 
     async def trouble(self) -> str:
-        """Why no messages arrive."""
+        """Return the reason why no messages arrive."""
         if self._is_connected:
             return "it is connected, and gets no answer"
         if self.refused and await self.is_a_hub():
@@ -155,7 +155,6 @@ BEAT_SECONDS = 1.0
 AGAIN_SECONDS = 10.0
 """A silent connection is replaced after this time."""
 SAY_SECONDS = 60.0
-"""Interval between two reports of the same problem."""
 REFUSED = 5
 """Consecutive connections that may fail for want of the same secret."""
 LAST_FILES_SECONDS = 4.0
@@ -167,7 +166,6 @@ class Settings:
     """The user's settings of an agent."""
 
     controller: str
-    """`HOST:PORT`."""
     role: str
     secret: RunKey
     name: str = ""
@@ -182,7 +180,6 @@ class Settings:
     gpus: int = 0
     grace_seconds: float = 600.0
     once: bool = False
-    """End with the run."""
 
 
 class Agent:
@@ -209,7 +206,6 @@ class Agent:
         self._silent: float | None = None
         """Seconds for which the controller was silent when it was given up."""
         self._late: list[str] = []
-        """Children that did not leave in time."""
         self._changed: asyncio.Event
         self._hosting: Hosting
         self._line: AgentLine
@@ -288,7 +284,6 @@ class Agent:
         self._changed.set()
 
     def _place(self, spec: dict[str, object]) -> Place:
-        """Return the place at which a child of this spec is started."""
         settings = self._settings
         port = str(spec["control_address"]).rpartition(":")[2]
         changes: dict[str, object] = {
@@ -373,7 +368,6 @@ class Agent:
         logger.info("joined run %s", self._run)
 
     async def _serve(self) -> None:
-        """Carry out orders, until there is nothing more to do for this controller."""
         sent = float("-inf")
         while True:
             now = time.monotonic()

@@ -40,7 +40,6 @@ class AgentProcess:
         """None while it waits for an agent."""
         self.ending = self.by_force = False
         self.reported: from_agent.Hosted | None = None
-        """The agent's last report about it."""
         self._lost = ""
 
     def exit_code(self) -> int | None:
@@ -69,7 +68,7 @@ class AgentProcess:
         return bool(self._lost) or (self.agent is not None and self.agent.leaves_at is not None)
 
     def cause(self) -> str:
-        """Why it ended, where its exit code does not say it."""
+        """The reason of its end, where its exit code does not say it."""
         return self._lost or ("" if self.reported is None else self.reported.cause)
 
     def end(self, *, by_force: bool) -> None:
@@ -107,11 +106,9 @@ class Agent:
     heard: float
     """Time of its last message (monotonic seconds)."""
     info: NodeInfo | None = None
-    """Facts about its machine; None if unknown."""
     processes: dict[str, AgentProcess] = field(default_factory=dict)
     """The processes that it has, or is to start, without those that have ended."""
     failures: int = 0
-    """Number of processes that failed on its machine."""
     leaves_at: float | None = None
     """Time when it ends (monotonic seconds); None: it stays."""
 

@@ -63,9 +63,7 @@ class Ports:
 
 
 _WATCH_SECONDS = 1.0
-"""Interval of reading the end of a log."""
 KILL_SECONDS = 10.0
-"""Longest wait for killed children."""
 
 
 @dataclass
@@ -152,7 +150,6 @@ class Hosting:
         return one
 
     async def _host(self, one: _Hosted, spec: dict[str, object], start: to_agent.Start) -> None:
-        """Host one child from its start to its end."""
         try:
             place = self._place(spec)
             place.changes["ports"] = self._ports.give(one.name, one.role)

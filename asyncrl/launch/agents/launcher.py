@@ -58,7 +58,6 @@ class AgentsLauncher:
         self.roster = Roster(needs, secrets.token_hex(8), self._wake, say)
         self._woken = False
         self.changed = asyncio.Event()
-        """Set when agents have sent something."""
         settings = config.launcher.agents
         try:
             self._hub: Hub[from_agent.FromAgent] = Hub(
@@ -106,7 +105,6 @@ class AgentsLauncher:
             await asyncio.sleep(BEAT_SECONDS)
 
     def _wake(self) -> None:
-        """Send orders soon. Called by any thread, and by signal handlers."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
             self._loop.call_soon_threadsafe(self._send)
 

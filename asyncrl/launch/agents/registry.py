@@ -74,7 +74,6 @@ class Needs:
     question: str
     """JSON, for `asyncrl.launch.node_child.node_facts`."""
     ours: NodeInfo
-    """The controller's machine."""
     model: str
     run_directory: str
     trainer_gpus: int
@@ -82,7 +81,6 @@ class Needs:
     optional_gpus: frozenset[str]
     """Roles that do without where the first agents do not have any (`device: auto`)."""
     mark: str
-    """Mark of the run's processes."""
     silence_seconds: float
     lost_seconds: float
     relay_per_node: bool
@@ -104,7 +102,6 @@ class Roster:
         self.agents: dict[str, Agent] = {}
         """Agents that are not lost, by name, in order of arrival."""
         self.waiting: list[AgentProcess] = []
-        """Processes that no agent has room for yet."""
         self._machines = Machines(needs.ours.memory, (), always=needs.relay_per_node)
         self._looked: float | None = None
         wanted = {"trainer": needs.trainer_gpus, "generator": needs.generator_gpus}

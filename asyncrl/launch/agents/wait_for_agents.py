@@ -26,11 +26,10 @@ from asyncrl.launch.records import ProcessRecords
 from asyncrl.wire.transport.refusals import Refusals
 
 NODES_FILE = ".nodes"
-"""In the run's folder. An agent that can read the token in it shares the folder."""
+"""File in the run's folder. An agent that can read the token in it shares the folder."""
 LOST_SECONDS = 60.0
 """An agent without messages from the controller for this long ends its processes and waits."""
 _SAY_SECONDS = 30.0
-"""Interval between two reports of what is missing."""
 
 
 async def open_agents(
@@ -88,7 +87,6 @@ async def open_agents(
 
 
 def _check_control(address: str) -> None:
-    """Check that the controller can listen for processes there. Raises UserError."""
     host, port = host_and_port(address)
     try:
         socket.create_server((host, port)).close()
@@ -101,7 +99,6 @@ def _check_control(address: str) -> None:
 
 
 async def _gather(launcher: AgentsLauncher, config: RunConfig, say: Callable[[str], None]) -> None:
-    """Wait for the agents. A signal ends the wait."""
     loop, settings = asyncio.get_running_loop(), config.launcher.agents
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

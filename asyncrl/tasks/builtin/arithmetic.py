@@ -47,7 +47,6 @@ class Problem:
     a: int
     b: int
     phrasing: int
-    """Index into `PHRASINGS`."""
 
     @property
     def question(self) -> str:

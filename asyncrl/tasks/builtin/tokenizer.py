@@ -37,7 +37,6 @@ ARITHMETIC_VOCABULARY = Vocabulary(
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     ),
 )
-"""The vocabulary of `builtin:arithmetic`."""
 
 AGENT_VOCABULARY = Vocabulary(
     special=(*ARITHMETIC_VOCABULARY.special, TOOL),

@@ -137,8 +137,6 @@ def _lessons(tokenizer: Any, recipe: WarmStart) -> Lessons:
 
 
 class _Trainer:
-    """Trains with AdamW on batches of worked examples, drawn on demand."""
-
     def __init__(self, model: Any, pad: int, recipe: WarmStart, lessons: Lessons) -> None:
         self._model, self._pad, self._recipe, self._lessons = model, pad, recipe, lessons
         self._optimizer = torch.optim.AdamW(

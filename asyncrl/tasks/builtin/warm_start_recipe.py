@@ -21,9 +21,7 @@ class WarmStart:
     head_dim: int = 64
     digits: tuple[int, int] = (2, 3)
     steps: int = 600
-    """Optimizer steps."""
     batch_size: int = 32
-    """Worked examples per step."""
     learning_rate: float = 4e-3
     """Peak, after linear warm-up over `warmup_steps`; linear decay over the second half."""
     warmup_steps: int = 30
@@ -41,7 +39,6 @@ class WarmStart:
     extra_rounds: int = 3
     """Maximum number of `extra_steps` rounds while the accuracy is below `expected`."""
     extra_steps: int = 60
-    """Optimizer steps of one such round."""
     version: int = 1
     """Increased when a code change gives another model for the same numbers."""
     task: Literal["arithmetic", "agent"] = "arithmetic"
@@ -49,11 +46,9 @@ class WarmStart:
 
 
 POSITIONS = 512
-"""Longest sequence of a built-in model."""
 
 RECIPE = WarmStart()
 AGENT_RECIPE = WarmStart(task="agent", steps=1000, digits=(2, 3), expected=(0.0, 1.0))
-"""The recipe of `builtin:agent`, which plays the built-in environments carelessly."""
 MINIATURE = WarmStart(
     hidden_size=32,
     intermediate_size=32,

@@ -22,7 +22,6 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
     name: str
     search_path: str
-    """Folder that the user's modules are imported from."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

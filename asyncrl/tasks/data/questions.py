@@ -30,9 +30,7 @@ from asyncrl.tasks.supervised import ProcessEnded, SupervisedProcess
 from asyncrl.user_code.streams import pack
 
 IMPORT_SECONDS = 60.0
-"""Time limit for importing the function's module."""
 MAX_PROCESSES = 64
-"""Limit of processes that the function may start."""
 
 _DECODER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
@@ -107,13 +105,10 @@ class _MapProcess:
 log = logging.getLogger(__name__)
 
 MAP_SECONDS = 10.0
-"""Time limit of `task.map` for one example."""
 MAX_ID = 200
-"""Maximum number of characters of a user's id."""
 
 _MESSAGE_KEYS = ("role", "content")
 _PLACES = 3
-"""Bad rows that a warning lists."""
 
 
 class _UnusableError(Exception):
@@ -151,15 +146,12 @@ class _Reading:
     config: TaskConfig
     prefix: str
     section: str
-    """The section of the configuration that names the fields: `task`, or that of a named set."""
     questions: list[Question] = field(default_factory=list)
     bad: list[BadRow] = field(default_factory=list)
-    """The first few bad rows."""
     bad_count: int = 0
     left_out: int = 0
     """Rows for which `task.map` returned None."""
     places: dict[str, str] = field(default_factory=dict)
-    """The place where each id was seen."""
 
     def add(self, index: int, row: Row | BadRow) -> None:
         """Keep the row's question, or refuse or count the row."""

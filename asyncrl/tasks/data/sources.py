@@ -29,7 +29,6 @@ from asyncrl.tasks.data import hub
 MAX_ROW_BYTES = 16 << 20
 """Maximum size of a line of JSONL, and of a row as a message."""
 MAX_LEVELS = 64
-"""Maximum nesting depth."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -39,9 +38,7 @@ class Row:
     """One example of a dataset."""
 
     where: str
-    """File and line, for errors."""
     values: dict[str, Any]
-    """Values by column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +46,7 @@ class BadRow:
     """A row that cannot be used."""
 
     where: str
-    """File and line."""
     reason: str
-    """The problem in one sentence."""
 
 
 def checked(where: str, values: Any) -> Row | BadRow:

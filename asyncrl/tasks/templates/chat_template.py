@@ -28,7 +28,6 @@ from asyncrl.tasks.supervised import ProcessEnded, SupervisedProcess
 from asyncrl.user_code.streams import MAX_FRAME, pack
 
 MAX_TEXT = 32 << 20
-"""Maximum number of characters of a rendered conversation."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -37,7 +36,6 @@ class Limits(msgspec.Struct, frozen=True):
     seconds: float = 5.0
     """Processor time, which does not depend on other load of the machine."""
     memory: int = 1 << 30
-    """Bytes of address space of the whole process."""
 
 
 class Render(msgspec.Struct, frozen=True):
@@ -136,8 +134,6 @@ class ChatTemplate:
 
 
 class _Renderer:
-    """Renders in a process that is started when needed."""
-
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
@@ -237,7 +233,6 @@ class _Renderer:
         timer.start()
 
     def _look(self, process: SupervisedProcess) -> None:
-        """End the process if it has been idle."""
         with self._lock:
             if self._process is not process:
                 return
@@ -254,7 +249,6 @@ class _Renderer:
 
 
 def _pickled(value: object) -> bytes:
-    """Pickle a value. Raises RenderingError if it cannot be pickled."""
     try:
         return pickle.dumps(value, protocol=5)
     except Exception as error:  # what stands in a message may be of any class

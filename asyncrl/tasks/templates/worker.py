@@ -31,7 +31,6 @@ from asyncrl.user_code.streams import Streams
 from asyncrl.user_code.supervisor import supervise
 
 _MAX_MESSAGE = 2000
-"""Maximum number of characters of an error."""
 _MIB = 1 << 20
 
 
