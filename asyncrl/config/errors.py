@@ -49,10 +49,7 @@ _Location = tuple[int | str, ...]
 def mistakes(
     values: Mapping[str, Any], error: ValidationError | None, model: type[BaseModel]
 ) -> list[str]:
-    """Return one line for each mistake, at most `MAX_LINES` and one that counts the rest.
-
-    `values` were to be validated as `model`; `error` is pydantic's, or None if it accepted them.
-    """
+    """Return at most `MAX_LINES` lines, one for each mistake, and one that counts the rest."""
     # Pydantic reads true and false as 1 and 0 where a number belongs.
     booleans = dict(_booleans(values, model, ()))
     details = [] if error is None else error.errors(include_url=False)

@@ -36,11 +36,7 @@ _UNREADABLE = (ValueError, OverflowError, LookupError, AttributeError)
 
 
 def read_yaml(path: Path) -> Any:
-    """Read a YAML file.
-
-    Raises FileNotFoundError, and ConfigError if the file is unreadable, too long, or refused by
-    `parse_yaml`.
-    """
+    """Read a YAML file. Raises FileNotFoundError, ConfigError."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)

@@ -29,10 +29,7 @@ _OPERATORS: dict[type, Callable[[int, int], int]] = {
 
 
 class Calculator:
-    """Computes expressions for the policy; a turn without a call is its answer.
-
-    After `calls` calls, the next turn is taken as the answer.
-    """
+    """Computes up to `calls` expressions for the policy; a turn without a call is its answer."""
 
     replay = "deterministic"
     tools = (

@@ -36,10 +36,7 @@ class RefusedCallError(Exception):
 
 
 def chat_message(message: Any) -> Message:
-    """Convert a client's message for chat templates: content as text, arguments as objects.
-
-    Raises RefusedCallError if no template could show its content.
-    """
+    """Convert a client's message for chat templates. Raises RefusedCallError if impossible."""
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         role = message.get("role") if isinstance(message, dict) else message
         raise _refused(f"a message has the role {role!r}; there are {', '.join(_ROLES)}")
@@ -114,10 +111,7 @@ def _role(message: Mapping[str, Any]) -> Any:
 
 
 def _words(message: Mapping[str, Any], calls: Any) -> list[Any]:
-    """Return a message's reasoning and text.
-
-    White space around reasoning and calls varies between templates and clients; it is removed.
-    """
+    """Return a message's reasoning and text without surrounding white space, which varies."""
     text, given = _text(message.get("content")), _given_reasoning(message).strip()
     if not isinstance(text, str) or message.get("role") != "assistant":
         return [text]

@@ -60,10 +60,7 @@ def check_name(name: str) -> None:
 
 
 def load_factory(name: str, args: dict[str, Any]) -> Factory:
-    """Import an environment's factory. Exceptions of the user's module propagate.
-
-    Raises RewardError if the module or class does not exist, or does not take these arguments.
-    """
+    """Import an environment's factory. Raises RewardError, and errors of the user's module."""
     check_name(name)
     prefix, _, rest = name.partition(":")
     if name in BUILTIN:

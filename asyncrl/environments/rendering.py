@@ -303,10 +303,7 @@ class TurnRenderer:
         return () if self._template is None else tuple(self._check.findings.values())
 
     def prompt(self, messages: Sequence[Message] | str, tools: Tools | None = None) -> IntArray:
-        """Return `[P]` the tokens of a conversation's beginning, up to the start of the first turn.
-
-        Raises RenderingError if the template refuses the messages or there are no tokens.
-        """
+        """Return `[P]` the tokens up to the start of the first turn. Raises RenderingError."""
         if self._template is None:
             ids = self._pieces.beginning(_plain(messages))
         else:
@@ -364,10 +361,7 @@ class TurnRenderer:
 
     @contextlib.contextmanager
     def other_way(self) -> Iterator[None]:
-        """Render, inside this context, the text after a turn the other way.
-
-        The process may have learned since that the template needs all messages for it.
-        """
+        """Render, inside this context, the text after a turn as before the template's discovery."""
         if self._template is None:
             yield
             return

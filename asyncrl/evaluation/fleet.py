@@ -63,10 +63,7 @@ class FleetEvaluation:
             self.during.configure(config)
 
     async def measure(self, number: int) -> EvaluationRecord | None:
-        """Sample every held-out prompt; return None if the user stops or the round is abandoned.
-
-        Raises WaitTimeout if no sample came back for `evaluation.timeout_seconds`.
-        """
+        """Sample every held-out prompt; None if stopped or abandoned. Raises WaitTimeout."""
         prompts = {name: len(one) for name, one in self._requests.held_out.items()}
         plan = plan_of(self._config, prompts)
         weights = self._fleet.weights

@@ -72,10 +72,7 @@ class EvaluationPlan:
         raise IndexError("the evaluation has fewer samples")
 
     def shown_of(self, index: int) -> str:
-        """Return the set of a sample that is recorded for display; otherwise "".
-
-        The choice depends on the sample's number alone, not on its content.
-        """
+        """Return the set of a sample that is recorded for display, chosen by number; else ""."""
         for one in self.sets:
             if index < one.total:
                 prompt, sample = divmod(index, one.samples)
@@ -85,11 +82,7 @@ class EvaluationPlan:
 
 
 def plan_of(config: EvaluationConfig, available: Mapping[str, int]) -> EvaluationPlan:
-    """Plan the samples of an evaluation.
-
-    `available` has the number of prompts of each set: the task's own, and those of
-    `evaluation.sets`.
-    """
+    """Plan the samples of an evaluation from the number of prompts available in each set."""
     planned = []
     for name, prompts in available.items():
         chosen = None if name == HELD_OUT else config.sets[name]

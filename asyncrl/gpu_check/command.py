@@ -109,10 +109,7 @@ def _processor() -> str:
 
 
 def chosen(names: str | None) -> list[Part]:
-    """Return the parts of `--only NAMES`, in their order; all without names.
-
-    Raises UserError if a part does not exist.
-    """
+    """Return the parts of `--only NAMES`, in order; all without names. Raises UserError."""
     if names is None:
         return list(PARTS)
     wanted = [name.strip() for name in names.split(",") if name.strip()]

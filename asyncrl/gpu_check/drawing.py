@@ -161,10 +161,7 @@ def _timed(logits: torch.Tensor, k: int) -> dict[str, float]:
 
 
 def milliseconds(action: Callable[[int], object], inputs: int = 1) -> float:
-    """Return the median time of consecutive GPU actions, by events.
-
-    The action is called with 0 to `inputs` - 1 in turn.
-    """
+    """Return the median time of consecutive GPU actions over 0 to `inputs` - 1, by events."""
     import torch
 
     for index in range(inputs):

@@ -27,10 +27,7 @@ def count_gpus(_context: Context) -> Said:
 
 
 def driver(context: Context) -> Said:
-    """List what `asyncrl doctor` misses, describe the GPUs, and add two numbers on each.
-
-    Raises PartFailed if torch sees none of the existing GPUs, or if one adds wrongly.
-    """
+    """List findings of `asyncrl doctor`, and add two numbers on each GPU. Raises PartFailed."""
     findings = _doctor()  # first: its kernel wants a GPU that this process does not hold
     import torch
 

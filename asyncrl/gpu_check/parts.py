@@ -34,10 +34,7 @@ class LeftOut(Exception):  # noqa: N818 - it is not an error
 
 
 class PartFailed(Exception):  # noqa: N818 - a verdict
-    """A part found something wrong; the message is a sentence.
-
-    `numbers` were measured all the same.
-    """
+    """A part found something wrong; `numbers` were measured all the same."""
 
     def __init__(self, sentence: str, numbers: Mapping[str, Any] | None = None) -> None:
         super().__init__(sentence)

@@ -80,10 +80,7 @@ def run_parts(
 def run_part(
     part: Part, context: Context, late: str = "failed", clock: Clock = time.monotonic
 ) -> Verdict:
-    """Run one part to its end or its limit.
-
-    `late` is the verdict at the limit; "left out" if the limit is not the part's own.
-    """
+    """Run one part to its end or its limit; `late` is the verdict at the limit."""
     log, result = (context.folder / f"{part.name}.{end}" for end in ("log", "json"))
     task = {
         "function": part.function,
@@ -165,10 +162,7 @@ def _ended(process: subprocess.Popen[bytes], seconds: float, clock: Clock = time
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> bool:
-    """End a running process, in order if possible, and all that it has left; then reap it.
-
-    Return True if it is gone.
-    """
+    """End a process in order if possible, and its group; reap it. Return True if it is gone."""
     for number, grace in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, 0.0)):
         if number == signal.SIGKILL or not _ended(process, 0.0):
             with contextlib.suppress(ProcessLookupError):

@@ -101,10 +101,7 @@ class ModelSpec(ProcessSpec, frozen=True, kw_only=True):
     """Key of the run's traces (`asyncrl.monitoring.tracing.tracer`)."""
 
     def data_address_of(self, rank: int) -> str:
-        """Return the address for trajectories of a rank of a trainer on this machine.
-
-        Empty where the ranks choose it on their nodes.
-        """
+        """Return a local rank's address for trajectories; empty if its node chooses it."""
         return f"{self.data_address}-{rank}" if rank and self.data_address else self.data_address
 
 
@@ -208,10 +205,7 @@ example in `launcher.ray.runtime_env`, and command lines are public."""
 
 
 def read_spec(argument: str, environment: MutableMapping[str, str]) -> ChildSpec:
-    """Read the spec on a command line, with the configuration from the environment, if present.
-
-    It is removed from the environment, so that child processes do not inherit it.
-    """
+    """Read the spec on a command line; take its configuration out of the environment."""
     spec: ChildSpec = msgspec.json.decode(argument, type=ChildSpec)
     config = environment.pop(CONFIG_VARIABLE, "")
     return msgspec.structs.replace(spec, config_json=config) if config else spec

@@ -55,10 +55,7 @@ class Gpu:
 
 
 def find_gpus() -> list[Gpu]:
-    """Return this machine's GPUs in nvidia-smi's order; a divided GPU is given by its parts.
-
-    Raises UserError if nvidia-smi exists, but does not answer.
-    """
+    """Return this machine's GPUs, divided ones by their parts. Raises UserError."""
     if shutil.which("nvidia-smi") is None:
         return _from_proc()
     found = parse_list(_ask("-L"))

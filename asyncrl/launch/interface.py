@@ -48,10 +48,7 @@ class Launcher(Protocol):
         """True if each node with processes of the run gets a relay. Once true, it stays so."""
 
     async def make_room(self, generators: Sequence[int]) -> None:
-        """Find room for generators that are added to the run, by their indices; bounded.
-
-        Raises UserError if there is none; then nothing was taken.
-        """
+        """Find room for added generators, by index. Raises UserError, and takes nothing then."""
 
     def give_room_back(self, generator: int) -> None:
         """Free the room of a generator that has left, until `make_room` for its index."""

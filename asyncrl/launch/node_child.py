@@ -74,10 +74,7 @@ def code_version() -> str:
 
 
 def node_facts(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return facts about this node for `asyncrl.launch.nodes.NodeInfo`.
-
-    `asked` has token_file, token, model (absolute, or an id of the hub) and weights_directory.
-    """
+    """Return the facts that `asyncrl.launch.nodes.NodeInfo` has of this node."""
     try:
         shares = Path(asked["token_file"]).read_text(encoding="utf-8") == asked["token"]
     except OSError:

@@ -71,10 +71,7 @@ class Machines:
 
 
 def ranks_apart(nodes: Sequence[NodeInfo], network: str) -> str | None:
-    """Say why the ranks of a trainer cannot reach each other; None if they can.
-
-    `nodes` are those of the ranks, and `network` is `trainer.rank_network`.
-    """
+    """Say why ranks on these nodes cannot reach each other; None if they can."""
     elsewhere = next((node for node in nodes if node.ip != nodes[0].ip), None)
     if elsewhere is None or not is_loopback(network):
         return None
@@ -83,10 +80,7 @@ def ranks_apart(nodes: Sequence[NodeInfo], network: str) -> str | None:
 
 
 def unfit(process: str, node: NodeInfo, *, python: str, asyncrl: str, model: str) -> str | None:
-    """Say why a process cannot run on a node; None if it can.
-
-    `python` and `asyncrl` are the controller's versions; `model` is the folder of the run's model.
-    """
+    """Say why a process cannot run on a node; None if it can. Versions are the controller's."""
     if node.python != python:
         return (
             f"{process} would run on node {node} with Python {node.python}, and this is "

@@ -74,10 +74,7 @@ class GpuPlan:
         return self.generators[int(name.removeprefix("generator-").split(".")[0])]
 
     def with_generators(self, count: int) -> GpuPlan:
-        """Return a plan for at least this many generators; others keep their GPUs.
-
-        Raises UserError if too few GPUs are left over.
-        """
+        """Return a plan for this many generators; others keep their GPUs. Raises UserError."""
         size = len(self.generators[0])
         wanted = (count - len(self.generators)) * size
         if wanted > len(self.spare):

@@ -37,10 +37,7 @@ from asyncrl.wire.transport.addresses import MeetingPlace
 
 
 def check_given_gpus(spec: ModelSpec) -> None:
-    """Compare the launcher's GPUs with those that torch finds.
-
-    Raises UserError if torch finds fewer.
-    """
+    """Compare the launcher's GPUs with torch's. Raises UserError if torch finds fewer."""
     found = torch.cuda.device_count() if spec.gpus and torch.cuda.is_available() else 0
     if found < spec.gpus:
         raise UserError(

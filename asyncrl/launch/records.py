@@ -77,10 +77,7 @@ class ProcessRecords:
             send(process, signal.SIGKILL)
 
     def end_all(self) -> list[ProcessIdentity]:
-        """Kill every process with this controller's mark; return those that were left.
-
-        Raises AsyncrlError if one did not end within KILL_SECONDS.
-        """
+        """Kill this controller's processes; return those that were left. Raises AsyncrlError."""
         left = list(with_variable(MARK_VARIABLE, {self.mark}))
         _end(lambda: with_variable(MARK_VARIABLE, {self.mark}), gently=False)
         return left

@@ -121,10 +121,7 @@ def _is_owned(run_id: str) -> bool:
 
 
 def remove_files_of(run_name: str, parent: int) -> None:
-    """Remove the shared files of a run that was started by a process that has ended.
-
-    Unlike `remove_stale_files` it also removes them if another process has its id by now.
-    """
+    """Remove the files of a dead run, even if another process has its id by now."""
     name = re.escape(local_run_id(run_name, parent))
     for path in SHARED_MEMORY.glob("asyncrl-*"):
         if re.fullmatch(rf"asyncrl-{name}-{_KINDS}", path.name):

@@ -40,18 +40,12 @@ def start_order(spec: ChildSpec, *, mark: str, relay_per_node: bool) -> str:
 
 
 def inline_config(config: RunConfig) -> str:
-    """Return the configuration as JSON, for nodes that may not see the run's folder.
-
-    `launcher.ray.runtime_env` is left out: it may hold passwords, and Ray has applied it.
-    """
+    """Return the configuration as JSON without `runtime_env`, which may hold passwords."""
     ray = config.launcher.ray.model_copy(update={"runtime_env": {}})
     launcher = config.launcher.model_copy(update={"ray": ray})
     return config.model_copy(update={"launcher": launcher}).model_dump_json()
 
 
 def random_letters() -> str:
-    """Return eight random letters, the end of a run's id on several machines.
-
-    They are not a process id, so the run's files cannot be mistaken for those of a dead process.
-    """
+    """Return the end of a run's id on several machines: letters, unlike a process id."""
     return "".join(chr(ord("a") + byte % 26) for byte in secrets.token_bytes(8))

@@ -65,10 +65,7 @@ Test = Printed | Called | Asserted
 
 
 def read_tests(given: Any, column: str) -> list[Test]:
-    """Read the tests of a row, given as a list or as JSON text.
-
-    Raises ValueError if there are none, or if one has another form or can never be passed.
-    """
+    """Read a row's tests from a list or JSON text. Raises ValueError if one is impossible."""
     if isinstance(given, str):
         try:
             given = json.loads(given)

@@ -191,10 +191,7 @@ class RunDirectory:
         )
 
     def write_state(self) -> None:
-        """Replace run.json by `state`.
-
-        A failing disk does not end the run: the error is logged, and the next call tries again.
-        """
+        """Replace run.json by `state`. A failure is logged, and the next call tries again."""
         try:
             write_atomically(self.path / "run.json", msgspec.json.encode(self.state).decode())
         except OSError as error:
@@ -208,10 +205,7 @@ class RunDirectory:
             self.state.accuracy_before = None
 
     def write_config(self, config: RunConfig) -> None:
-        """Replace config.yaml, which processes read when they start.
-
-        A failing disk does not end the run: orders.jsonl has the changes.
-        """
+        """Replace config.yaml. A failure is only logged, since orders.jsonl has the changes."""
         try:
             write_atomically(self.path / "config.yaml", dump_config(config))
         except OSError as error:
@@ -316,10 +310,7 @@ def read_state(path: Path) -> RunState | None:
 
 
 def find_run(name: str | None, directory: Path) -> Path:
-    """Return a run's folder by name or path; without a name, the last started run's.
-
-    Raises UserError if the run does not exist; the message lists the runs that exist.
-    """
+    """Return a run's folder by name or path, by default the last started. Raises UserError."""
     if name is not None:
         for candidate in (Path(name), directory / name):
             if (candidate / "config.yaml").exists():
@@ -347,10 +338,7 @@ def _started(path: Path) -> float:
 
 
 def is_alive(path: Path) -> bool:
-    """Return True if the run's controller is active, i.e. holds the folder's lock.
-
-    Raises OSError if another user's folder is not readable.
-    """
+    """Return True if the run's controller holds the folder's lock. Raises OSError."""
     return folder_lock.is_held(path)
 
 

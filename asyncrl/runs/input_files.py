@@ -45,10 +45,7 @@ def inputs_of(config: RunConfig, task: Task) -> RunInputs:
 
 
 def changes_since(before: RunInputs | None, now: RunInputs) -> tuple[list[str], list[str]]:
-    """Return changed rows, and changed functions or sampling, since the run's last start.
-
-    `before` is None if the run was begun by a version without digests.
-    """
+    """Return changed rows, and changed functions or sampling, since the run's last start."""
     if before is None:
         return [], []
     return _different(before.rows, now.rows), _different(before.code, now.code)

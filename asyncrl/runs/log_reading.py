@@ -15,10 +15,7 @@ _FOLLOW_SECONDS = 0.3
 
 
 def find_logs(run: Path, process: str | None) -> list[Path]:
-    """Return the log of a process, or of all of them.
-
-    Raises UserError if it does not exist.
-    """
+    """Return the log of a process, or all logs. Raises UserError if it does not exist."""
     found = sorted((run / "logs").glob("*.log"))
     if process is None:
         return found

@@ -262,10 +262,7 @@ def _copy_records(path: Path, target: Path, *, from_step: int) -> None:
 def _trained(
     checkpoints: Path, point: ResumePoint, missing: set[int], said: list[str]
 ) -> list[TrainedStep]:
-    """Return the trainer's records of missing steps, from the resume point and older checkpoints.
-
-    The trainer may have saved several checkpoints before the controller recorded a step.
-    """
+    """Return the trainer's records of missing steps, from this and older checkpoints."""
     found: dict[int, TrainedStep] = {}
     for directory in up_to(checkpoints, point.step):
         if missing <= found.keys():

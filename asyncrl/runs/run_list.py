@@ -16,10 +16,7 @@ from asyncrl.wire.records.step import StepMetrics
 
 
 def find_run_for_order(name: str | None, directory: Path) -> Path:
-    """Return the folder of the named run, or of the only active one.
-
-    Raises UserError if it does not exist, or if several are active and none is named.
-    """
+    """Return the folder of the named run, or of the only active one. Raises UserError."""
     if name is not None:
         return find_run(name, directory)
     active = sorted(path.parent for path in directory.glob("*/run.json") if _is_alive(path.parent))

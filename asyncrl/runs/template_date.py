@@ -20,10 +20,7 @@ def with_date(config: RunConfig) -> RunConfig:
 
 
 def with_recorded_date(config: RunConfig) -> RunConfig:
-    """Return the configuration with the date on which the resumed run began.
-
-    Raises ConfigError if the run's own configuration is damaged.
-    """
+    """Return the configuration with the date of the resumed run's start. Raises ConfigError."""
     recorded = None
     with contextlib.suppress(OSError):  # opening the run's folder says what cannot be read
         recorded = load_config(config.directory / "config.yaml").task.chat_template_date

@@ -170,10 +170,7 @@ def _make_root(order: dict[str, Any], uid: int) -> None:
 
 
 def _make_writable(order: dict[str, Any], new: str, uid: int) -> None:
-    """Cover /tmp and /dev/shm of the new root, and show required paths below them again.
-
-    Each name there becomes a mount, which the program can neither rename nor remove.
-    """
+    """Cover /tmp and /dev/shm; required paths below them become mounts, which cannot be moved."""
     shown: dict[str, int] = {}
     for place in _WRITABLE:
         Path(new + place).mkdir(parents=True, exist_ok=True)

@@ -130,10 +130,7 @@ class OwnTime:
     _seen: Times = field(default_factory=dict)
 
     def note(self, now: float, times: Times) -> None:
-        """Add a sample of the threads' `times` at monotonic second `now`.
-
-        `times` is empty if the program has not begun, or has ended.
-        """
+        """Add a sample of the threads' `times`, empty before the start and after the end."""
         if not times:
             return
         if self._began is None:

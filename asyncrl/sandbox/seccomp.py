@@ -105,10 +105,7 @@ def _of(number: int, *lines: _Line) -> list[_Line]:
 
 
 def program(machine: str) -> bytes:
-    """Return the filter for `machine` (`os.uname().machine`), an array of `struct sock_filter`.
-
-    Raises KeyError if the machine is not in ARCHITECTURES.
-    """
+    """Return the filter for `machine` as an array of `struct sock_filter`. Raises KeyError."""
     lines: list[_Line] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_JUMP_EQUAL, 1, 0, ARCHITECTURES[machine]),

@@ -21,10 +21,7 @@ _OF_ONE_TURN = ("median", "sigma", "longest", "new_length", "regimes")
 def _environments(
     context: typer.Context, latency: float | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields of a cluster that the options about environments set.
-
-    Raises UserError for contradictory options.
-    """
+    """Return the fields of a cluster set by environment options. Raises UserError."""
     from asyncrl.errors import UserError
     from asyncrl.simulation.environments import Environments
 

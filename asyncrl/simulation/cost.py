@@ -208,10 +208,7 @@ _USABLE = 0.9
 
 
 def kv_tokens(model: Model, device: Device, *, devices: int = 1) -> float:
-    """Return the KV capacity, in tokens, of a generator with `devices` devices.
-
-    Raises UserError if the weights do not fit.
-    """
+    """Return the KV capacity of a generator in tokens. Raises UserError if weights do not fit."""
     left = _USABLE * device.memory_bytes * devices - model.parameters * model.bytes_per_parameter
     if left <= 0:
         raise UserError(f"the weights of {model.name} do not fit {devices} {device.name}")

@@ -59,10 +59,7 @@ class Network:
         return depth
 
     def weights_seconds(self, node: int, size: float) -> float:
-        """Return the seconds from publication until a node with the previous version is up to date.
-
-        `size` is the bytes of the whole weights.
-        """
+        """Return the seconds from publication until a node has an update of `size` bytes in all."""
         depth = self.depth(node)
         chunk = min(self.chunk_mib * 2**20, size) * self.delta_share
         sent = self.fan_out * (size * self.delta_share + (depth - 1) * chunk)

@@ -32,10 +32,7 @@ class SimGenerator:
         slowness: float = 1.0,
         version: int = 0,
     ) -> None:
-        """Create a generator that has installed `version`; with -1 it does not decode.
-
-        `slowness` multiplies the time of all its computation.
-        """
+        """Create a generator with `version`; -1: none. `slowness` multiplies computation times."""
         self.name, self.version = name, version
         self.paused_until = math.inf if version < 0 else 0.0
         self.tally = Tally()
@@ -80,10 +77,7 @@ class SimGenerator:
             self._clock = now
 
     def speed(self, seconds: float) -> float | None:
-        """Return tokens per second of each active request since the last call with a result.
-
-        Return None if the generator was busy for less than `seconds`.
-        """
+        """Return tokens per second and request since the last result; None if hardly busy."""
         busy, progress = self._measured
         if self.tally.busy - busy < seconds:
             return None
@@ -129,10 +123,7 @@ class SimGenerator:
         self._add(SimRequest(sample, length, priority))
 
     def finish_next(self) -> SimRequest | None:
-        """Finish and hold the request that `next_end` says is done now.
-
-        Return None, with environments only, if another event was due.
-        """
+        """Finish and hold the request that is done now; None if another event was due."""
         request = heapq.heappop(self._ends)[3]
         self._leave(request)
         request.round_off()
@@ -144,10 +135,7 @@ class SimGenerator:
         return request
 
     def verify(self, samples: tuple[SampleId, ...], min_version: int) -> list[SimRequest]:
-        """Verify samples with tokens below `min_version`; each resumes from its accepted prefix.
-
-        Return held samples that do not need verification.
-        """
+        """Verify samples with tokens below `min_version`; return held ones that do not need it."""
         scored, unchanged = 0.0, []
         for sample in samples:
             request = self._held.get(sample) or self._requests.get(sample)
@@ -240,10 +228,7 @@ class SimGenerator:
         self.paused_until = max(self.paused_until, self._clock) + self._cost.swap_seconds
 
     def rewind(self, version: int) -> int:
-        """Forget the policies after `version`; see `SimRequest.rewind`.
-
-        Return the installed version, or -1 if it is gone: the generator then waits for an install.
-        """
+        """Forget policies after `version`; return the installed version, -1 if it is gone."""
         for request in self._interrupt():
             self._enter(request)
         for request in (*self._requests.values(), *self._held.values()):

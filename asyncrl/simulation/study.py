@@ -106,10 +106,7 @@ class Cluster(Conditions):
         return self.roofline()[0] if self.fit is None else self.fit.cost
 
     def kv_tokens(self) -> float:
-        """Return the KV capacity of a generator in tokens; infinity with the fit of a run.
-
-        Raises UserError if the model or the device is unknown, or the model does not fit.
-        """
+        """Return a generator's KV capacity in tokens; infinity with a fit. Raises UserError."""
         if self.kv_room is not None:
             return self.kv_room
         if self.fit is not None:
@@ -118,10 +115,7 @@ class Cluster(Conditions):
         return kv_tokens(MODELS[self.model], DEVICES[self.device], devices=self.gpus_per_generator)
 
     def roofline(self) -> tuple[Cost, float]:
-        """Return costs from the roofline, and the number of the trainer's devices.
-
-        Raises UserError if the model or the device is unknown.
-        """
+        """Return roofline costs, and the number of the trainer's devices. Raises UserError."""
         for name, known in ((self.model, MODELS), (self.device, DEVICES)):
             if name not in known:
                 raise _unknown(name, known)

@@ -81,10 +81,7 @@ DAY_SECONDS = 86400.0
 
 
 class World:
-    """One simulated run, from the first join to its end. Use once.
-
-    `run` raises UserError if the run cannot continue because too much is lost.
-    """
+    """One simulated run. Use once; `run` raises UserError if too much is lost."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting

@@ -30,10 +30,7 @@ def place(config: RunConfig) -> GpuPlan | None:
 
 
 def needs_of(config: RunConfig, *, any_gpu: bool) -> GpuNeeds:
-    """Return the GPUs that a run wants; `auto` devices want one if there is any.
-
-    Raises UserError if the engines of a mixed fleet want different numbers of GPUs.
-    """
+    """Return the GPUs that a run wants; `auto` wants one if there is any. Raises UserError."""
     fleet = config.engines
     engine = next((one for one in fleet if one.kind != "torch"), fleet[0])
     if any_gpu and len({one.gpus for one in fleet}) > 1:

@@ -55,10 +55,7 @@ def with_trainer_dtype(config: RunConfig, gpus: GpuPlan | None) -> tuple[RunConf
 
 
 def with_recorded_dtype(config: RunConfig) -> RunConfig:
-    """Replace `trainer.dtype: auto` by the type of the resumed run's checkpoints.
-
-    Another type would make it another run. An explicit type is compared and refused.
-    """
+    """Replace `trainer.dtype: auto` by the dtype of the resumed run's checkpoints."""
     found = dtype_of_run(config.directory / "checkpoints")
     if config.trainer.dtype != "auto" or found is None:
         return config

@@ -131,10 +131,7 @@ def _absolute(path: str) -> str:
 
 
 def slots_of(config: RunConfig) -> tuple[Slot, ...]:
-    """Return the slots of a run on a Ray cluster: the trainer's ranks, then the generators.
-
-    Raises UserError if the engines of a mixed fleet want different numbers of GPUs.
-    """
+    """Return a run's slots on a Ray cluster, trainer ranks first. Raises UserError."""
     settings, needs = config.launcher.ray, needs_of(config, any_gpu=True)
     trainer, generator = settings.trainer, settings.generator
     auto = all(engine.device == "auto" for engine in config.engines)

@@ -128,10 +128,7 @@ def _sizes(config: Any) -> dict[str, int]:
 
 
 def _wrong_numbers(described: dict[str, Any], tensors: int) -> str:
-    """Say what is wrong with the numbers of config.json, before transformers reads it.
-
-    `described` is its content, and `tensors` the number of tensors in all weight files.
-    """
+    """Say what is wrong with the numbers of config.json, before transformers reads it."""
     text = described.get("text_config")
     settings = described | (text if isinstance(text, dict) else {})
     sizes = {name: settings[name] for name in SIZES if isinstance(settings.get(name), int)}

@@ -67,10 +67,7 @@ def check_serving(config: RunConfig) -> None:
 
 
 def with_adapter(config: RunConfig, model: Path) -> RunConfig:
-    """Return the configuration with the adapter's directory as an absolute path.
-
-    Raises UserError if training cannot start from the adapter, or if the model lacks its layers.
-    """
+    """Return the configuration with the adapter's absolute path. Raises UserError if unfit."""
     _check_targets(config.trainer.lora, model)
     given = config.trainer.lora.adapter
     if given is None:

@@ -106,10 +106,7 @@ def is_for_gpu(gpus: list[Gpu] | None, build: TorchBuild) -> bool:
 
 
 def compiler(which: Callable[[str], str | None], *, on_gpu: bool) -> Finding:
-    """Check the compilers that build kernels at an engine's start: C++ on a CPU, C on a GPU.
-
-    They serve inductor and Triton, respectively. `which` finds programs.
-    """
+    """Check the compilers for kernels: C++ (inductor) on a CPU, C (Triton) on a GPU."""
     chosen = os.environ.get("CC") if on_gpu else None
     names = _CXX_COMPILERS if not on_gpu else _C_COMPILERS if chosen is None else (chosen,)
     kind = "C" if on_gpu else "C++"
@@ -136,10 +133,7 @@ def compiler(which: Callable[[str], str | None], *, on_gpu: bool) -> Finding:
 
 
 def python_headers(folder: Path) -> Finding:
-    """Check for this Python's headers: Triton's launchers are modules compiled with them.
-
-    `folder` is where the headers should be.
-    """
+    """Check for this Python's headers in `folder`: Triton compiles its launchers with them."""
     header = folder / "Python.h"
     if header.exists():
         return Finding(f"Python's headers: {header}")
@@ -152,10 +146,7 @@ def python_headers(folder: Path) -> Finding:
 
 
 def driver(version: str | None, build: TorchBuild) -> Finding:
-    """Check NVIDIA's driver: under one older than its CUDA, torch does not find a GPU.
-
-    A `version` of None is unknown.
-    """
+    """Check NVIDIA's driver: under one older than its CUDA, torch does not find a GPU."""
     major = (build.cuda or "").partition(".")[0]
     needed = _DRIVERS.get(int(major)) if major.isdigit() else None
     if version is None or needed is None:
@@ -181,10 +172,7 @@ def driver(version: str | None, build: TorchBuild) -> Finding:
 
 
 def triton_kernel(run: Callable[..., subprocess.CompletedProcess[str]]) -> Finding:
-    """Check that a one-line kernel is compiled and runs on the first GPU, from scratch.
-
-    `run` is like `subprocess.run`. This process must not hold a GPU.
-    """
+    """Compile and run a one-line kernel on the first GPU. This process must not hold a GPU."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
         script = Path(folder, "kernel.py")

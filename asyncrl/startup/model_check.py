@@ -44,10 +44,7 @@ _OTHER_FORMATS = ("pytorch_model*.bin", "*.pth", "*.gguf", "consolidated*.safete
 
 
 def description_of(directory: Path, setting: str) -> dict[str, Any]:
-    """Return config.json, or its text part for a nested model; empty if it is not here.
-
-    Raises ModelError if it is not JSON; `setting` is the one that names the directory.
-    """
+    """Return config.json, or its text part if nested; empty if missing. Raises ModelError."""
     file = directory / "config.json"
     try:
         found = json.loads(file.read_bytes()) if file.is_file() else {}
@@ -93,10 +90,7 @@ def check_files(model: Path, setting: str = "model.path", *, needs_head: bool = 
 
 
 def check_numbers(model: Path) -> None:
-    """Refuse weights that are not finite, by reading them all, as a trainer does on loading.
-
-    Raises ModelError with the file and tensors.
-    """
+    """Refuse weights that are not finite, by reading them all. Raises ModelError."""
     import torch
     from safetensors import safe_open
 

@@ -74,10 +74,7 @@ _SECONDS = 120.0
 
 
 def check_algorithm(config: RunConfig) -> None:
-    """Load and try the class of `trainer.algorithm`, if it is the user's.
-
-    Raises UserError, with the reason, if it cannot be used.
-    """
+    """Load and try the class of `trainer.algorithm`, if it is the user's. Raises UserError."""
     name = config.trainer.algorithm
     if not is_own(name):
         return

@@ -33,10 +33,7 @@ from asyncrl.user_code.loading import check_name
 
 
 def check_machine(config: RunConfig) -> None:
-    """Refuse engines and numbers of threads that this machine does not have.
-
-    Raises UserError with the setting and the machine's value.
-    """
+    """Refuse engines and numbers of threads that this machine lacks. Raises UserError."""
     _check_engine(config)
     check_peft(config)
     check_serving(config)

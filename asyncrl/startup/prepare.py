@@ -137,10 +137,7 @@ class Division:
 
 
 def divide(total: int, trainer: StepMemory, engine: EngineNeeds, kv: int | None = None) -> Division:
-    """Divide a GPU of `total` bytes between the trainer's step and the generator's engine.
-
-    `kv` are the bytes of KV, if given; None: what is left, as far as slots can use it.
-    """
+    """Divide `total` bytes of a GPU; a `kv` of None means all that is left and can be used."""
     mine = math.ceil(trainer.device / FULL)
     left = int(USABLE * total) - mine - engine.without_kv
     return Division(total, mine, engine, min(left, engine.most_kv) if kv is None else kv)
@@ -201,10 +198,7 @@ def _given_kv(engine: EngineConfig, needs: EngineNeeds, total: int) -> int | Non
 
 
 def _told(config: RunConfig, engine: EngineConfig, found: Division) -> RunConfig:
-    """Return the configuration with the engine's sizes of a division.
-
-    Raises UserError if the share and the KV that are set contradict each other.
-    """
+    """Return the configuration with the engine's sizes of a division. Raises UserError."""
     if engine.kind == "torch":  # allocates its slots at its start, and asks nothing
         return config
     gib = math.floor(1000 * found.kv / GIB) / 1000

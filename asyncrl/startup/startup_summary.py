@@ -36,10 +36,7 @@ _TRAINED, _MOMENTS = 8, 8
 
 
 def model_line(config: RunConfig, model: str) -> str:
-    """Describe the model's name, family and size.
-
-    `model` is a directory, or a hub id whose files are not here yet.
-    """
+    """Describe name, family and size of `model`, a directory or a hub id not yet downloaded."""
     found = Path(model) / "config.json"
     family = json.loads(found.read_bytes()).get("model_type", "") if found.is_file() else ""
     count = parameters(Path(model))

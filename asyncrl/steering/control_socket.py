@@ -45,10 +45,7 @@ _ENDINGS = {
 
 
 def control_key_file(run: Path) -> Path:
-    """Return the file with the key for the controller of the run in this folder.
-
-    The key is made at each start of the run, and is valid for that socket only.
-    """
+    """Return the file of the key for the run's control socket, made anew at each start."""
     return run / "control.key"
 
 

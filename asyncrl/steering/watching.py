@@ -37,10 +37,7 @@ _LOOK_SECONDS = 1.0
 
 
 async def watch(run: Path, console: Console) -> None:
-    """Show a run until it ends, or until the user interrupts.
-
-    Raises UserError if the run is not active, or if its sockets cannot be trusted.
-    """
+    """Show a run until it ends or the user interrupts. Raises UserError if it is not active."""
     with contextlib.closing(Watching(run)) as watching:
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
         config = load_config(run / "config.yaml")
@@ -63,10 +60,7 @@ class Watching:
         self._silent = 0
 
     async def view(self, log: Callable[[str], None]) -> RunView | None:
-        """Wait for the next view; return None once the run has ended.
-
-        Raises AsyncrlError if the controller refuses.
-        """
+        """Wait for the next view; None once the run has ended. Raises AsyncrlError if refused."""
         while True:
             await self._ask()
             with contextlib.suppress(NoReply):

@@ -67,10 +67,7 @@ def is_pointer(file: Path) -> bool:
 
 
 def wants_own_code(error: Exception) -> bool:
-    """Return True if transformers refused a model because of the code in its folder.
-
-    Transformers recommends an argument for it that we never pass.
-    """
+    """Return True if transformers refused a model because of the code in its folder."""
     return isinstance(error, ValueError) and "trust_remote_code" in str(error)
 
 
@@ -169,10 +166,7 @@ def _configured_stop_tokens(model_path: str) -> list[int]:
 
 
 def _token_ids(file: str, value: Any, size: int | None) -> list[int]:
-    """Return the ids that `file` names in `eos_token_id`. Raises ModelError if they are invalid.
-
-    `size` is that of the model's vocabulary, or None if unknown.
-    """
+    """Return `eos_token_id` of `file`, checked against the vocabulary `size`. Raises ModelError."""
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
         raise ModelError(

@@ -73,10 +73,7 @@ class SampleRequests:
         """File, place in it, and purpose of the seed."""
 
     def starts_from(self, initial_weights: str) -> None:
-        """Set the weights that the run starts from, before the first training sample.
-
-        `initial_weights` is as in `RandomStreams`. Raises ValueError if other weights were set.
-        """
+        """Set the initial weights' digest. Raises ValueError if another one was set."""
         streams = RandomStreams(self._seed, initial_weights)
         if self._streams is not None and self._streams != streams:
             raise ValueError(

@@ -81,10 +81,7 @@ class SupervisedProcess:
         return True
 
     def frame(self, seconds: float) -> bytes | None:
-        """Return the next frame from the process, or None after `seconds`.
-
-        Raises ProcessEnded if no more frames will come, and ValueError for an invalid frame.
-        """
+        """Return the next frame, or None after `seconds`. Raises ProcessEnded, ValueError."""
         assert self._process.stdout is not None  # noqa: S101 - it was started with a pipe
         output = self._process.stdout.fileno()
         deadline = time.monotonic() + seconds

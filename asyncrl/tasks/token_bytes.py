@@ -23,18 +23,12 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def stop_rule(tokenizer: Any, strings: Sequence[str]) -> StopRule | None:
-    """Return the rule that ends a response at a stop string; None without strings.
-
-    Raises ModelError if the tokenizer's text is not the concatenation of its tokens' texts.
-    """
+    """Return the rule that ends a response at a stop string, or None. Raises ModelError."""
     return StopRule.of(strings, token_bytes(tokenizer)) if strings else None
 
 
 def token_bytes(tokenizer: Any) -> list[bytes]:
-    """Return `[V]` the bytes of each token's text, empty for special tokens.
-
-    Raises ModelError if no way of joining tokens reproduces the decoded text.
-    """
+    """Return `[V]` the bytes of each token's text, empty for special ones. Raises ModelError."""
     special = special_ids(tokenizer)
     added = {token: str(content) for token, content in tokenizer.added_tokens_decoder.items()}
     for piece in (_byte_level, _sentence_piece, _plain, _spaced):

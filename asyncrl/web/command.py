@@ -44,10 +44,7 @@ def show_page(run: Path, port: int, say: Callable[[str], None]) -> None:
 
 
 def link(run: Path) -> str:
-    """Return the address of an active run's page, with the token behind `#`, which is never sent.
-
-    Raises UserError if the page does not exist, or its token cannot be read.
-    """
+    """Return an active run's address with the token behind `#`, never sent. Raises UserError."""
     state = read_state(run)
     if state is None or not state.web:
         raise UserError(

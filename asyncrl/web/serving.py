@@ -51,10 +51,7 @@ def write_token(path: Path) -> None:
 
 
 def read_token(path: Path) -> str:
-    """Read a token.
-
-    Raises UserError if it is missing, too short to be secret, or readable by others.
-    """
+    """Read a token. Raises UserError if it is missing, short, or readable by others."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())

@@ -74,10 +74,7 @@ class GymnasiumText:
             self.snapshot, self.restore = self._copy, self._go_back
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Begin an episode. The row may have a `seed`, and `options` for Gymnasium's reset.
-
-        Without a seed in the row, the samples of a group begin in different states.
-        """
+        """Begin an episode. The row may have a `seed`, and `options` for Gymnasium's reset."""
         own = row.get("seed", seed)
         self._environment = self._make()
         observation, _ = self._environment.reset(seed=own % 2**31, options=row.get("options"))

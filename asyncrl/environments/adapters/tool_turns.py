@@ -21,11 +21,7 @@ MAX_RESULT_CHARACTERS = 10_000
 
 
 class ToolTurns:
-    """Runs the calls of each turn one after the other.
-
-    `replay` is described in `asyncrl.environments.protocol`; `max_result_characters` bounds the
-    answer to a call.
-    """
+    """Runs the calls of each turn one after the other, and bounds their answers."""
 
     def __init__(
         self,
@@ -136,10 +132,7 @@ def longest_result(args: dict[str, Any], name: str) -> int:
 
 
 def passed_on(args: dict[str, Any], key: str, name: str, given: str) -> dict[str, Any]:
-    """Return the arguments under `key`, which a library receives.
-
-    Raises RewardError if they are not a mapping or contain `given`, which is set elsewhere.
-    """
+    """Return the mapping under `key`, which must not contain `given`. Raises RewardError."""
     found = args.get(key, {})
     if not isinstance(found, dict) or given in found:
         raise RewardError(

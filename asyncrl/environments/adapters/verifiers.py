@@ -101,10 +101,7 @@ class Conversation:
         waiting.set_result(turn)
 
     async def next(self) -> ModelCall | None:
-        """Return the next call with only its new messages, or None when the program has ended.
-
-        Raises what the program raises.
-        """
+        """Return the next call with its new messages, or None at the end. Raises program errors."""
         if self._program is None:
             raise RuntimeError("the program was not started")
         called = asyncio.ensure_future(self._calls.get())
@@ -295,10 +292,7 @@ class Served:
 
 
 def _config(taskset: str, settings: dict[str, Any], agent: str | None) -> tuple[Any, str]:
-    """Return verifiers' configuration with the policy as an agent, and that agent's name.
-
-    Raises RewardError if the agent is ambiguous, or another agent lacks its own model.
-    """
+    """Return verifiers' configuration, and the policy's agent name. Raises RewardError."""
     from verifiers import v1
 
     from asyncrl.environments.adapters import verifiers_harness

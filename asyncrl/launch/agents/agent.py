@@ -297,10 +297,7 @@ class Agent:
         return Place(self.name, ip, None, changes, run)
 
     async def _join(self) -> bool:
-        """Say hello until welcomed; return False if a signal ends this agent first.
-
-        Raises UserError if the controller refuses this agent, or has another secret.
-        """
+        """Say hello until welcomed; False if a signal ends this agent first. Raises UserError."""
         attempts, began, said, trouble = 0, time.monotonic(), float("-inf"), ""
         self._over, self._silent, beginning = None, None, secrets.token_hex(4)
         while not self._is_leaving:

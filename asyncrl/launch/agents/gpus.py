@@ -9,10 +9,7 @@ from asyncrl.launch.placement import VISIBLE, select_gpus
 
 
 def count_gpus() -> int:
-    """Count the GPUs that CUDA_VISIBLE_DEVICES leaves; 0 if torch is built for the CPU.
-
-    Raises UserError if nvidia-smi does not answer, or the variable names GPUs that do not exist.
-    """
+    """Count the GPUs that CUDA_VISIBLE_DEVICES leaves; 0 with a CPU build. Raises UserError."""
     if torch_build().cuda is None:
         return 0
     return len(select_gpus(find_gpus(), os.environ.get(VISIBLE), None))

@@ -41,10 +41,7 @@ class Ports:
         self._free = list(range(first, last + 1))
 
     def give(self, process: str, role: str) -> tuple[int, ...]:
-        """Return ports for a process; empty: the system chooses.
-
-        Raises UserError if too few are left.
-        """
+        """Return ports for a process; empty: the system chooses. Raises UserError."""
         if self._free is None:
             return ()
         count = NEEDED[role]
@@ -85,10 +82,7 @@ class _Hosted:
 
 
 class Hosting:
-    """The processes on an agent's machine. Create it within the event loop.
-
-    `place` returns the place of a child from its spec; `changed` is called after every change.
-    """
+    """Runs the processes on an agent's machine. Create it within the event loop."""
 
     def __init__(
         self,

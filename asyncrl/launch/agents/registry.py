@@ -201,10 +201,7 @@ class Roster:
         return [f"{one}: {note}" for one, note in notes if note and not note.endswith(_SPARE)]
 
     def free(self, role: Role, *, fresh: bool = False) -> list[Agent]:
-        """Return agents with room for a trainer or generator, the best one first.
-
-        With `fresh`, skip those on which a process has failed.
-        """
+        """Return agents with room, best first; with `fresh`, only those without failures."""
         found = [
             agent
             for agent in self.agents.values()

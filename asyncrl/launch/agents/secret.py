@@ -50,10 +50,7 @@ def read_secret(path: Path, setting: str) -> RunKey:
 
 
 def write_secret(path: Path) -> bool:
-    """Write a new secret unless there is one; return True if it was written.
-
-    Raises UserError if another file exists, or writing fails.
-    """
+    """Write a secret unless there is one; return True if written. Raises UserError."""
     if path.exists():
         read_secret(path, "FILE")
         return False

@@ -101,10 +101,7 @@ def draw_problems(
 
 
 def arithmetic_questions(config: TaskConfig, seed: int) -> tuple[list[Question], list[Question]]:
-    """Return distinct training and evaluation questions, determined by the seed.
-
-    Raises DataError if these digits do not give enough distinct problems.
-    """
+    """Return distinct training and evaluation questions by the seed. Raises DataError."""
     train = _distinct(seed % 2**64, config.train_size or TRAIN_SIZE, config.digits, held_out=False)
     size = EVALUATION_SIZE if config.evaluation_size is None else config.evaluation_size
     return train, _distinct(EVALUATION_SEED, size, config.digits, held_out=True)

@@ -58,10 +58,7 @@ class WarmStartResult:
 def warm_start(
     tokenizer: Any, recipe: WarmStart = RECIPE, advance: Callable[[int, int], None] | None = None
 ) -> WarmStartResult:
-    """Create and train the model. `advance(done, total)` is called after every step.
-
-    torch's random state is forked, so the caller's is unchanged.
-    """
+    """Create and train the model, leaving torch's random state; `advance(done, total)` per step."""
     started = time.monotonic()
     with _one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)

@@ -94,10 +94,7 @@ _OTHER_FORMATS = (
 
 
 def read_json_lines(path: Path, *, setting: str) -> Generator[Row | BadRow, None, None]:
-    """Yield one row for each line that is not empty.
-
-    Raises DataError, naming the key `setting`, if the file cannot be opened or has another format.
-    """
+    """Yield a row for each line that is not empty. Raises DataError, naming `setting`."""
     try:
         with path.open("rb") as file:
             _refuse_other_formats(path, file, setting)

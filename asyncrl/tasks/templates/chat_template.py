@@ -85,10 +85,7 @@ _DECODER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 class ChatTemplate:
-    """Renders messages.
-
-    `arguments` are further variables of the template (`enable_thinking`).
-    """
+    """Renders messages; `arguments` are further variables of the template."""
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
@@ -97,10 +94,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Tools | None, *, generation_prompt: bool = True
     ) -> str:
-        """Render a conversation, by default up to the place where the model answers.
-
-        Raises RenderingError if the template refuses the messages, fails, or exceeds its limits.
-        """
+        """Render a conversation, by default up to the answer. Raises RenderingError."""
         try:
             (text,) = self._texts([messages], tools, generation_prompt)
         except RenderingError as error:

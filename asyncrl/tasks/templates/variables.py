@@ -35,10 +35,7 @@ def names_the_date(tokenizer: Any) -> bool:
 
 
 def template_variables(tokenizer: Any, config: TaskConfig) -> dict[str, Any]:
-    """Return the chat template's variables besides messages and tools.
-
-    Raises DataError if the template does not use a variable.
-    """
+    """Return the template's variables besides messages and tools. Raises DataError."""
     text, variables = template_text(tokenizer), dict(config.chat_template_kwargs)
     for name in variables:
         if re.search(rf"\b{re.escape(name)}\b", text) is None:
