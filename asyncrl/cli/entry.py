@@ -33,7 +33,6 @@ _ABOUT_DISKS = (
     *(errno.EIO, errno.ESTALE, errno.ENOLCK, errno.ENOTCONN),
     *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO),
 )
-"""Errors of a disk, which may pass."""
 
 
 def main() -> None:

@@ -32,7 +32,6 @@ _MESSAGES = {
     "missing": "is missing",
     "finite_number": "must be a finite number",
 }
-"""Messages in terms of YAML, by pydantic's error type."""
 
 _OUT_OF_BOUNDS = (
     "greater_than",
@@ -185,14 +184,12 @@ def _field_names(model: type[BaseModel], location: _Location) -> list[str]:
 
 
 def _meaning(model: type[BaseModel], location: _Location) -> str:
-    """Return the first sentence of a setting's documentation."""
     field = _field(model, location)
     text = " ".join(((field and field.description) or "").split())
     return shortened(text.partition(". ")[0].rstrip("."), 200)
 
 
 def _is_named(annotation: Any) -> bool:
-    """Return True for a mapping from names to models."""
     return typing.get_origin(annotation) is dict and _model_in(annotation) is not None
 
 

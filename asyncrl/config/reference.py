@@ -73,7 +73,6 @@ class Setting:
     """Allowed values: the type or the choices, then the bounds."""
     default: str
     meaning: str
-    """Docstring of the field, on one line."""
     may_change: str = ""
     """`at a step`, `live`, `on resume` or `never`."""
 
@@ -93,7 +92,6 @@ class Section:
     meaning: str
     """Docstring of the class and of the field that holds it. May have several paragraphs."""
     settings: tuple[Setting, ...]
-    """Settings in the order of the class, without nested sections."""
 
 
 def sections() -> list[Section]:
@@ -251,7 +249,6 @@ def _comment(text: str, indent: str) -> Iterator[str]:
 
 
 def _yaml(value: Any) -> str:
-    """Format a value as YAML on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize)
     return text.removesuffix("...\n").strip()
 

@@ -76,12 +76,10 @@ class Action:
     text: str
     """The turn without special tokens."""
     tokens: list[int]
-    """All of its tokens, as drawn."""
     message: Message
     """The turn as a chat message with role "assistant", `content`, and `tool_calls` if there are
     any."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    """The calls found in the turn, each with `name` and `arguments`."""
     context_length: int = 0
     """Tokens that the policy read before this turn."""
 

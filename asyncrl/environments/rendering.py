@@ -361,7 +361,7 @@ class TurnRenderer:
 
     @contextlib.contextmanager
     def other_way(self) -> Iterator[None]:
-        """Render, inside this context, the text after a turn as before the template's discovery."""
+        """Invert `needs_whole` inside this context, as it may have been at another time."""
         if self._template is None:
             yield
             return

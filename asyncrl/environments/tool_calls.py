@@ -153,7 +153,6 @@ def _without_patterns(validator: Any, value: Any, instance: Any, schema: Any) ->
 
 
 def _unique(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
-    """Charge for comparing each item with each other one."""
     from jsonschema import Draft202012Validator
 
     if isinstance(instance, list):
@@ -177,7 +176,6 @@ class ToolCall:
     id: str
     """Nine letters and digits, the same whenever the same turn is parsed."""
     name: str
-    """The tool's name; empty if it could not be read."""
     arguments: dict[str, Any]
     error: str = ""
     """The error that the model reads instead of a result; empty if the call is right."""
@@ -205,7 +203,6 @@ class ParsedTurn:
 
     text: str
     content: str
-    """The turn without its calls."""
     calls: tuple[ToolCall, ...]
 
     @property

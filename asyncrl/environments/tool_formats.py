@@ -35,7 +35,6 @@ class WrittenCall:
     """The model's arguments: an object, if they are right."""
     error: str = ""
     id: str = ""
-    """The model's id of the call, or empty."""
     in_texts: bool = False
     """The arguments are texts: the tool's schema says which of them are JSON."""
 

@@ -43,7 +43,6 @@ class PlannedSet:
 
     name: str
     prompts: int
-    """Number of its prompts, from its start."""
     samples: int
 
     @property
@@ -327,6 +326,5 @@ class EvaluationRound:
 
 
 def _rows(values: list[T], shape: tuple[int, int]) -> list[list[T]]:
-    """Arrange the values of P prompts as `[P, n]`."""
     prompts, samples = shape
     return [list(values[row * samples : (row + 1) * samples]) for row in range(prompts)]

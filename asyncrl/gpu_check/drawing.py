@@ -215,7 +215,6 @@ def draws(context: Context) -> Said:
 def _counted(
     logits: torch.Tensor, k: int, count: int, ways: dict[str, float]
 ) -> tuple[list[float], list[int]]:
-    """Return the expected and the actual count of each token."""
     import numpy as np
     import torch
 

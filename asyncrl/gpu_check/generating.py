@@ -43,7 +43,6 @@ SMALL = {
     "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
 _SPREAD = 4.0
-"""Standard deviation of the logits."""
 
 
 def random_model(context: Context) -> Path:
@@ -310,7 +309,6 @@ def _lacks_capability(error: EngineError, settings: Mapping[str, Any]) -> bool:
 
 
 def _variants() -> dict[str, dict[str, Any]]:
-    """Return settings of an engine that this version has."""
     ways: dict[str, dict[str, Any]] = {
         "logits in the model's type": {"logits_dtype": "model"},
         "float32 logits": {"logits_dtype": "float32"},

@@ -15,7 +15,6 @@ class Context:
     folder: Path
     """Folder for files. All parts share it: a model made by one serves the next."""
     gpus: int
-    """GPUs that torch sees."""
     small: bool
     """True to take the smallest size, which exercises all code and measures nothing."""
 
@@ -225,11 +224,9 @@ class Verdict:
     part: str
     verdict: Literal["ok", "failed", "left out"]
     sentence: str
-    """The measurement, the fault, or the reason for leaving it out."""
     seconds: float = 0.0
     numbers: dict[str, Any] = field(default_factory=dict)
     last_lines: list[str] = field(default_factory=list)
-    """Last lines of a failed part's output."""
 
     def __str__(self) -> str:
         return f"{self.verdict:8}  {self.part:16} {self.seconds:6.1f} s  {self.sentence}"

@@ -36,7 +36,6 @@ _REAP_SECONDS = 10.0
 LIMIT_FACTOR = "ASYNCRL_GPU_CHECK_LIMIT_FACTOR"
 """Environment variable that multiplies the limit of each part, for machines that are busy."""
 _LEAST_SECONDS = 5.0
-"""Minimum remaining time for a new part."""
 
 
 def count_gpus(folder: Path) -> Verdict:

@@ -98,7 +98,6 @@ class ModelSpec(ProcessSpec, frozen=True, kw_only=True):
     relayed: bool = False
     """True if its control messages go through the relay of its node."""
     trace_key: str = ""
-    """Key of the run's traces (`asyncrl.monitoring.tracing.tracer`)."""
 
     def data_address_of(self, rank: int) -> str:
         """Return a local rank's address for trajectories; empty if its node chooses it."""
@@ -111,7 +110,6 @@ class TrainerSpec(ModelSpec, frozen=True, kw_only=True, tag="trainer"):
     role: ClassVar[Literal["trainer"]] = "trainer"
     rank: int = 0
     lineage: int = 0
-    """Number of trainers of the run before this one."""
     resume_from: int | None = None
     """The number of steps of the checkpoint to continue from; None: from the model."""
     engine_device: Literal["cpu", "cuda"] | None = None

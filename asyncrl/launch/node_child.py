@@ -97,9 +97,7 @@ class Place:
 
     node: str
     ip: str
-    """Address at which its children listen."""
     gpus: list[str] | None = None
-    """GPUs that the child may use; None: those of this process."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Changes of the child's spec; a field that the role lacks is ignored."""
     run_directory: str = ""
@@ -297,7 +295,6 @@ def cannot_reach(address: str) -> str:
 
 
 def _opened(log: Path) -> Any:
-    """Open the log file; if the disk fails, the output is dropped."""
     try:
         return log.open("ab")
     except OSError:

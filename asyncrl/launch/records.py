@@ -50,7 +50,6 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     """A line of processes.jsonl: one child of a controller."""
 
     name: str
-    """Name in the run, e.g. "generator-0"."""
     process: ProcessIdentity
     """The process, which leads a session of the same number."""
     mark: str

@@ -81,7 +81,6 @@ def _read(reading: int, pid: int, deadline: float) -> str | None:
 
 
 def _make(program: str, call: list[str], writing: int) -> NoReturn:
-    """Run the program, make one call, write its result, and exit."""
     null = os.open("/dev/null", os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)

@@ -168,7 +168,6 @@ def _as_call(expression: ast.expr) -> Called | None:
 
 
 def _names_a_function(expression: ast.expr) -> bool:
-    """Return True for `add`, `solution.add` or `Solution().add`."""
     while True:
         if isinstance(expression, ast.Name):
             return True

@@ -67,7 +67,6 @@ class RunState(msgspec.Struct):
     accuracy_before: float | None = None
     """Held-out accuracy before training, 0 to 1; measured once, kept by a resumed run."""
     evaluation_samples: int = 0
-    """Number of samples behind `accuracy_before`."""
     ended: Ending | None = None
     """None while the run is active, or if its controller was killed."""
     started: float = 0.0

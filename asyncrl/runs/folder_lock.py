@@ -16,7 +16,6 @@ from pathlib import Path
 
 NAME = ".lock"
 _LOOKERS_SECONDS = 5.0
-"""Longest wait for processes that only check the lock."""
 
 
 class UnlockableError(OSError):

@@ -49,7 +49,6 @@ def clear_leftovers(
 
 
 LOOK_SECONDS = 2.0
-"""Interval between two checks, of a few system calls each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,16 +18,13 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The limits of one run of a program, with all processes that it starts."""
 
     wall_seconds: float = 5.0
-    """Time until the program is killed."""
     cpu_seconds: int = 5
-    """CPU time of each of its processes."""
     memory_bytes: int = 512 * MIB
     """Address space of each process, and all memory that they hold together, pipes included."""
     processes: int = 16
     output_bytes: int = 256 * 1024
     """Standard output and standard error together; a program that exceeds it is killed."""
     disk_bytes: int = 16 * MIB
-    """Total size of its /tmp, which is in memory."""
     files: int = 1024
     open_files: int = 64
 

@@ -436,7 +436,6 @@ class _Watch:
         return not self.stdin
 
     def _read(self, descriptor: int, number: int) -> bool:
-        """Read the available data; return True at the end of the stream."""
         try:
             chunk = os.read(descriptor, _CHUNK)
         except BlockingIOError:

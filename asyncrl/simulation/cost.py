@@ -159,7 +159,6 @@ class MeasuredCost:
     """Seconds of the trainer after the last token of a step, publication included."""
     swap_seconds: float
     message_seconds: float
-    """Seconds of a message from one process to another."""
     reward_seconds: float
     """Seconds of one sample's reward while the engine is idle."""
     reward_steps: float
@@ -195,7 +194,6 @@ Costs = Cost | MeasuredCost
 
 
 def _between(at: Sequence[float], values: Sequence[float], x: float) -> float:
-    """Interpolate linearly between the points; constant beyond them."""
     i = bisect_left(at, x)
     if i == 0 or i == len(at):
         return values[min(i, len(at) - 1)]
@@ -204,7 +202,6 @@ def _between(at: Sequence[float], values: Sequence[float], x: float) -> float:
 
 
 _USABLE = 0.9
-"""Share of a device's memory for weights, keys and values."""
 
 
 def kv_tokens(model: Model, device: Device, *, devices: int = 1) -> float:

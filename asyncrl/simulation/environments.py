@@ -20,7 +20,6 @@ GoBack = Literal["restore", "replay", "start over"]
 from a snapshot, by repeating the accepted turns, or not at all."""
 GO_BACK: tuple[GoBack, ...] = ("restore", "replay", "start over")
 _LONGEST = 100.0
-"""Maximum latency as a multiple of the median."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,6 @@ class Plan:
     ends: tuple[int, ...]
     """Generated tokens at the end of each turn; the last number is the sample's length."""
     observations: tuple[int, ...]
-    """Tokens of the observation behind each turn but the last."""
     latencies: tuple[float, ...]
 
     @property
@@ -53,16 +51,13 @@ class Environments:
     latency: float
     """Median seconds of a step of an environment; log-normal."""
     latency_sigma: float = 1.0
-    """Standard deviation of the logarithm."""
     turns: float = 8.0
     """Median turns of a sample; log-normal, at least 1."""
     turns_sigma: float = 0.5
-    """Standard deviation of the logarithm."""
     max_turns: int = 64
     turn_tokens: float = 200.0
     """Median generated tokens of a turn; log-normal."""
     turn_sigma: float = 0.7
-    """Standard deviation of the logarithm."""
     observation_tokens: float = 200.0
     """Median tokens of an observation; log-normal with the same standard deviation."""
     go_back: GoBack = "replay"

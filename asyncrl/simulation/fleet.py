@@ -23,7 +23,6 @@ class FinishedReport(msgspec.Struct, frozen=True, gc=False):
     generator: str
     request: SimRequest
     finishes: int
-    """`request.finishes` when the message was sent."""
 
 
 class FromTrainer(msgspec.Struct, frozen=True, gc=False):
@@ -43,7 +42,6 @@ class Agenda:
 
     def __init__(self) -> None:
         self.now = 0.0
-        """Simulated time, in seconds."""
         self._due: list[tuple[float, int, Due]] = []
         self._count = 0
 
@@ -93,7 +91,6 @@ class Fleet:
         self._rewards_free: dict[str, float] = {}
         """Time, by generator, at which all requested rewards are computed."""
         self.lost = Tally()
-        """Work of lost generators."""
         self.lost_tokens = 0.0
         self.losses = 0
 

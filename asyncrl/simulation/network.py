@@ -28,7 +28,6 @@ class Network:
     """One way, between two nodes, in ms; added to the time of a message."""
     gpus_per_node: int = 8
     fan_out: int = 1
-    """Nodes to which a node passes the weights on; 1: a chain."""
     chunk_mib: float = 1.0
     delta_share: float = 1.0
     """Bytes sent to a node that has the previous version, as a share of the whole weights."""

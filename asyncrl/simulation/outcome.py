@@ -36,7 +36,6 @@ class Outcome:
     """Seconds from a version's publication until a generator has installed it: the mean over
     generators and versions, in the whole run, without generators that join later."""
     weights_seconds_max: float = 0.0
-    """The maximum of these."""
     generators_lost: int = 0
     """Number of generators lost in the whole run. All that follows is for the whole run, too."""
     trainers_lost: int = 0
@@ -52,7 +51,6 @@ class Outcome:
     """Share of the generators' time in which nothing decodes while samples wait for environments;
     part of `generator_idle`. 0 without environments, like all that follows."""
     slots_used: float = 0.0
-    """Share of the slots' time in which a sample decodes."""
     turns_discarded: float = 0.0
     """Actions behind a rejection over all actions given to environments."""
     prefilled_again: float = 0.0
@@ -65,7 +63,6 @@ class Mark:
 
     seconds: float
     trained: float
-    """Seconds in which the trainer computed."""
     told: Counter[type]
     commanded: Counter[type]
     data_bytes: float

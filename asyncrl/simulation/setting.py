@@ -49,7 +49,6 @@ class Setting(Conditions):
     known: dict[SampleId, int] = field(default_factory=dict)
     """Lengths of answers that are drawn only after a rejection, to repeat a real run."""
     survival: Survival = field(default_factory=Survival)
-    """The share of a sample that verification accepts."""
     signal_share: float = 1.0
     """Share of the groups that carry signal; with `scheduler.dynamic_sampling` only."""
     weights_bytes: float = 0.0

@@ -55,7 +55,6 @@ class SimGenerator:
         self._progress = 0.0
         """Tokens that an active request has generated since the generator began."""
         self._measured = 0.0, 0.0
-        """Busy seconds and progress at the last measurement of speed."""
         self._clock = 0.0
         self._pace: float | None = None
         """Seconds per token of each active request; None if that has changed."""

@@ -27,12 +27,10 @@ class SimRequest:
     speedup: float = 1.0
     """Relative speed while it has tokens to draft from."""
     began: float = 0.0
-    """The progress counter at the start of its current attempt."""
     attempt: int = 0
     """Number of its current attempt, an uninterrupted time in a slot; heap entries of earlier
     attempts are outdated."""
     decoding: bool = False
-    """True if it has a slot."""
     prefilled: bool = False
     """True if its KV exists; otherwise the KV is computed when the request gets a slot."""
     finishes: int = 0
@@ -40,7 +38,6 @@ class SimRequest:
     rewarded_at: float = 0.0
     """Time of its reward; 0 if no reward was requested."""
     observed: float = 0.0
-    """Tokens of environments in its context."""
     unknown: bool = False
     """True if it has tokens of a policy that was lost with its trainer, which verification has not
     judged."""
@@ -120,7 +117,6 @@ class Tally:
     busy: float = 0.0
     """Seconds of decoding and scoring."""
     useful: float = 0.0
-    """Tokens decoded."""
     rejected: float = 0.0
     preempted: int = 0
     rows: float = 0.0

@@ -70,7 +70,6 @@ class TurnGenerator(SimGenerator):
         slowness: float = 1.0,
         version: int = 0,
     ) -> None:
-        """Create a `SimGenerator` with the environments of the samples."""
         super().__init__(name, setting, rng, slowness=slowness, version=version)
         self._environments = environments
         self._away: list[tuple[float, int, TurnRequest]] = []
@@ -81,7 +80,6 @@ class TurnGenerator(SimGenerator):
         """Tokens of their KV."""
         self.away = 0
         self.told_away = 0
-        """Number of waiting samples that the scheduler knows of."""
 
     # -------------------------------------------------------------------- time
 
@@ -138,7 +136,6 @@ class TurnGenerator(SimGenerator):
         self._keep(request)
 
     def _keep(self, request: TurnRequest) -> None:
-        """Keep the KV of a waiting request, as far as there is room."""
         request.kept = self._setting.prompt_tokens + request.generated + request.observed
         self._keeping[request.sample] = request
         self._kept += request.kept
@@ -224,7 +221,6 @@ class TurnGenerator(SimGenerator):
         return 0.0
 
     def _come_to_nothing(self, request: TurnRequest) -> None:
-        """Invalidate the event that it waits for."""
         if request.away_until is not None:
             request.away_until = None
             self.away -= 1

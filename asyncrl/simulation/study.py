@@ -59,7 +59,6 @@ class Cluster(Conditions):
     median: float = 1000.0
     """Median tokens of an answer; lengths are log-normal."""
     sigma: float = 1.0
-    """Standard deviation of the logarithm of the length."""
     longest: int = 16384
     rule: Rule = "token"
     """Model of verification: `token` (the worst case) or `block`; see `lengths.Survival`."""

@@ -35,7 +35,6 @@ class SimTrainer:
     declared: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Groups of the declared steps that are not trained yet."""
     step: int = 0
-    """The current step; groups of later steps wait."""
     waiting: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     """(group, seconds) of the groups that wait, by step."""
     lineage: int = 0
@@ -233,7 +232,6 @@ class World:
             self._agenda.after(self._trainer_rng.expovariate(rate), self._lose_trainer)
 
     def _lose_unit(self) -> None:
-        """Lose a generator, or all of a node; it comes back later."""
         setting = self._setting
         if setting.failures.scope == "generator":
             numbers = [self._loss_rng.randrange(setting.generators)]

@@ -35,7 +35,6 @@ class Loaded(msgspec.Struct, frozen=True):
     """The result of a trial."""
 
     error: str = ""
-    """The reason why the model cannot be loaded; empty if it can."""
     needed: int = 0
     missing: list[str] = []
     unexpected: list[str] = []
@@ -45,7 +44,6 @@ class Loaded(msgspec.Struct, frozen=True):
     """Weights that are integers in the files, with their type."""
     head: list[str] = []
     sizes: dict[str, int] = {}
-    """Values of `SIZES`, under that name or the family's own."""
 
 
 _DTYPES = {

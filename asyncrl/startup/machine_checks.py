@@ -67,7 +67,6 @@ class Finding(NamedTuple):
 
     text: str
     fix: str = ""
-    """The remedy; empty if the check passed."""
 
     def __str__(self) -> str:
         return f"ok: {self.text}" if not self.fix else f"lacks: {self.text}. {self.fix}"
@@ -378,7 +377,6 @@ def clock(folder: Path, now: float) -> Finding:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest existing one above it."""
     return next(one for one in (folder, *folder.resolve().parents) if one.is_dir())
 
 

@@ -157,7 +157,6 @@ def _check_weight_files(model: Path, setting: str) -> None:
 
 
 def _check_description(model: Path, setting: str) -> None:
-    """Refuse kinds of models in config.json that cannot be trained."""
     file = model / "config.json"
     try:
         found = json.loads(file.read_bytes())

@@ -70,7 +70,6 @@ def _tests_of(config: RunConfig, function: RewardFunctionConfig, prompt: Prompt)
 
 
 _SECONDS = 120.0
-"""Time limit of the trial, which imports torch."""
 
 
 def check_algorithm(config: RunConfig) -> None:

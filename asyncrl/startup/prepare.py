@@ -84,7 +84,6 @@ class EngineNeeds:
     weights: int
     """Weights, twice with `engine.weight_staging: device`."""
     request: int
-    """KV of one request of maximum length."""
     slots: int
     process: int
 

@@ -28,7 +28,6 @@ REPLY_SECONDS = 10.0
 
 _REQUEST_BYTES = 1 << 16
 _QUEUED_REQUESTS = 100
-"""Requests, and unread replies, that may wait for each peer."""
 
 _AT_ONCE = 200
 

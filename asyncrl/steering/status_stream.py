@@ -120,7 +120,6 @@ class Audience:
         self._clock = clock
         self._view = EncodedOnce(view, VIEW_SECONDS, clock)
         self._until: dict[str, float] = {}
-        """The end of each watcher's time."""
         self._somebody = asyncio.Event()
 
     def __len__(self) -> int:

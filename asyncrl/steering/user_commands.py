@@ -214,7 +214,6 @@ class _Replay:
             del changed[_RUNAHEAD]
 
     def _holds(self, record: OrderRecord, key: str, words: str) -> bool:
-        """Return True if an order stays in force; otherwise say why not."""
         if record.before is not msgspec.UNSET:
             self._before.setdefault(key, []).append(record.before)
         order = f"the order `asyncrl {words}` of step {record.step}"

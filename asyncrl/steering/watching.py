@@ -86,7 +86,6 @@ class Watching:
             await self._line.send(control.WatchRequest())
 
     def _open_again(self) -> bool:
-        """Replace the connection; return False if the run has ended."""
         self._line.close()
         self._silent, self._ask_at = 0, float("-inf")
         try:

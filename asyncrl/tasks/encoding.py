@@ -28,7 +28,6 @@ class Question:
     content: str | Messages
     """The text or chat messages, before system prompt and chat template."""
     example: dict[str, Any]
-    """Passed to the rewards: see `Prompt.example`."""
     where: str
 
 

@@ -18,7 +18,6 @@ from typing import Any
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 100 * 2**20
-"""Limit of a header in bytes, from the safetensors format."""
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 

@@ -27,9 +27,7 @@ logger = logging.getLogger(__name__)
 
 MAX_WATCHERS = 200
 DRAW_SECONDS = 3.0
-"""Minimum interval between two drawings of the sections."""
 DRAW_SHARE = 0.05
-"""Maximum share of a core for drawing."""
 SECONDS_PER_WATCHER = 0.15
 """Increase of the drawing interval per watcher, since each watcher fetches what was drawn."""
 

@@ -25,7 +25,6 @@ from asyncrl.monitoring.metrics.http_server import means_this_machine
 MAX_BODY_BYTES = 4096
 
 Headers = Sequence[tuple[bytes, bytes]]
-"""Headers as in ASGI, with names in lower case."""
 
 
 @dataclass(frozen=True, slots=True)

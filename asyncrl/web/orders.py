@@ -52,7 +52,6 @@ SIMPLE: dict[str, tuple[Callable[[], control.Request], str]] = {
     "drain": (control.DrainRequest, "Train what is started, start nothing more, then end the run."),
     "checkpoint": (control.CheckpointRequest, "Write a checkpoint after the current step."),
 }
-"""Orders without arguments: their requests and effects."""
 
 
 def scale_request(arguments: ScaleArguments) -> control.ScaleRequest:

@@ -40,7 +40,6 @@ _OLDEST_LANE_SECONDS = 30.0
 """Processes that ended longer ago than this before the window do not have a lane."""
 
 NAMES = ("learning", "timeline", "work", "samples", "health", "orders", "settings")
-"""The sections, in the order of the page."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,6 @@ def _with_headers(send: Send) -> Send:
 
 
 async def _body(receive: Receive) -> bytes:
-    """Read the whole body, whose length the guard has checked."""
     body = b""
     while len(body) <= MAX_BODY_BYTES:
         message = await receive()
@@ -138,7 +137,6 @@ SEND_SECONDS = 20.0
 """Time limit for a peer that does not read more than 64 KiB of queued data."""
 HEAD_BYTES = 16_384
 END_SECONDS = 1
-"""Time for connections to end when the process is asked to end."""
 
 
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"

@@ -170,7 +170,6 @@ class WebPage:
             logger.exception("the end of the web page cannot be said")
 
     async def _serve_until_given_up(self) -> str:
-        """Serve, and return the reason for giving up."""
         ended_soon = 0
         while True:
             await self._somebody_connects()

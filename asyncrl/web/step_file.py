@@ -33,7 +33,6 @@ class StepFile:
 
     def _forget(self) -> None:
         self.recent: deque[StepMetrics] = deque(maxlen=MAX_STEPS_IN_MEMORY)
-        """The newest steps, without their groups and lengths."""
         self._steps = array("q")
         self._starts = array("q")
         self._ends = array("q")

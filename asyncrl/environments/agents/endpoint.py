@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
 _HALVES = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Matches JSON escapes of surrogates."""
 _BODY_SECONDS = 60.0
 
 Answer = Callable[[ChatCall], Awaitable[Turn]]
@@ -244,7 +243,6 @@ async def _json_body(receive: Any) -> Any:
 
 
 async def _unless_gone(answer: Awaitable[Turn], receive: Any) -> Turn | None:
-    """Return the turn, or None if the client disconnects first."""
     work = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(receive())
     try:

@@ -21,7 +21,6 @@ _NO_EFFECT = {
     *("model", "user", "metadata", "store", "stream", "stream_options", "service_tier"),
     *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
 }
-"""Parameters that do not affect the tokens."""
 _ABOUT_TOOLS = {"tool_choice", "parallel_tool_calls"}
 """Parameters that have an effect only if there are tools."""
 _LIMITS = ("max_tokens", "max_completion_tokens")
@@ -58,7 +57,6 @@ class ChatCall:
     tools: list[dict[str, Any]] = field(default_factory=list)
     stream: bool = False
     include_usage: bool = False
-    """The stream ends with the usage."""
     is_retry: bool = False
     max_tokens: int | None = None
     """The turn is cut at this many tokens, with the finish reason `length`."""
@@ -213,7 +211,6 @@ _NOT_SERVED = {
     "logprobs": "log-probabilities are recorded by the run and not handed out; leave it out",
     "top_logprobs": "log-probabilities are recorded by the run and not handed out; leave it out",
 }
-"""Requests that do not concern the policy and are not served."""
 
 
 def _equal(value: Any, wanted: Any) -> bool:

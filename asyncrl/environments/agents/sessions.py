@@ -65,7 +65,6 @@ class ClientSettings:
     """Settings of an agent's client: `OpenAI(base_url=client.base_url, api_key=client.api_key)`."""
 
     base_url: str
-    """The URL of this process's endpoint, on a loopback address."""
     api_key: str
     model: str
     seed: int
@@ -311,7 +310,6 @@ class _Calls:
     def __init__(self) -> None:
         self._waiting: deque[_Asked] = deque()
         self._present: _Asked | None = None
-        """The newest call that the policy has received."""
         self._known: list[Message] = []
         """The conversation that this call continued, with the answer."""
         self._arrived = asyncio.Event()

@@ -153,7 +153,6 @@ logger = logging.getLogger("asyncrl.agent")
 
 BEAT_SECONDS = 1.0
 AGAIN_SECONDS = 10.0
-"""A silent connection is replaced after this time."""
 SAY_SECONDS = 60.0
 REFUSED = 5
 """Consecutive connections that may fail for want of the same secret."""
@@ -195,7 +194,6 @@ class Agent:
         self._ip = ""
         self._run = ""
         self._session = ""
-        """Session of the joined controller, or empty."""
         self._facts = ""
         self._lost_seconds = float("inf")  # until the controller says
         self._heard = time.monotonic()

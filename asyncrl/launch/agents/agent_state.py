@@ -14,7 +14,6 @@ from asyncrl.launch.start_order import start_order
 from asyncrl.wire.messages import from_agent, to_agent
 
 LOST = -9
-"""Exit code of the processes of a lost agent."""
 _TERMINATED = -15
 
 
@@ -37,7 +36,6 @@ class AgentProcess:
         self._node_of = node_of
         self._wake = wake
         self.agent: Agent | None = None
-        """None while it waits for an agent."""
         self.ending = self.by_force = False
         self.reported: from_agent.Hosted | None = None
         self._lost = ""

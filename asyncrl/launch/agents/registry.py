@@ -72,7 +72,6 @@ class Needs:
 
     run: str
     question: str
-    """JSON, for `asyncrl.launch.node_child.node_facts`."""
     ours: NodeInfo
     model: str
     run_directory: str
@@ -167,7 +166,6 @@ class Roster:
         return True
 
     def _why_idle(self, agent: Agent) -> str:
-        """Say why an agent does not get work; empty if it may."""
         role: Role = "trainer" if agent.hello.role == "trainer" else "generator"
         reason = self.unfit(agent, role)
         return "" if reason is None else f", and is of no use: {reason}"

@@ -105,7 +105,6 @@ def changed_somewhere(program: Program, rng: np.random.Generator) -> Program:
 Piece = tuple[str, bool]
 """Text, and True if it is the player's."""
 HIGHEST = 30
-"""Largest number to be guessed; the smallest is 0."""
 GUESSES = 5
 ATTEMPTS = 3
 _CARELESS = 3.0

@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 Lesson = tuple[list[int], list[bool]]
 """Token ids, and a flag for each that is True if it is learned."""
 Lessons = Callable[[float], list[Lesson]]
-"""Draws a batch of lessons with a given probability of a slip."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ class WarmStart:
     beta2: float = 0.95
     weight_decay: float = 0.01
     clean_share: float = 0.75
-    """Share of the steps without slips."""
     slip: float = 0.11
     """Probability of a slip per column in the later steps."""
     seed: int = 2
@@ -42,7 +41,6 @@ class WarmStart:
     version: int = 1
     """Increased when a code change gives another model for the same numbers."""
     task: Literal["arithmetic", "agent"] = "arithmetic"
-    """The task that determines the vocabulary and the lessons."""
 
 
 POSITIONS = 512

@@ -150,7 +150,6 @@ class _Reading:
     bad: list[BadRow] = field(default_factory=list)
     bad_count: int = 0
     left_out: int = 0
-    """Rows for which `task.map` returned None."""
     places: dict[str, str] = field(default_factory=dict)
 
     def add(self, index: int, row: Row | BadRow) -> None:

@@ -286,5 +286,4 @@ def _from_datasets(
 
 
 def _is_saved(folder: Path) -> bool:
-    """Return True if `datasets`' save_to_disk made this folder."""
     return any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))

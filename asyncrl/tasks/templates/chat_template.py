@@ -45,7 +45,6 @@ class Render(msgspec.Struct, frozen=True):
     template: bytes
     """Pickled: the template's text and the variables common to all conversations."""
     conversations: list[bytes]
-    """Pickled: the messages of each."""
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
@@ -69,7 +68,6 @@ Answer = Rendered | Failed
 Message = dict[str, Any]
 """A chat message: `role`, `content`, and other fields of the template (`tool_calls`)."""
 Tools = Sequence[dict[str, Any]]
-"""JSON schemas of the functions that the model may call."""
 
 LIMITS = Limits()
 WAIT_SECONDS = 120.0
@@ -213,7 +211,6 @@ class _Renderer:
         return [*answers, Failed(failure)]
 
     def _started(self) -> tuple[SupervisedProcess, bool]:
-        """Return the process, and True if it is new."""
         if self._process is not None and self._owner == os.getpid():
             return self._process, False
         self._owner = os.getpid()
