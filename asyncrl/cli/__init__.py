@@ -1,8 +1,8 @@
 """The command line: `asyncrl init|run|doctor|status|stop|pause|resume|scale|report|eval|...`.
 
 Exit codes: 0 done, or stopped by the user; 1 the run failed; 2 the user must change something; 130
-ended at once by a second Ctrl-C.
-Commands import what they need when they are called, so that `--help` is quick.
+ended at once by a second Ctrl-C. Commands import their dependencies when called, so that `--help`
+is fast.
 
     app       the command line itself, and the options that several commands have
     training  init, run, eval, simulate

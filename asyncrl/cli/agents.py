@@ -16,7 +16,7 @@ from asyncrl.errors import UserError
 
 
 class Role(str, Enum):  # noqa: UP042 - typer shows the values of this one
-    """What an agent's child may be."""
+    """Kind of an agent's child."""
 
     generator = "generator"
     trainer = "trainer"

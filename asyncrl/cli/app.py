@@ -1,4 +1,4 @@
-"""The command line itself, and the options that several commands have."""
+"""The command line, and the options that several commands share."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from asyncrl.runs.command_lines import DEFAULT_RUNS
 
 
 class TerminalConsole(Console):
-    """Prints while somebody reads: a pipe that is closed (`| head`) does not end a run."""
+    """Prints until the pipe closes: a closed pipe (`| head`) does not end a run."""
 
     def on_broken_pipe(self) -> None:
-        """Discard what is printed from now on, instead of ending the process."""
+        """Discard further output, instead of ending the process."""
         self.quiet = True
         discarded = os.open(os.devnull, os.O_WRONLY)
         os.dup2(discarded, sys.stdout.fileno())
@@ -26,11 +26,10 @@ class TerminalConsole(Console):
 
 
 TRAINING, WATCHING, STEERING, MACHINE = "Train", "Watch", "Steer an active run", "This machine"
-"""Headings of `asyncrl --help`, under which commands stand. Each command's epilog is an example."""
+"""Headings of `asyncrl --help` for groups of commands. Each command's epilog is an example."""
 
 
 def _names_of_runs(context: typer.Context, incomplete: str) -> list[str]:
-    """Runs whose names begin so, for the shell's completion."""
     runs = Path(context.params.get("runs") or DEFAULT_RUNS)
     return sorted(
         path.parent.name
@@ -40,10 +39,10 @@ def _names_of_runs(context: typer.Context, incomplete: str) -> list[str]:
 
 
 class _ByPanel(TyperGroup):
-    """Commands in the order of their headings, whatever module is imported first."""
+    """Lists commands in the order of their headings, whatever module is imported first."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
-        """Names, the headings in the order above."""
+        """Return the commands' names, the headings in the order above."""
         panels = (TRAINING, WATCHING, STEERING, MACHINE)
         return sorted(self.commands, key=lambda name: panels.index(_panel(self.commands[name])))
 

@@ -1,4 +1,4 @@
-"""What happens before a command, and how an error becomes a paragraph and an exit code."""
+"""The entry point: prepares a command, and turns an error into a paragraph and an exit code."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ _ABOUT_PATHS = (
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST),
     *(errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG),
 )
-"""With the name of a file, they say what the user has to change."""
+"""Errors that, with a file name, say what the user has to change."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ABOUT_DISKS = (
     *(errno.EIO, errno.ESTALE, errno.ENOLCK, errno.ENOTCONN),
     *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO),
 )
-"""They say what is wrong with a disk, which may pass."""
 
 
 def main() -> None:
@@ -68,18 +67,18 @@ def _main() -> None:
             _exit(error, UserError.exit_code)
         if (named and error.errno in _ABOUT_DISKS) or error.errno in _FULL:
             _exit(error, AsyncrlError.exit_code)
-        # A fault, not a mistake: with its traceback, and an exit code after which supervisors try
-        # again.
+        # A fault rather than a user's mistake: show the traceback, with an exit code after which
+        # supervisors try again.
         raise
     except (EngineError, SchedulerError, TrainerError, WireError) as error:
         _exit(error, AsyncrlError.exit_code)
 
 
 class _PlainFormatter(logging.Formatter):
-    """Lines without terminal escapes: a warning may quote a downloaded data set."""
+    """Formats lines without terminal escapes: a warning may quote a downloaded data set."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of a record."""
+        """Return the line of a record."""
         return without_controls(super().format(record))
 
 

@@ -102,11 +102,10 @@ def set_setting(
 
 
 def _request(name: str | None, runs: Path, request: control.Request) -> None:
-    """Send a request and print what happens now.
+    """Send a request and print its effect.
 
-    Raises:
-        UserError: it is refused, or it is not known which run is meant.
-        AsyncrlError: it is not known whether it was carried out.
+    Raises UserError if it is refused or the run is ambiguous, and AsyncrlError if it is unknown
+    whether it was carried out.
     """
     from asyncrl.runs.run_list import find_run_for_order
     from asyncrl.steering.control_socket import ask

@@ -247,7 +247,7 @@ app.command(
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel end this command when its parent ends. Raises UserError: not its parent."""
+    """Make the kernel end this command with its parent. Raises UserError for another parent."""
     from asyncrl.user_code.process_tree import end_with_parent
 
     if sys.platform != "linux":
@@ -261,7 +261,7 @@ def _end_with(parent: int) -> None:
 
 
 def _incomplete(directory: Path) -> list[str]:
-    """What the evaluations before and after training of a run lack."""
+    """Return what the evaluations before and after training of a run lack."""
     from asyncrl.monitoring.errors import RecordError
     from asyncrl.monitoring.records.metrics_log import read_evaluations
     from asyncrl.monitoring.terminal.evaluation_text import incomplete

@@ -1,4 +1,4 @@
-"""Commands that look at runs and change nothing: `status`, `watch`, `logs`, `samples`, and more."""
+"""Read-only commands: `status`, `watch`, `logs`, `samples`, and more."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def logs(
 
 
 def _run_and_process(words: list[str], runs: Path) -> tuple[Path, str | None]:
-    """What `asyncrl logs` is asked for. One word is a run if there is one of that name."""
+    """Resolve the arguments of `asyncrl logs`. One word is a run if a run has this name."""
     from asyncrl.runs.directory import find_run
 
     if len(words) > 2:

@@ -1,5 +1,5 @@
-"""A run's configuration: its sections, its rules, and what is said about a wrong one.
+"""A run's configuration: its sections, its rules, and its error messages.
 
 Sections of one component (`engine`, `trainer`, `rewards`, ...) are in that component's package.
-`run_config` puts them together.
+`run_config` combines them.
 """

@@ -1,4 +1,4 @@
-"""The configuration of each step of a run, where `run.changes` changes it."""
+"""The configuration of each step of a run, with `run.changes`."""
 
 from __future__ import annotations
 
@@ -10,36 +10,32 @@ from asyncrl.scheduler.config import SchedulerConfig
 
 
 class ConfigByStep:
-    """Answers quickly which configuration a step has.
-
-    Args:
-        config: of the run, with its changes.
-    """
+    """Looks up the configuration of a step quickly."""
 
     def __init__(self, config: RunConfig) -> None:
         self.whole = config
-        """With all changes as they are written."""
+        """The configuration with all changes as they are written."""
         self._first_steps = sorted({0, *config.run.changes})
         self._configs = [config.at(step) for step in self._first_steps]
 
     def at(self, step: int) -> RunConfig:
-        """The configuration of a step, from 0."""
+        """Return the configuration of a step, from 0."""
         return self._configs[bisect_right(self._first_steps, step) - 1]
 
     @property
     def scheduler_changes(self) -> dict[int, SchedulerConfig]:
-        """The scheduler's settings after each change."""
+        """Return the scheduler's settings after each change."""
         found = zip(self._first_steps, self._configs, strict=True)
         return {step: config.scheduler for step, config in found if step in self.whole.run.changes}
 
     @property
     def admission(self) -> Admission:
-        """Which groups may start when, and how old their tokens may be."""
+        """Return when groups may start, and how old their tokens may be."""
         return Admission.of(self.whole.scheduler, self.scheduler_changes)
 
     @property
     def verifies(self) -> bool:
-        """Whether generators must be able to verify tokens: any step has `on_update: verify`."""
+        """True if generators must be able to verify tokens: any step has `on_update: verify`."""
         configs = [self.whole, *self._configs]
         return any(config.scheduler.on_update == "verify" for config in configs)
 

@@ -1,7 +1,7 @@
-"""What a user reads about a configuration that is refused: one line for each mistake.
+"""Formats the mistakes in a refused configuration, one line each.
 
-A line has the key's path, what is wrong, the value that was given and, for a value out of bounds,
-the first sentence of the setting's documentation. Lines and values are bounded in length.
+A line has the key's path, the mistake, the given value and, for a value out of bounds, the first
+sentence of the setting's documentation. Lines and values are bounded in length.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from asyncrl.config.former import refusal
 from asyncrl.suggestions import nearest, shortened
 
 MAX_LINES = 20
-"""Most mistakes that one error lists."""
 
 _SHOWN = 80
-"""Characters of a value that are quoted."""
 
 _MESSAGES = {
     "model_type": "must be a mapping of settings (lines of `key: value`)",
@@ -34,7 +32,6 @@ _MESSAGES = {
     "missing": "is missing",
     "finite_number": "must be a finite number",
 }
-"""Messages in the words of YAML, by pydantic's type of error."""
 
 _OUT_OF_BOUNDS = (
     "greater_than",
@@ -51,13 +48,7 @@ _Location = tuple[int | str, ...]
 def mistakes(
     values: Mapping[str, Any], error: ValidationError | None, model: type[BaseModel]
 ) -> list[str]:
-    """One line for each mistake in `values`, at most `MAX_LINES` and one that counts the rest.
-
-    Args:
-        values: what was to be validated.
-        error: pydantic's, None if it accepted the values.
-        model: that they are to describe.
-    """
+    """Return at most `MAX_LINES` lines, one for each mistake, and one that counts the rest."""
     # Pydantic reads true and false as 1 and 0 where a number belongs.
     booleans = dict(_booleans(values, model, ()))
     details = [] if error is None else error.errors(include_url=False)
@@ -65,7 +56,7 @@ def mistakes(
     lines = [
         _explain(detail, model)
         for detail in details
-        # A list whose only entry is refused is also reported as too short: an echo.
+        # A list whose only entry is refused is also reported as too short, which is redundant.
         if not detail["loc"] or not any(_inside(place, detail["loc"]) for place in places)
     ]
     lines += [
@@ -121,7 +112,7 @@ def _path(location: _Location) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value for an error: of bounded length, also where repr is long or impossible."""
+    """Format a value with bounded length, even if repr is long or impossible."""
     if isinstance(value, int) and abs(value) >= 10**_SHOWN:
         return f"a number of about {int(value.bit_length() * math.log10(2)):,} digits"
     if isinstance(value, str):
@@ -160,7 +151,7 @@ def _booleans(
 
 
 def _takes_numbers(annotation: Any) -> bool:
-    """Whether this is a number, possibly None or annotated, and not also true or false."""
+    """Return True for a number type, possibly optional or annotated, that excludes booleans."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         choices = typing.get_args(annotation)
         return bool not in choices and any(map(_takes_numbers, choices))
@@ -168,7 +159,7 @@ def _takes_numbers(annotation: Any) -> bool:
 
 
 def _field(model: type[BaseModel], location: _Location) -> FieldInfo | None:
-    """The field at this place; for an entry of a list or mapping, the field that holds it."""
+    """Return the field at this place; for an entry of a list or mapping, that of the container."""
     current: type[BaseModel] | None = model
     field = None
     is_name = False
@@ -193,19 +184,17 @@ def _field_names(model: type[BaseModel], location: _Location) -> list[str]:
 
 
 def _meaning(model: type[BaseModel], location: _Location) -> str:
-    """The first sentence of a setting's documentation."""
     field = _field(model, location)
     text = " ".join(((field and field.description) or "").split())
     return shortened(text.partition(". ")[0].rstrip("."), 200)
 
 
 def _is_named(annotation: Any) -> bool:
-    """Whether this is a mapping from names to models."""
     return typing.get_origin(annotation) is dict and _model_in(annotation) is not None
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The pydantic model inside `X`, `X | None` or `tuple[X, ...]`; None if there is none."""
+    """Return the pydantic model inside `X`, `X | None` or `tuple[X, ...]`, or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for inner in typing.get_args(annotation):

@@ -1,4 +1,4 @@
-"""Keys that were settings once. Files that give one the value that every run has are still read."""
+"""Former settings. Files that give them the value that every run now has are still read."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ FORMER: dict[str, Any] = {
     "launcher.stop_seconds": 60.0,
     "launcher.agents.lost_seconds": 60.0,
 }
-"""By dotted path, the value that every run has now; None: it follows another setting."""
+"""The value that every run has now, by dotted path; None: it follows another setting."""
 
 
 def without_former(values: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
-    """The settings without keys of before that have their one value; others stay, to be refused."""
+    """Remove former settings with their only value; others stay, and are refused later."""
     kept: dict[str, Any] = {}
     for key, value in values.items():
         path = f"{outer}{key}"
@@ -43,7 +43,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def refusal(path: str) -> str | None:
-    """What a user reads who gives such a key another value; None: it never was a setting."""
+    """Return the error for another value of a former setting, or None for other keys."""
     if path not in FORMER:
         return None
     value = FORMER[path]

@@ -1,7 +1,4 @@
-"""Settings of the launcher.
-
-Settings of the launcher of agents.
-"""
+"""Settings of the launchers."""
 
 from __future__ import annotations
 
@@ -14,17 +11,18 @@ from asyncrl.wire.transport.paths import MAX_THREADS, START_SECONDS, WEEK_SECOND
 
 
 class ClusterConfig(BaseModel):
-    """What a run on several machines needs, whoever starts its processes."""
+    """Settings of a run on several machines, with any launcher."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     weights_directory: str = "/dev/shm"  # noqa: S108 - memory, and files there have mode 0600
-    """Folder in memory that every node has for weights."""
+    """Folder in memory for weights, the same on every node."""
     relays: Literal["auto", "always"] = "auto"
-    """Whether a relay on each node carries weights between nodes: `auto` if the run's processes are
-    on several machines, `always` also between nodes of one machine, as if they shared no memory."""
+    """When a relay on each node carries weights between nodes: `auto` if the run's processes are on
+    several machines, `always` also between nodes of one machine, as if they did not share memory.
+    """
     max_relay_restarts: int = Field(default=10, ge=0, le=10_000)
-    """Most relays that are replaced after they were lost; the other processes go on meanwhile."""
+    """Maximum number of replacements of lost relays; the other processes continue."""
     place_seconds: float = Field(default=120.0, gt=0, le=WEEK_SECONDS)
     """Longest wait for room on the nodes, and for an answer of each."""
 
@@ -40,19 +38,19 @@ class AgentsConfig(ClusterConfig):
     """`HOST:PORT` at which the controller waits for agents (`asyncrl agent --controller`). HOST is
     an address of this machine; 0.0.0.0 is every one."""
     control_port: int | None = Field(default=None, ge=1, le=MAX_PORT)
-    """Port of the same host at which the run's processes speak to the controller; null: the one
+    """Port of the same host at which the controller accepts the run's processes; null: the one
     after that of `listen`."""
     key_file: AbsolutePath | None = Field(default=None, max_length=4096)
-    """File of the secret that the controller and all agents have: `asyncrl agent-key FILE` writes
-    one. Needed with `launcher.kind: agents`."""
+    """File with the secret that the controller and all agents share: `asyncrl agent-key FILE`
+    writes one. Needed with `launcher.kind: agents`."""
     max_generators: int | None = Field(default=None, ge=1, le=10_000)
-    """Most generators; further agents wait as spares. null: as many as there are agents for
-    them. `launcher.generators` is the number that the run begins with."""
+    """Maximum number of generators; further agents wait as spares. null: as many as there are
+    agents for them. `launcher.generators` is the number that the run begins with."""
     place_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
-    """Longest wait for agents: at the start for a trainer's and those of `launcher.generators`,
-    later for one in place of the trainer's or of the last generator's that was lost."""
+    """Longest wait for agents: at the start for the trainer's and those of `launcher.generators`,
+    later for a replacement of the trainer's or of the last generator's."""
     silence_seconds: float = Field(default=20.0, gt=0, le=WEEK_SECONDS)
-    """An agent that says nothing for this long counts as lost, and its processes with it."""
+    """An agent that is silent for this long counts as lost, together with its processes."""
 
     @field_validator("listen")
     @classmethod
@@ -62,13 +60,13 @@ class AgentsConfig(ClusterConfig):
 
     @property
     def control(self) -> str:
-        """`HOST:PORT` at which the run's processes speak to the controller."""
+        """`HOST:PORT` at which the controller accepts the run's processes."""
         host, port = host_and_port(self.listen)
         return f"{host}:{port + 1 if self.control_port is None else self.control_port}"
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of `HOST:PORT`. Raises ValueError."""
+    """Split `HOST:PORT`. Raises ValueError."""
     found = _LISTEN.fullmatch(address)
     if found is None or not 1 <= int(found["port"]) < MAX_PORT:
         raise ValueError(
@@ -82,12 +80,14 @@ Strategy = Literal["pack", "spread", "strict_spread"]
 
 
 class Bundle(BaseModel):
-    """What one process takes of its node."""
+    """The resources of one process on its node."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     cpus: float = Field(default=1.0, gt=0, le=4096)
-    """Cores. A process has as many threads, rounded down, unless `launcher.threads` is set."""
+    """Cores. A process uses this number of threads, rounded down, unless `launcher.threads` is
+    set.
+    """
     resources: dict[str, float] = {}
     """Custom resources of Ray that a node must have, e.g. {"fast_disk": 1}."""
 
@@ -107,26 +107,26 @@ class RayConfig(ClusterConfig):
     """How a run uses a Ray cluster. Only read with `launcher.kind: ray`."""
 
     address: str | None = Field(default=None, max_length=300)
-    """`HOST:PORT` of the head; `auto`: the cluster that this machine belongs to; null: a cluster
-    of this machine alone, which begins and ends with the run."""
+    """`HOST:PORT` of the head; `auto`: the cluster that this machine belongs to; null: a cluster of
+    this machine alone, which begins and ends with the run."""
     strategy: Strategy = "pack"
-    """How processes are placed: `pack` on few nodes, `spread` over many, `strict_spread` each on
-    a node of its own. All GPUs of one generator are always on one node."""
+    """Placement of processes: `pack` on few nodes, `spread` over many, `strict_spread` each on a
+    separate node. All GPUs of one generator are always on one node."""
     trainer: Bundle = Bundle()
-    """What the trainer takes."""
+    """Resources of the trainer."""
     generator: Bundle = Bundle()
-    """What each generator takes. Its GPUs are `tensor_parallel_size` of its engine."""
+    """Resources of each generator. Its GPUs are `tensor_parallel_size` of its engine."""
     runtime_env: dict[str, Any] = Field(default={})
-    """Ray's runtime environment of the processes, e.g. {"env_vars": {...}}. Nothing is shipped
-    unless it is named here: the nodes have asyncrl installed."""
+    """Ray's runtime environment of the processes, e.g. {"env_vars": {...}}. Files are shipped only
+    if they are named here: the nodes have asyncrl installed."""
     image: str | None = Field(default=None, max_length=500)
-    """Container image that the processes run in (Ray's `image_uri`). It has the same asyncrl."""
+    """Container image of the processes (Ray's `image_uri`), with the same asyncrl."""
     bind_address: str | None = Field(default=None, max_length=300)
     """Address of this machine at which the controller listens for the processes; null: the one by
     which Ray knows this machine."""
     connect_seconds: float = Field(default=30.0, gt=0, le=WEEK_SECONDS)
-    """Longest wait for an answer of the cluster. A head that is dead does not refuse a connection,
-    it is silent."""
+    """Longest wait for an answer of the cluster. A dead head does not refuse a connection, it is
+    silent."""
 
 
 GpuName = Annotated[str, Field(pattern=r"^(GPU|MIG)-[0-9A-Za-z/-]+$")]
@@ -153,36 +153,37 @@ class LauncherConfig(BaseModel):
     them, the trainer the next one (docs/trainer.md)."""
     weights: Literal["files", "broadcast"] = "files"
     """How new weights reach the generators. `files`: each reads them from the memory of its node.
-    `broadcast`: the trainer sends them to all at once, by NCCL between GPUs and by gloo otherwise,
-    and who misses that reads the file. Its sockets have no keys: needs `trusted_network`."""
+    `broadcast`: the trainer sends them to all at once, by NCCL between GPUs and by gloo otherwise;
+    a generator that misses the broadcast reads the file. The sockets do not have keys: needs
+    `trusted_network`."""
     trusted_network: bool = False
-    """Nobody whom you do not trust can listen to or connect to the network between the run's
-    nodes, nor log in to them. Only `weights: broadcast` and `trainer.rank_network` ask for it
+    """Confirms that only people you trust can log in to the run's nodes, or connect to or listen to
+    the network between them. Only `weights: broadcast` and `trainer.rank_network` need it
     (SECURITY.md)."""
     colocate: bool | None = None
     """Let the trainer share the first GPU of the last generator instead of having one of its own.
     Its memory is divided by what a training step needs (docs/trainer.md). null: yes where the run
     may use one GPU, and one generator and the trainer would each take one; otherwise no."""
     pin_cores: bool = False
-    """Pin each generator and the trainer to `threads` cores of its own. The controller and the
-    reward workers use a core that is left over or else the trainer's, never a generator's."""
+    """Pin each generator and the trainer to `threads` separate cores. The controller and the reward
+    workers use a remaining core or else the trainer's, never a generator's."""
     startup_seconds: float = Field(default=START_SECONDS, gt=0, le=WEEK_SECONDS)
     """Longest wait for a process to become ready: imports, loading the model, compilation, CUDA
     graphs. vLLM and SGLang get 90% of it, so that their own error is seen first."""
     silence_seconds: float = Field(default=120.0, gt=0, le=WEEK_SECONDS)
-    """A process that reports nothing for this long is killed and counts as dead; a relay after a
-    quarter of it, so that those who speak through it can be heard again in time."""
+    """A process that is silent for this long is killed and counts as dead; a relay after a quarter
+    of it, so that the processes behind it can be heard again in time."""
     leave_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
-    """Longest time for a generator to leave after `asyncrl scale`, in which the run is not paused
-    and has a trainer. Then it is killed, and what it had is generated again. Without verification
-    it finishes the groups that it has begun."""
+    """Longest time for a generator to leave after `asyncrl scale`, counted while the run is not
+    paused and has a trainer. Then it is killed, and its samples are generated again. Without
+    verification it finishes the groups that it has begun."""
     checkpoint_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
-    """Longest time for a checkpoint: one that takes longer is given up, and training continues. The
-    trainer has this much more time to end, because it saves one."""
+    """Longest time for a checkpoint: a slower one is abandoned, and training continues. The trainer
+    has this much additional time to end, because it saves one."""
     max_restarts: int = Field(default=3, ge=0, le=10_000)
-    """Most restarts of processes that died: generators and trainers, counted together. Those that
-    were lost with their machine (Ray's node, an agent) do not count. A restarted trainer continues
-    from the newest checkpoint (trainer.checkpoint_every)."""
+    """Maximum number of restarts of processes that died: generators and trainers, counted together.
+    Those that were lost with their machine (Ray's node, an agent) do not count. A restarted trainer
+    continues from the newest checkpoint (trainer.checkpoint_every)."""
     ray: RayConfig = RayConfig()
     agents: AgentsConfig = AgentsConfig()
 
@@ -193,7 +194,7 @@ class LauncherConfig(BaseModel):
 
     @property
     def cluster_key(self) -> str:
-        """The name of `cluster` in the configuration."""
+        """The key of `cluster` in the configuration."""
         return "launcher.agents" if self.kind == "agents" else "launcher.ray"
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
-"""The reference of all settings, generated from the Config classes.
+"""Generates the reference of all settings from the Config classes.
 
-Each setting is a pydantic field with a docstring under it. The docstring is its meaning; type,
-bounds and default come from the field. Two things are rendered from that:
+Each setting is a pydantic field with a docstring, its meaning; type, bounds and default come from
+the field. Two outputs are rendered from these:
 
 - `explain_config`: a run's configuration as commented YAML (`asyncrl run CONFIG --explain`);
 - `reference_page`: docs/configuration.md, rewritten by
@@ -69,13 +69,10 @@ class Setting:
     """One key that a user may set."""
 
     name: str
-    """Name within its section."""
     values: str
-    """Which values are allowed: the type or the choices, then the bounds."""
+    """Allowed values: the type or the choices, then the bounds."""
     default: str
-    """The default as YAML."""
     meaning: str
-    """Its docstring, one line."""
     may_change: str = ""
     """`at a step`, `live`, `on resume` or `never`."""
 
@@ -95,11 +92,10 @@ class Section:
     meaning: str
     """Docstring of the class and of the field that holds it. May have several paragraphs."""
     settings: tuple[Setting, ...]
-    """In the order in which the class defines them, nested sections left out."""
 
 
 def sections() -> list[Section]:
-    """Every section of a run's configuration; a nested section follows the one it belongs to."""
+    """Return every section of the configuration; a nested section follows its parent."""
     schema = RunConfig.model_json_schema()
     return [
         section
@@ -109,7 +105,7 @@ def sections() -> list[Section]:
 
 
 def explain_config(config: RunConfig) -> str:
-    """The configuration as YAML, each key with a comment; `load_config` reads it back."""
+    """Return the configuration as commented YAML; `load_config` reads it back."""
     known = {section.path: section for section in sections()}
     lines: list[str] = []
     for name, values in config.model_dump(mode="json").items():
@@ -120,7 +116,7 @@ def explain_config(config: RunConfig) -> str:
 
 
 def reference_page() -> str:
-    """The text of docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     parts = [_INTRODUCTION]
     for section in sections():
         table = ["| key | values | default | may change | meaning |", "|---|---|---|---|---|"]
@@ -253,7 +249,6 @@ def _comment(text: str, indent: str) -> Iterator[str]:
 
 
 def _yaml(value: Any) -> str:
-    """A value as YAML on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize)
     return text.removesuffix("...\n").strip()
 

@@ -1,10 +1,8 @@
 """The whole configuration of a run, composed of each package's own `Config`.
 
 It is read from one YAML file and dotted overrides (`--set engine.kind=vllm`). Unknown keys and
-impossible combinations are refused with the path of the key and what would be right. A field's
-docstring is its documentation for users: see `asyncrl.config.reference`.
-
-What makes two runs with the same settings differ.
+impossible combinations are refused with the path of the key and the remedy. A field's docstring is
+its documentation for users: see `asyncrl.config.reference`.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ def clock_dependencies(
     trainer: TrainerConfig,
     environment: EnvironmentConfig,
 ) -> Iterator[str]:
-    """Each setting with which a run depends on the clock: the setting, why, and what works."""
+    """Yield each setting that makes a run depend on the clock: the setting, why, and a remedy."""
     if scheduler.on_update == "verify":
         yield (
             "scheduler.on_update: verify, because the point at which new weights interrupt a "
@@ -97,7 +95,7 @@ def clock_dependencies(
 
 
 def _environments(environment: EnvironmentConfig) -> Iterator[str]:
-    """Those whose time or state is not the run's."""
+    """Yield environment settings whose time or state is not the run's."""
     name = environment.name or ""
     if name.startswith("agent:"):
         yield (
@@ -205,9 +203,9 @@ class RunConfig(BaseModel):
 
     @property
     def processes_at_start(self) -> int:
-        """Most that a run begins with besides its controller: trainer, generators, relays.
+        """Maximum number of initial processes besides the controller: trainer, generators, relays.
 
-        On several machines each process may be on a node of its own, which has a relay.
+        On several machines each process may be on a separate node, which has a relay.
         """
         count = self.trainer.ranks + self.launcher.generators
         return count if self.launcher.kind == "local" else 2 * count
@@ -297,7 +295,7 @@ class RunConfig(BaseModel):
         return self
 
     def at(self, step: int) -> RunConfig:
-        """The configuration of a step: with the changes (`run.changes`) up to it, and no others."""
+        """Return the configuration of a step, with the changes (`run.changes`) up to it only."""
         if not self.run.changes:
             return self
         parts: dict[str, BaseModel] = {"run": self.run.model_copy(update={"changes": {}})}
@@ -308,24 +306,24 @@ class RunConfig(BaseModel):
 
     @property
     def reward_labels(self) -> tuple[str, ...]:
-        """A name for each term of the reward: the functions', and `environment` if there is one."""
+        """Labels of the reward terms: the functions', and `environment` if there is one."""
         labels = self.rewards.labels
         return (*labels, LABEL) if self.environment.name else labels
 
     @property
     def samples_follow_policy(self) -> bool:
-        """Whether every sample follows the policies of its versions up to its last token."""
+        """True if every sample follows the policies of its versions up to its last token."""
         lenient, deadline = self.cache.reuse == "lenient", self.scheduler.sample_deadline_seconds
         return not lenient and deadline is None
 
     @property
     def engines(self) -> list[EngineConfig]:
-        """Of the generators, one for each kind."""
+        """The generators' engine configurations, one for each kind."""
         return self.engine.of_fleet(self.launcher.generators)
 
     @property
     def engine_kinds(self) -> str:
-        """For people: `torch`, or `torch+vllm` for a mixed fleet."""
+        """The engine kinds for display: `torch`, or `torch+vllm` for a mixed fleet."""
         return "+".join(engine.kind for engine in self.engines)
 
     @property
@@ -337,11 +335,8 @@ class RunConfig(BaseModel):
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file, apply `key.path=value` overrides and validate the result.
 
-    Without a file the overrides apply to the defaults.
-
-    Raises:
-        ConfigError: the file is missing or not a mapping, a key is unknown or twice there, or a
-            value is impossible.
+    Without a file the overrides apply to the defaults. Raises ConfigError if the file is missing or
+    not a mapping, a key is unknown or duplicate, or a value is impossible.
     """
     values = {} if path is None else _read(path)
     for override in overrides:
@@ -369,8 +364,8 @@ def parse_config(
 ) -> RunConfig:
     """Validate plain values. Errors (ConfigError) refer to them as `source`.
 
-    A section that is null is empty: all its settings are commented out. Files that are not at the
-    current directory are looked for in `folder`, that of the configuration file.
+    A section that is null counts as empty: all its settings are commented out. Files that are not
+    in the current directory are looked for in `folder`, that of the configuration file.
     """
     values = {
         key: {} if value is None and key in RunConfig.model_fields else value
@@ -389,7 +384,7 @@ def parse_config(
 
 
 def dump_config(config: RunConfig) -> str:
-    """The whole configuration as YAML, defaults included; `load_config` reads it back."""
+    """Return the whole configuration as YAML with defaults; `load_config` reads it back."""
     return dump_yaml(config.model_dump(mode="json"))
 
 

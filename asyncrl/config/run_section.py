@@ -1,13 +1,13 @@
 """Configuration of the run itself (`run:`).
 
-Settings that change at a step of a run: `run.changes`, written in advance or by `asyncrl set`.
+Settings can change at a step of a run by `run.changes`, written in advance or by `asyncrl set`.
 
     run:
       changes:
         100: {trainer.learning_rate: 1.0e-6}
 
-Both ways are one way: an order adds its line here, so a run that was given the order and a run that
-had the line from the beginning are the same, also when they continue from an earlier checkpoint.
+An order adds its line here, so a run that received the order and a run that had the line from the
+beginning are the same, also when they continue from an earlier checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncrl.wire.transport.paths import MAX_STEPS, LocalPath
 
 Value = bool | int | float | str | None
 Changes = dict[Annotated[int, Field(ge=0, le=MAX_STEPS)], dict[str, Value]]
-"""For a step, the settings that it and all later steps have, by `section.key`."""
+"""Maps a step to settings, `section.key`, that hold from this step on."""
 
 
 def refuse_unknown(changes: Changes) -> None:
@@ -38,12 +38,7 @@ def refuse_unknown(changes: Changes) -> None:
 
 
 def changed_at(changes: Changes, step: int) -> dict[str, dict[str, Any]]:
-    """The values by section that a step has by changes up to it.
-
-    Args:
-        changes: of the run.
-        step: from 0.
-    """
+    """Return, by section, the values that changes up to `step` (from 0) give."""
     changed: dict[str, dict[str, Any]] = {}
     for first in sorted(changes):
         if first <= step:
@@ -78,23 +73,23 @@ class RunSection(BaseModel):
     float32. The engine is then slower when few rows decode, and the trainer takes groups in the
     order of their numbers (docs/operate.md)."""
     on_wrong_policy: OnWrongPolicy = "stop"
-    """What happens when a generator is found to sample from another policy than the trainer has for
-    that version: other weights, another temperature, another tokenizer, KV of older weights.
-    `stop`: the run ends before it trains on such tokens. `warn`: it continues and says so in the
-    terminal, metrics.jsonl, result.json and the report."""
+    """How to react to a generator that samples from a policy other than the trainer's for that
+    version: other weights, another temperature, another tokenizer, KV of older weights. `stop`: the
+    run ends before it trains on such tokens. `warn`: it continues, with warnings in the terminal,
+    metrics.jsonl, result.json and the report."""
     changes: Changes = {}
-    """Settings that change during the run, by the first step that has them:
-    `{100: {trainer.learning_rate: 1.0e-6}}`. `asyncrl set` adds to them. Possible are
+    """Settings that change during the run, by the first step that has them: `{100:
+    {trainer.learning_rate: 1.0e-6}}`. `asyncrl set` adds to them. Allowed are
     trainer.learning_rate, trainer.checkpoint_every, scheduler.max_off_policy_steps,
     scheduler.max_runahead_groups, scheduler.on_update and scheduler.sample_deadline_seconds."""
     log_samples: Annotated[Literal["off", "jsonl"], BeforeValidator(unquoted_off)] = "off"
     """`jsonl`: write every trained sample with its text to RUN/samples/000001.jsonl and following
     files of up to 64 MB."""
     log_samples_mb: int = Field(default=10_000, ge=1, le=10**9)
-    """Most megabytes of RUN/samples. Beyond it the oldest file is removed."""
+    """Maximum size of RUN/samples in megabytes. Beyond it the oldest file is removed."""
     log_sample_tokens: bool = False
-    """Add the token ids of prompt and response to each logged sample, and for each token of the
-    response where it comes from and the log-probability with which it was drawn."""
+    """Add the token ids of prompt and response to each logged sample, and for each response token
+    its provenance and the log-probability with which it was drawn."""
 
     @field_validator("log_samples", mode="before")
     @classmethod

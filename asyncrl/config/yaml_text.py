@@ -1,11 +1,12 @@
 """YAML by PyYAML's safe loader, with bounded aliases and without duplicate keys.
 
-The safe loader runs no code, but it keeps the last of two equal keys, expands aliases without a
-limit (a file of 300 bytes can stand for gigabytes), and reads `010` as 8. Here each of these is
-refused.
+The safe loader does not run code, but it keeps the last of two equal keys, expands aliases without
+a limit (a file of 300 bytes can stand for gigabytes), and reads `010` as 8. This module refuses
+each of these.
 
-Numbers are those of YAML 1.2, and `100_000`: `1e-3` is one, and `12:30:45` and `2026-11-28` are
-texts, where PyYAML reads a text, 45045 and a date. `dump_yaml` writes what is read back unchanged.
+Numbers are those of YAML 1.2, and `100_000`: `1e-3` is a number, and `12:30:45` and `2026-11-28`
+are texts, where PyYAML reads a text, 45045 and a date. `dump_yaml` writes text that is read back
+unchanged.
 """
 
 from __future__ import annotations
@@ -24,23 +25,18 @@ from asyncrl.suggestions import shortened
 MAX_BYTES = 256 * 1024
 """Largest size of a file. A configuration with every key set has about 5 KiB."""
 MAX_VALUES = 20_000
-"""Most values, each alias counted as what it stands for."""
+"""Maximum number of values, with aliases expanded."""
 
 _TOO_MANY = f"more than {MAX_VALUES:,} values, aliases written out"
 
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]*[0-9][0-9_]*")
 
 _UNREADABLE = (ValueError, OverflowError, LookupError, AttributeError)
-"""What PyYAML raises for `!!bool x`, `!!int ""`, `2026-13-45` and integers of 5,000 digits."""
+"""Exceptions of PyYAML for `!!bool x`, `!!int ""`, `2026-13-45` and integers of 5,000 digits."""
 
 
 def read_yaml(path: Path) -> Any:
-    """The value of a YAML file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ConfigError: it cannot be read, is too long, or is refused by `parse_yaml`.
-    """
+    """Read a YAML file. Raises FileNotFoundError, ConfigError."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -64,11 +60,10 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_yaml(text: str, *, source: str) -> Any:
-    """The value of one YAML document, where no two places share a list or mapping.
+    """Return the value of one YAML document; lists and mappings are never shared.
 
-    Raises:
-        ConfigError: it is not YAML, has a key twice or an alias that stands for too much. The
-            message begins with `source` and is at most a few lines long.
+    Raises ConfigError if the text is not YAML, a key is duplicate or an alias expands to too much.
+    The message begins with `source` and is at most a few lines long.
     """
     try:
         return _unshared(_Loader(text).get_single_data(), itertools.count(1))
@@ -84,7 +79,7 @@ def parse_yaml(text: str, *, source: str) -> Any:
 
 
 def dump_yaml(value: Any) -> str:
-    """YAML that `parse_yaml` reads back as the same value; keys keep their order."""
+    """Write YAML that `parse_yaml` reads back as the same value; keys keep their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
@@ -97,7 +92,7 @@ _OWN_RULES = [("tag:yaml.org,2002:int", _INTEGER), ("tag:yaml.org,2002:float", _
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """Which plain texts stand for which values, by their first character."""
+    """Return patterns of plain texts that stand for values, by their first character."""
     replaced = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp")}
     rules = {
         first: [rule for rule in known if rule[0] not in replaced]
@@ -133,7 +128,7 @@ class _Loader(yaml.SafeLoader):
             raise _refused(_TOO_MANY, node.start_mark)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """The value of a node. Raises MarkedYAMLError also where PyYAML raises another error."""
+        """Return a node's value; convert PyYAML's other errors to MarkedYAMLError."""
         if isinstance(node, yaml.ScalarNode):
             _refuse_leading_zero(node)
         try:
@@ -184,7 +179,7 @@ def _explain(error: yaml.MarkedYAMLError) -> str:
 
 
 def _unshared(value: Any, counted: Iterator[int]) -> Any:
-    """A copy in which each alias has a value of its own, so that an override changes one place."""
+    """Copy each alias's value, so that an override changes one place."""
     if next(counted) > MAX_VALUES:
         raise yaml.YAMLError(_TOO_MANY)
     if isinstance(value, dict):

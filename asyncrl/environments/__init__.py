@@ -1,1 +1,1 @@
-"""Environments: what answers a policy between its turns, in worker processes."""
+"""Environments, which answer a policy between its turns, run in worker processes."""

@@ -1,4 +1,4 @@
-"""The built-in environment `calculator`: a question, and a tool that computes. Import-light.
+"""The built-in environment `calculator`: a question and a calculator tool. Import-light.
 
 row           what is 17+28?          (the row's own prompt and answer)
 policy        calculator 17+28        or a tool call `calculator` with an `expression`
@@ -29,11 +29,7 @@ _OPERATORS: dict[type, Callable[[int, int], int]] = {
 
 
 class Calculator:
-    """Computes what the policy asks for; a turn without a call is its answer.
-
-    Args:
-        calls: most calls; a turn after them is the answer in any case.
-    """
+    """Computes up to `calls` expressions for the policy; a turn without a call is its answer."""
 
     replay = "deterministic"
     tools = (
@@ -56,14 +52,14 @@ class Calculator:
         self._answer = ""
 
     def reset(self, row: dict[str, Any], seed: int) -> None:
-        """The row's prompt stands; its `answer` is what is rewarded."""
+        """Keep the row's prompt and remember its `answer`."""
         del seed
         if row.get("answer") is None:
             raise ValueError("calculator: the row has no `answer`; set task.answer_field")
         self._answer = str(row["answer"]).strip()
 
     def step(self, action: Action) -> StepResult:
-        """Compute, or judge the answer: the last number in the turn."""
+        """Compute, or judge the answer, which is the last number in the turn."""
         expression = _expression(action)
         if expression is not None and self._calls_left > 0:
             self._calls_left -= 1
@@ -74,7 +70,7 @@ class Calculator:
 
 
 def evaluate(expression: str) -> str:
-    """The value of an expression of whole numbers; `error` if it has none."""
+    """Evaluate an expression of whole numbers; return `error` if it does not have a value."""
     if len(expression) > _MAX_CHARACTERS:
         return "error"
     try:
@@ -96,7 +92,6 @@ def _value(node: ast.expr) -> int:
 
 
 def _expression(action: Action) -> str | None:
-    """What the turn asks to compute; None if it is an answer."""
     for call in action.tool_calls:
         arguments = call.get("arguments")
         if call.get("name") == NAME and isinstance(arguments, dict):

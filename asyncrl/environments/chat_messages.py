@@ -1,8 +1,8 @@
-"""Chat messages in one form, and whether two of them mean the same. Pure.
+"""Normalises chat messages and compares them. Pure.
 
-Clients send a conversation back in other forms than they got it: a content as parts, fields that
-are None, arguments written as JSON by another writer, the reasoning in a field of its own. None of
-that begins another conversation; another word does. Import-light: worker processes load this file.
+Clients return a conversation in a form other than the one they received: content as parts, fields
+that are None, reformatted JSON arguments, reasoning in a separate field. Such differences do not
+begin a new conversation; a different word does. Import-light: worker processes load this file.
 """
 
 from __future__ import annotations
@@ -16,21 +16,19 @@ Message = dict[str, Any]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NOT_READ = ("function_call", "audio")
-"""Fields of a message that say something which no chat template shows."""
+"""Message fields with content that chat templates do not show."""
 
 
 class RefusedCallError(Exception):
-    """A request cannot be served; the message is one for the agent's author."""
+    """A request cannot be served; the message addresses the agent's author."""
 
     def __init__(self, message: str, *, status: int = 400, parameter: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        """Of HTTP."""
         self.parameter = parameter
-        """Which parameter is at fault."""
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI's errors look."""
+        """Return the error in OpenAI's format."""
         kind = "invalid_request_error"
         return {
             "error": {"message": str(self), "type": kind, "param": self.parameter, "code": None}
@@ -38,11 +36,7 @@ class RefusedCallError(Exception):
 
 
 def chat_message(message: Any) -> Message:
-    """A message of a client as chat templates read it: a text, and arguments as objects.
-
-    Raises:
-        RefusedCallError: no template could show what it says.
-    """
+    """Convert a client's message for chat templates. Raises RefusedCallError if impossible."""
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         role = message.get("role") if isinstance(message, dict) else message
         raise _refused(f"a message has the role {role!r}; there are {', '.join(_ROLES)}")
@@ -67,7 +61,7 @@ def chat_message(message: Any) -> Message:
 
 
 def new_messages(known: Sequence[Message], messages: Sequence[Message]) -> list[Message] | None:
-    """What a conversation adds to the one known so far; None if it does not continue that one.
+    """Return the messages added to a known conversation, or None if it is not continued.
 
     Example:
         >>> new_messages([{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}])
@@ -81,9 +75,9 @@ def new_messages(known: Sequence[Message], messages: Sequence[Message]) -> list[
 
 
 def mean_the_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two messages say the same, in whatever form a client has sent them.
+    """Return True if two messages say the same, whatever form a client has sent them in.
 
-    An assistant's name counts only if both have one: clients give names to answers that had none.
+    An assistant's name counts only if both have one: clients name answers that had no name.
 
     Example:
         >>> call = {"id": "1", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
@@ -117,10 +111,7 @@ def _role(message: Mapping[str, Any]) -> Any:
 
 
 def _words(message: Mapping[str, Any], calls: Any) -> list[Any]:
-    """The reasoning and the text of a message.
-
-    Chat templates and clients set white space around reasoning and calls as they like.
-    """
+    """Return a message's reasoning and text without surrounding white space, which varies."""
     text, given = _text(message.get("content")), _given_reasoning(message).strip()
     if not isinstance(text, str) or message.get("role") != "assistant":
         return [text]
@@ -133,7 +124,6 @@ def _words(message: Mapping[str, Any], calls: Any) -> list[Any]:
 
 
 def _given_reasoning(message: Mapping[str, Any]) -> str:
-    """The reasoning that stands in a field of its own."""
     for name in ("reasoning_content", "reasoning"):
         given = message.get(name)
         if isinstance(given, str) and given.strip():
@@ -142,7 +132,6 @@ def _given_reasoning(message: Mapping[str, Any]) -> str:
 
 
 def _text(content: Any) -> Any:
-    """The text of a content; what has none stays as it is."""
     if content is None:
         return ""
     if isinstance(content, list) and all(
@@ -159,7 +148,6 @@ def _name_of_call(call: Any) -> str | None:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """A call, its arguments as an object."""
     function = call["function"]
     arguments = function.get("arguments")
     if arguments is None or arguments == "":
@@ -178,7 +166,7 @@ def _essence_of_calls(calls: Any) -> Any:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same JSON: True is not 1, but 1.0 is, and keys have no order."""
+    """Compare as JSON: True is not 1, but 1.0 is, and keys are unordered."""
     pairs = [(one, other)]
     while pairs:
         a, b = pairs.pop()

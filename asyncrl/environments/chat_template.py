@@ -1,4 +1,4 @@
-"""What a model's chat template puts around the turns of a conversation."""
+"""Extracts the text that a model's chat template puts around the turns of a conversation."""
 
 from __future__ import annotations
 
@@ -16,20 +16,13 @@ def end_of_turn(
     *,
     generation_prompt: bool = True,
 ) -> str:
-    """What the template puts behind the text of an assistant's turn.
+    """Return the text that the template puts behind an assistant's turn.
 
-    It renders the turn with a word of its own as content, and takes what follows that word. So the
-    text of the turn, which the template may change, plays no part.
-
-    Args:
-        template: of the model.
-        before: the conversation before the turn.
-        after: the messages that answer it.
-        tools: that the model may call.
-        generation_prompt: whether the next turn of the assistant begins.
-
-    Raises:
-        RenderingError: the template refuses the messages, or does not show a turn's text once.
+    The turn is rendered with a placeholder as its content, and the text after the placeholder is
+    taken, so that a template that changes the content does not matter. `before` is the conversation
+    before the turn, `after` the messages that answer it. With `generation_prompt`, the next
+    assistant turn begins. Raises RenderingError if the template refuses the messages or does not
+    show the turn's text exactly once.
     """
     text, word = _with_placeholder(template, before, after, tools, generation_prompt)
     return text[text.index(word) + len(word) :]
@@ -38,7 +31,7 @@ def end_of_turn(
 def beginning_of_turn(
     template: ChatTemplate, before: Sequence[Message], after: Sequence[Message], tools: Tools | None
 ) -> str:
-    """White space that the template puts before the text of a turn, and the policy generates.
+    """Return white space that the template puts before a turn's text and the policy generates.
 
     Mistral's templates have a space there. Raises RenderingError as `end_of_turn`.
     """
@@ -55,7 +48,7 @@ def _with_placeholder(
     tools: Tools | None,
     generation_prompt: bool,
 ) -> tuple[str, str]:
-    """A conversation in which a word stands for a turn, and the word."""
+    """Render a conversation with a placeholder for a turn; return the text and the placeholder."""
     word = "turn-of-the-policy"
     while word in repr((before, after, tools)):
         word += "-"
@@ -72,10 +65,10 @@ def _with_placeholder(
 
 
 def nearest_context(before: Sequence[Message]) -> list[Message]:
-    """The messages that a turn's end can depend on in the templates in use.
+    """Return the messages that the end of a turn can depend on in the templates in use.
 
-    They are the system messages at the start and the last message of the user. Rendering only these
-    keeps the cost of a turn independent of the number of turns before it.
+    These are the leading system messages and the user's last message. Rendering only them keeps the
+    cost of a turn independent of the number of previous turns.
     """
     first = list(before[:1])
     system = first if first and first[0].get("role") in ("system", "developer") else []
@@ -84,7 +77,7 @@ def nearest_context(before: Sequence[Message]) -> list[Message]:
 
 
 def first_difference(expected: str, found: str, context: int = 40) -> str | None:
-    """Where a text first differs from the one that it should begin with; None if it does not.
+    """Describe the first difference between a text and its expected beginning; None if equal.
 
     Example:
         >>> first_difference("one two three", "one 2 three")

@@ -1,4 +1,4 @@
-"""The built-in environment `code_repair`: a wrong program, and tests that run in the sandbox.
+"""The built-in environment `code_repair`: a wrong program and sandboxed tests. Import-light.
 
 row           repair def f(a, b): return a-b+3      with its `program` and `tests`
 environment   def f(a, b): return a-b+3
@@ -25,10 +25,9 @@ from asyncrl.programs.tests import Called, read_tests
 from asyncrl.sandbox.limits import MIB, Limits
 
 _AT_ONCE = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
-"""Programs that run at once. More would only wait for each other, and meet the limit of time that
-each of them has."""
+"""Bounds concurrent programs. More would only wait for each other and reach their time limits."""
 _CLOCK = 8.0
-"""Time by the clock that a program has for each second of CPU time."""
+"""Wall-clock seconds that a program may take per second of CPU time."""
 _CALL = {"call", "args", "returns"}
 _SHOWN = 200
 
@@ -36,11 +35,8 @@ _SHOWN = 200
 class CodeRepair:
     """The policy repairs a program until all tests pass; each failure is shown.
 
-    Args:
-        attempts: most programs that the policy may try.
-        cost: of each wrong one, taken from the reward of 1.
-        seconds: most CPU time of one test.
-        memory_mib: most memory of one.
+    The policy has `attempts` attempts; each wrong one takes `cost` from the reward of 1. A test may
+    use `seconds` of CPU time and `memory_mib` of memory.
     """
 
     replay = "deterministic"
@@ -75,7 +71,7 @@ class CodeRepair:
         return f"repair {row['program']}\n{failure or 'all tests pass'}"
 
     def step(self, action: Action) -> StepResult:
-        """Run a program: the block that `program_of` finds in the turn, or all of it."""
+        """Run the program: the block that `program_of` finds in the turn, or the whole turn."""
         failure = self._failure(program_of(action.text))
         if failure is None:
             return StepResult("correct", done=True, reward=1.0 - self._cost * self._wrong)
@@ -83,7 +79,6 @@ class CodeRepair:
         return StepResult(failure, done=self._wrong >= self._attempts)
 
     def _failure(self, program: str) -> str | None:
-        """The first test that fails, in words; None if none does."""
         try:
             return _failure_of(program, json.dumps(self._tests), self._seconds, self._memory_mib)
         except _SlowError as slow:
@@ -91,7 +86,7 @@ class CodeRepair:
 
 
 class _SlowError(Exception):
-    """The program was ended by the clock. The machine may have been busy: it is not remembered."""
+    """The program exceeded the wall-clock limit. The machine may be busy, so it is not cached."""
 
     def __init__(self, failure: str | None) -> None:
         super().__init__()
@@ -100,7 +95,7 @@ class _SlowError(Exception):
 
 @functools.lru_cache(maxsize=4096)
 def _failure_of(program: str, tests: str, seconds: int, memory_mib: int) -> str | None:
-    """As `CodeRepair._failure`, of a program that runs once. Raises SandboxError, _SlowError."""
+    """Run a program once; see `CodeRepair._failure`. Raises SandboxError, _SlowError."""
     wanted = [test for test in read_tests(tests, "tests") if isinstance(test, Called)]
     failure = None
     for first in range(0, len(wanted), MAX_CALLS):

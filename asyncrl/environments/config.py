@@ -1,7 +1,4 @@
-"""Configuration of the environment (`environment:`).
-
-How `environment:` and the other sections of a configuration go together.
-"""
+"""Configuration of the environment (`environment:`), and its rules with other sections."""
 
 from __future__ import annotations
 
@@ -18,46 +15,47 @@ from asyncrl.wire.transport.paths import MAX_TOKENS, WEEK_SECONDS, FunctionName,
 
 
 class EnvironmentConfig(BaseModel):
-    """What answers the policy between its turns; without a name a sample is one turn."""
+    """The environment that answers the policy; without a name, a sample is one turn."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: FunctionName | None = Field(default=None, min_length=1)
-    """`calculator`, `guessing`, `code_repair`, a class of your own, given as `my.module:Class` or
-    `path/to/file.py:Class`, or an adapter's prefix with what it takes. null: none. With one,
-    `rewards.functions` is empty unless it is given."""
+    """`calculator`, `guessing`, `code_repair`, your own class, given as `my.module:Class` or
+    `path/to/file.py:Class`, or an adapter's prefix with its argument. null: no environment. With
+    one, `rewards.functions` is empty unless it is given."""
     args: Arguments = {}
-    """Keyword arguments that each environment is made with."""
+    """Keyword arguments of each environment."""
     python: LocalPath | None = Field(default=None, min_length=1)
-    """Python interpreter of the workers, for packages that contradict asyncrl's, such as
+    """Python interpreter of the workers, for packages that conflict with asyncrl's, such as
     `.venv-verifiers/bin/python`. It needs Python 3.11 or newer and msgspec; asyncrl itself is taken
-    from this installation. A relative path starts at the current directory. null: this one."""
+    from this installation. A relative path starts at the current directory. null: this interpreter.
+    """
     reward_weight: float = Field(default=1.0, ge=-1e6, le=1e6)
-    """Factor of the sum of the steps' rewards in a sample's reward, next to `rewards.functions`."""
+    """Weight of the sum of the step rewards in a sample's reward, next to `rewards.functions`."""
     max_turns: int = Field(default=16, ge=1, le=10_000)
-    """Most turns of the policy in a sample. After the last one it ends as if it were too long
+    """Maximum number of policy turns in a sample. After the last one the sample is truncated
     (finish reason `length`)."""
     max_observation_tokens: int = Field(default=4096, ge=1, le=MAX_TOKENS)
-    """Longest observation in tokens, with what the chat template puts around it. A longer one is a
-    failure of the environment. A new conversation is bounded by `sampling.max_tokens` instead."""
+    """Longest observation in tokens, including the text that the chat template puts around it. A
+    longer one is a failure of the environment. A new conversation is bounded by
+    `sampling.max_tokens` instead."""
     tool_format: ToolFormat = "auto"
-    """How the model writes calls of tools: `hermes` (Qwen, Hermes), `llama` (Llama 3.1), `mistral`,
-    or `json`, an object with `name` and `arguments`. `auto`: as its chat template says."""
+    """How the model writes tool calls: `hermes` (Qwen, Hermes), `llama` (Llama 3.1), `mistral`, or
+    `json`, an object with `name` and `arguments`. `auto`: as its chat template says."""
     history: Literal["keep", "template"] = "keep"
-    """What holds where the chat template changes earlier turns (Qwen3 leaves out their reasoning).
-    `keep`: the tokens that were generated stay, and the run says so. `template`: what the template
-    makes of them is a new context of the sample, which costs a prefill where it changes
-    something."""
+    """What to do where the chat template changes earlier turns (Qwen3 removes their reasoning).
+    `keep`: keep the generated tokens, and log it. `template`: continue in a new context with the
+    template's version, which costs a prefill where it differs."""
     workers: int = Field(default=1, ge=1, le=256)
     """Worker processes per generator. Each runs many environments at once: those with async
     methods in one event loop, others in a thread each."""
     sessions: int = Field(default=64, ge=1, le=4096)
-    """Most environments that are open in a worker at once; other samples wait. Environments of
-    finished samples that can only go back by `restore` come on top."""
+    """Maximum number of open environments in a worker; other samples wait. Environments of finished
+    samples that can only go back by `restore` are not counted."""
     reset_timeout_seconds: float = Field(default=60.0, gt=0, le=WEEK_SECONDS)
-    """Longest time for making an environment and its `reset`."""
+    """Time limit for making an environment and its `reset`."""
     step_timeout_seconds: float = Field(default=30.0, gt=0, le=WEEK_SECONDS)
-    """Longest time for `step`, `snapshot` or `restore`. `rewards.on_error` says what happens to the
+    """Time limit for `step`, `snapshot` or `restore`. `rewards.on_error` says what happens to the
     sample after a failure."""
 
     @model_validator(mode="after")
@@ -73,15 +71,14 @@ class EnvironmentConfig(BaseModel):
 
     @property
     def total_sessions(self) -> int:
-        """Most environments that are open at a generator; 0 without environments."""
+        """Maximum number of open environments of a generator; 0 without environments."""
         return 0 if self.name is None else self.workers * self.sessions
 
 
 def with_default_functions(values: Any) -> Any:
-    """The values of a configuration: an environment's reward is the only one unless others are set.
+    """Drop the default reward functions if an environment provides the reward.
 
-    Args:
-        values: as they are read, before they are checked.
+    `values` is a configuration before validation.
     """
     if not isinstance(values, Mapping):
         return values
@@ -99,7 +96,7 @@ def with_default_functions(values: Any) -> Any:
 def refuse_contradictions(
     environment: EnvironmentConfig, rewards: RewardConfig, cache: CacheConfig
 ) -> None:
-    """Refuse sections that do not go together. Raises ValueError."""
+    """Refuse contradictory sections. Raises ValueError."""
     if environment.name is None and not rewards.functions:
         raise ValueError(
             "rewards.functions: [] leaves nothing to reward; name a function, or an environment "

@@ -20,11 +20,8 @@ _NUMBER = re.compile(r"\d{1,9}")
 class Guessing:
     """A number is to be guessed; each wrong guess is answered with `higher` or `lower`.
 
-    Args:
-        low: the smallest number.
-        high: the largest one.
-        guesses: most guesses; then the sample ends without a reward.
-        cost: of each wrong guess, taken from the reward of 1.
+    The number is between `low` and `high`, inclusive. After `guesses` guesses the sample ends
+    without a reward; each wrong guess takes `cost` from the reward of 1.
     """
 
     replay = "deterministic"
@@ -39,13 +36,13 @@ class Guessing:
         self._number = self._wrong = 0
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Think of a number: the row's `number`, else one that follows from the seed."""
+        """Choose the row's `number`, or else one that follows from the seed."""
         drawn = random.Random(seed).randint(self._low, self._high)  # noqa: S311 - a game
         self._number, self._wrong = int(row.get("number", drawn)), 0
         return f"guess the number from {self._low} to {self._high}."
 
     def step(self, action: Action) -> StepResult:
-        """Take a guess: the first number in the turn."""
+        """Judge a guess, which is the first number in the turn."""
         found = _NUMBER.search(action.text)
         guess = None if found is None else int(found.group())
         if guess == self._number:

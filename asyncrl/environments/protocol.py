@@ -1,4 +1,4 @@
-"""What a user's environment is: a class with `reset` and `step`, sync or async. No base class.
+"""The protocol of environments: a class with `reset` and `step`, sync or async. No base class.
 
     class Echo:
         replay = "deterministic"
@@ -13,18 +13,19 @@
 
 One instance serves one sample: `reset`, then `step` for each turn, then `close`. Optional:
 
-- `snapshot()` gives a state, which stays in its process, and `restore(state)` goes back to it, also
-  from a step that has raised. The state must not change with the environment: a deep copy;
-- `replay` says what happens if the same row, seed and actions are given again. "deterministic": the
+- `snapshot()` returns a state, which stays in its process, and `restore(state)` goes back to it,
+  even after a step that has raised. The state must not change with the environment, so it is
+  usually a deep copy;
+- `replay` says what happens if the same row, seed and actions are repeated. "deterministic": the
   same observations; a difference is an error. "recorded": the state depends on the actions only,
-  and the observations are random given that; the recorded ones stand;
+  and the recorded observations stand;
 - `tools`: schemas for the chat template;
-- a step may begin another conversation (`StepResult.new_conversation`): the policy reads that one
-  alone, and the turns of each conversation are trained on where they were drawn;
-- `max_turn_tokens`: longest next turn of the policy; only of one that cannot go back.
+- a step may begin a new conversation (`StepResult.new_conversation`), which is all that the policy
+  then reads; each turn is trained on in the conversation in which it was drawn;
+- `max_turn_tokens`: longest next turn, only for an environment that cannot go back.
 
-Without `replay` and `snapshot` the environment cannot go back. A sample of it is never verified:
-when verification is due it starts over. Import-light: worker processes load this file.
+An environment with neither `replay` nor `snapshot` cannot go back. Its samples are never verified:
+when verification is due, they start over. Import-light: worker processes load this file.
 """
 
 from __future__ import annotations
@@ -39,11 +40,10 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from asyncrl.rewards.values import MAX_FLOAT32
 
 Message = dict[str, Any]
-"""A chat message: `role`, `content`, and what else the chat template reads (`tool_calls`, ...)."""
+"""A chat message: `role`, `content`, and other fields of the chat template (`tool_calls`, ...)."""
 Observation = list[Message] | str | list[int]
-"""What the policy sees next: messages, one text, or token ids."""
+"""The policy's next input: messages, one text, or token ids."""
 Replay = Literal["deterministic", "recorded"]
-"""See the module."""
 
 FailureReason = Literal[
     "raised",
@@ -57,60 +57,56 @@ FailureReason = Literal[
     "not_loaded",
     "unavailable",
 ]
-"""Why an environment gave no answer: it raised, took too long, lost its process, returned something
-else than the protocol says, a reward that is not finite, an observation that is too long, started
-too many processes, or answered the same actions differently although it is `deterministic`; or it
-could not be loaded again in a new process; or a service that it needs is down."""
+"""The reason why an environment did not answer: it raised, timed out, lost its process, violated
+the protocol, returned a reward that is not finite or an observation that is too long, started too
+many processes, or answered the same actions differently although it is `deterministic`; it could
+not be loaded again in a new process; or a service that it needs is down."""
 
 UNSCORED: frozenset[FailureReason] = frozenset({"not_deterministic", "not_loaded", "unavailable"})
-"""Those that say nothing about the policy's turns; a failure of `reset` does not either."""
+"""Failures that do not concern the policy's turns, like all failures of `reset`."""
 
 LABEL = "environment"
-"""The name of an environment's reward and of its failures, next to the reward functions'."""
+"""Label of an environment's reward and failures, next to those of the reward functions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One turn of the policy, as `step` gets it."""
+    """One turn of the policy, the argument of `step`."""
 
     text: str
     """The turn without special tokens."""
     tokens: list[int]
-    """All of its tokens, as they were drawn."""
     message: Message
-    """The turn as a chat message: `role` is "assistant"; `content`, and `tool_calls` if there are
+    """The turn as a chat message with role "assistant", `content`, and `tool_calls` if there are
     any."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    """Calls that were found in the turn, each with `name` and `arguments`."""
     context_length: int = 0
-    """Tokens that the policy read before it took this turn: the prompt and what followed it."""
+    """Tokens that the policy read before this turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What `step` returns; a dict or a tuple of these in this order will do."""
+    """The result of `step`; a dict, or a tuple in this order, is accepted too."""
 
     observation: Observation | None = None
     """None or empty only with `done`."""
     done: bool = False
-    """The sample ends with this turn."""
     reward: float = 0.0
-    """Of this turn; those of a sample are added."""
+    """The turn's reward; a sample's reward is their sum."""
     info: dict[str, Any] = field(default_factory=dict)
-    """For the user's own use; not passed on."""
+    """Data for the user only; it is not passed on."""
     new_conversation: bool = False
-    """The observation is a whole conversation from its first message on. The policy reads it
-    instead of the one so far."""
+    """The observation is a whole conversation, which replaces the present one."""
     tools: list[dict[str, Any]] | None = None
     """Schemas of a new conversation; None: the environment's own."""
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """What every environment has. Either method may be async."""
+    """The required methods of every environment. Either may be async."""
 
     def reset(self, row: dict[str, Any], seed: int) -> Any:
-        """Begin a sample: messages or a text that replace the row's prompt, or None."""
+        """Begin a sample; return messages or a text that replace the row's prompt, or None."""
 
     def step(self, action: Action) -> Any:
         """Answer a turn with a `StepResult`."""
@@ -118,22 +114,20 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What an environment can do beyond the protocol, as its object says after `reset`."""
+    """The optional capabilities of an environment, read from its object after `reset`."""
 
     replay: Replay | None = None
     restores: bool = False
-    """It has `snapshot` and `restore`."""
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """Schemas for the chat template."""
 
     @property
     def goes_back(self) -> bool:
-        """Whether its samples can be verified."""
+        """True if its samples can be verified."""
         return self.replay is not None or self.restores
 
 
 class BadAnswerError(Exception):
-    """An environment returned what the protocol does not allow."""
+    """An environment's return value violates the protocol."""
 
     def __init__(self, reason: FailureReason, message: str) -> None:
         super().__init__(message)
@@ -141,7 +135,7 @@ class BadAnswerError(Exception):
 
 
 def check_methods(environment: Any) -> None:
-    """Refuse an environment whose methods cannot be called. Raises BadAnswerError."""
+    """Refuse an environment without callable methods. Raises BadAnswerError."""
     for name, shown_as, arguments in (
         ("reset", "reset(row, seed)", ({}, 0)),
         ("step", "step(action)", (None,)),
@@ -180,7 +174,7 @@ def traits_of(environment: Any) -> Traits:
 
 
 def max_turn_tokens_of(environment: Any, traits: Traits) -> int | None:
-    """How long the next turn may be; None: as `sampling.max_tokens` says. Raises BadAnswerError."""
+    """Return the limit of the next turn; None: `sampling.max_tokens`. Raises BadAnswerError."""
     limit = getattr(environment, "max_turn_tokens", None)
     if limit is None:
         return None
@@ -194,7 +188,7 @@ def max_turn_tokens_of(environment: Any, traits: Traits) -> int | None:
 
 
 def checked_reset(result: Any) -> list[Message] | str | None:
-    """What `reset` returned, if the protocol allows it. Raises BadAnswerError."""
+    """Validate the result of `reset`. Raises BadAnswerError."""
     if result is None:
         return None
     observation = _observation(result, "reset must return messages, a text or None")
@@ -206,7 +200,7 @@ def checked_reset(result: Any) -> list[Message] | str | None:
 
 
 def checked_step(result: Any) -> StepResult:
-    """What `step` returned, if the protocol allows it. Raises BadAnswerError."""
+    """Validate the result of `step`. Raises BadAnswerError."""
     given = _parts(result)
     observation, done = given.observation, _bool("done", given.done)
     if observation is not None:
@@ -230,7 +224,7 @@ def checked_step(result: Any) -> StepResult:
 
 
 def _parts(result: Any) -> StepResult:
-    """What was returned in the form of a `StepResult`; its values are not checked."""
+    """Convert a result to a `StepResult` without validating its values."""
     names = tuple(one.name for one in fields(StepResult))
     if isinstance(result, Mapping):
         unknown = [str(key) for key in result if key not in names]
@@ -294,10 +288,10 @@ def _reward(reward: Any) -> float:
 
 
 def checked_tools(tools: Any) -> list[dict[str, Any]]:
-    """Schemas of tools, if chat templates and `tool_calls` can read them.
+    """Validate tool schemas, so that chat templates and `tool_calls` can read them.
 
-    Each is `{"type": "function", "function": {"name": ...}}`, or what stands in `function` alone.
-    Raises BadAnswerError.
+    A schema is `{"type": "function", "function": {"name": ...}}`, or the inner object alone. Raises
+    BadAnswerError.
     """
     if not isinstance(tools, list | tuple) or not all(isinstance(one, Mapping) for one in tools):
         raise BadAnswerError("wrong_type", f"`tools` must be a list of schemas, got {shown(tools)}")
@@ -331,7 +325,7 @@ def _hint(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of the user's for an error message: its type and some of it."""
+    """Describe a user's value for an error message: its type and a part of it."""
     try:
         return f"{type(value).__name__} {reprlib.repr(value)}"
     except Exception:  # noqa: BLE001 - the user's own __repr__

@@ -1,8 +1,8 @@
 """Finds environments by name. Import-light: worker processes load this file.
 
-A name is a built-in one, `my.module:Class`, `path/to/file.py:Class`, or an adapter's prefix with
-what that adapter takes (`gymnasium:ID`). An adapter is a function `(rest, args) -> factory`, in a
-module that is imported only where it is used; the factory makes one environment.
+A name is built in, `my.module:Class`, `path/to/file.py:Class`, or an adapter's prefix with its
+argument (`gymnasium:ID`). An adapter is a function `(rest, args) -> factory` in a module that is
+imported on use; the factory makes one environment.
 """
 
 from __future__ import annotations
@@ -19,19 +19,16 @@ from asyncrl.suggestions import nearest
 from asyncrl.user_code import loading as user_functions
 
 Factory = Callable[[], Any]
-"""Makes one environment."""
 
 BUILTIN: dict[str, str] = {
     "calculator": "asyncrl.environments.calculator:Calculator",
     "code_repair": "asyncrl.environments.code_repair:CodeRepair",
     "guessing": "asyncrl.environments.guessing:Guessing",
 }
-"""Built-in environments: where their class is."""
 ADAPTERS: dict[str, str] = {
     prefix: f"asyncrl.environments.adapters.{prefix}:adapt"
     for prefix in ("gymnasium", "openenv", "python_tools", "trl", "verifiers")
 } | {"agent": "asyncrl.environments.agents.sessions:adapter"}
-"""Prefixes before the colon: where the adapter's function is."""
 
 _KIND = user_functions.FunctionKind(
     noun="environment", signature="Class()", arguments=(), error=RewardError
@@ -39,11 +36,10 @@ _KIND = user_functions.FunctionKind(
 
 
 def check_name(name: str) -> None:
-    """Refuse names that cannot be an environment, without running any of the user's code.
+    """Refuse an invalid environment name, without running user code.
 
-    Raises:
-        RewardError: it is neither a built-in name, nor an adapter's, nor `module:Class`, nor
-            `file.py:Class` of an existing file.
+    Raises RewardError unless it is a built-in name, an adapter's, `module:Class`, or
+    `file.py:Class` with an existing file.
     """
     prefix, separator, rest = name.partition(":")
     if name in BUILTIN:
@@ -64,11 +60,7 @@ def check_name(name: str) -> None:
 
 
 def load_factory(name: str, args: dict[str, Any]) -> Factory:
-    """Import what makes the environment. Exceptions of the user's module pass through.
-
-    Raises:
-        RewardError: there is no such module or class, or it does not take these arguments.
-    """
+    """Import an environment's factory. Raises RewardError, and errors of the user's module."""
     check_name(name)
     prefix, _, rest = name.partition(":")
     if name in BUILTIN:
@@ -87,7 +79,6 @@ def load_factory(name: str, args: dict[str, Any]) -> Factory:
 
 
 def _adapter_like(prefix: str) -> str:
-    """'. Did you mean x?'; empty if no adapter's name is close."""
     close = difflib.get_close_matches(prefix[:64], ADAPTERS, n=1, cutoff=0.75)
     return f". Did you mean {close[0]!r}?" if close else ""
 

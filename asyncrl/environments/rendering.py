@@ -4,14 +4,13 @@
         └ prompt()                        └ between()
 
 The tokens of generated turns are never decoded and tokenised again: a conversation is one growing
-sequence of tokens, and only what stands between the turns is made here. It comes from the
-tokenizer's chat template: the end of the turn, the answer with the headers of its role, and the
-beginning of the next turn.
+sequence of tokens, and only the pieces between turns are made here, from the tokenizer's chat
+template: the end of the turn, the answer with its role headers, and the beginning of the next turn.
 
-Pieces are tokenised one by one, so no merge of the tokenizer reaches into a generated turn. Where
+Pieces are tokenised one by one, so merges of the tokenizer never reach into a generated turn. If
 the template puts a special token at the border, which no merge crosses, the pieces give the same
-tokens as the whole text. Where it does not, the text is the same and a token at the border may
-differ from those of the whole text; `TurnRenderer.findings` says so.
+tokens as the whole text. Otherwise the text is the same but a token at the border may differ;
+`TurnRenderer.findings` says so.
 
 Example:
     >>> from asyncrl.tasks.model import builtin_tokenizer
@@ -24,11 +23,9 @@ Example:
     >>> tokenizer.decode(renderer.between(question, [{"role": "user", "content": "less"}], turn))
     '<user>less<assistant>'
 
-Compares what stands around turns with whole conversations, as the chat template renders them.
-
-A turn is rendered with the messages nearest to it only, and a template may change earlier turns.
-Whether that makes a difference is tried with a conversation of our own at the start, and later with
-those that come.
+A turn is rendered with only the messages nearest to it, although a template may change earlier
+turns. `ConversationCheck` compares the result with whole conversations: one of our own at the
+start, and actual ones later.
 """
 
 from __future__ import annotations
@@ -54,13 +51,13 @@ from asyncrl.tasks.templates.chat_template import ChatTemplate, Message, Tools
 logger = logging.getLogger(__name__)
 
 History = Literal["keep", "template"]
-"""What holds where the template changes earlier turns (Qwen3 leaves out their reasoning). `keep`:
-the tokens that were generated. `template`: what the template makes of them, as a new context."""
+"""Policy for templates that change earlier turns (Qwen3 removes their reasoning). `keep` keeps the
+generated tokens; `template` continues in a new context with the template's version."""
 
 PROBE_QUESTION: Message = {"role": "user", "content": "question"}
 _MARK = "words-of-a-message"
 _CALL_ID = "abcdefghi"
-"""Mistral's templates take ids of this length only."""
+"""Mistral's templates accept only ids of this length."""
 _LATE = (
     ". Conversations are compared at turns 1, 2, 4, 8, ..., so turns between two of these may have "
     "had less behind them until now"
@@ -69,27 +66,21 @@ _PROBE_TURNS = ("answer", "<think>\nreasoning\n</think>\n\nanswer")
 
 
 class ConversationCheck:
-    """What is known of a template, and said about it.
-
-    Args:
-        template: of the model.
-        history: what holds where the template changes earlier turns.
-    """
+    """Checks a template against whole conversations, and keeps the findings."""
 
     def __init__(self, template: ChatTemplate, history: History) -> None:
         self._template = template
         self._history = history
         self.needs_whole = False
-        """What follows a turn depends on the turns before it, so all messages are rendered."""
+        """The text after a turn depends on earlier turns, so all messages are rendered."""
         self.lead = ""
-        """White space that the template puts before a turn's text, and the policy generates."""
+        """White space that the template puts before a turn's text and the policy generates."""
         self.findings: dict[str, str] = {}
-        """What a user should know, a sentence per kind."""
+        """Warnings for the user, one sentence per kind."""
         self._looked_for: set[Any] = set()
-        """Roles whose messages were looked for."""
 
     def probe(self) -> None:
-        """Compare with a conversation that every template should take, once."""
+        """Compare with a conversation that every template should accept, once."""
         try:
             self._probe()
         except RenderingError as error:
@@ -109,7 +100,7 @@ class ConversationCheck:
                 return
 
     def probe_answer_of(self, tools: Tools) -> None:
-        """Look for the answer of a tool, once."""
+        """Check the answer of a tool, once."""
         if "tool" in self._looked_for:
             return
         function = tools[0].get("function", tools[0])
@@ -122,7 +113,7 @@ class ConversationCheck:
     def look_for(
         self, near: Sequence[Message], new: Sequence[Message], tools: Tools | None
     ) -> None:
-        """See once for each role that the template shows what its messages say."""
+        """Check, once for each role, that the template shows the content of messages."""
         if any(message.get("role") not in self._looked_for for message in new):
             self._look_for([*near, {"role": "assistant", "content": _PROBE_TURNS[0]}], new, tools)
 
@@ -154,13 +145,10 @@ class ConversationCheck:
         tools: Tools | None,
         text: str,
     ) -> str:
-        """Compare with the whole conversation as the template renders it.
+        """Compare the end of a turn with the whole conversation as the template renders it.
 
-        It happens at turn 1, 2, 4, 8, ..., so all checks together cost a fixed number of renderings
-        of the conversation.
-
-        Returns:
-            What the template puts behind the turn.
+        The check happens at turns 1, 2, 4, 8, ..., so that all checks together cost a fixed
+        number of renderings of the conversation.
         """
         whole = text
         with contextlib.suppress(RenderingError):  # of the turn as plain content: some refuse it
@@ -180,7 +168,7 @@ class ConversationCheck:
         tools: Tools | None,
         text: str,
     ) -> bool:
-        """Whether the template changes what came before; said once."""
+        """Return True, and say so once, if the template changes earlier text."""
         _, found = self.whole(messages, new, turn, tools, text)
         if found is None:
             return False
@@ -201,14 +189,9 @@ class ConversationCheck:
         tools: Tools | None,
         text: str,
     ) -> tuple[str, str | None]:
-        """A conversation as the template renders it, and where it differs from ours.
+        """Render a conversation; return the text, and where it differs from ours.
 
-        Args:
-            messages: before the turn.
-            new: after it.
-            turn: its text.
-            tools: that the model may call.
-            text: what we put behind the turn.
+        `messages` precede the turn, `new` follow it, and `text` is our text behind the turn.
         """
         own = {"role": "assistant", "content": turn.removeprefix(self.lead)}
         whole = self._template.render([*messages, own, *new], tools)
@@ -229,12 +212,7 @@ class ConversationCheck:
 
 
 class TokenPieces:
-    """Tokenises and reads texts that stand after other tokens.
-
-    Args:
-        tokenizer: an HF tokenizer.
-        stop_tokens: ids that end a turn.
-    """
+    """Tokenises and decodes texts that follow other tokens; `stop_tokens` end a turn."""
 
     def __init__(self, tokenizer: Any, stop_tokens: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -243,29 +221,29 @@ class TokenPieces:
         self._anchor = _anchor(tokenizer)
 
     def beginning(self, text: str) -> list[int]:
-        """The tokens of a text that nothing stands before, with those that the tokenizer adds."""
+        """Return the tokens of the very first text, including those that the tokenizer adds."""
         ids: list[int] = self._tokenizer(text)["input_ids"]
         return ids
 
     def ends(self, turn_tokens: Sequence[int] | IntArray) -> bool:
-        """Whether a turn has ended with a stop token."""
+        """Return True if a turn has ended with a stop token."""
         return len(turn_tokens) > 0 and int(turn_tokens[-1]) in self._stop_tokens
 
     def end_token(self, ids: Sequence[int]) -> int | None:
-        """The place of the first special token; None if there is none."""
+        """Return the index of the first special token, or None."""
         return next((place for place, token in enumerate(ids) if token in self._special), None)
 
     def name(self, token: int) -> str:
-        """A token as the tokenizer's files write it."""
+        """Return a token as the tokenizer's files write it."""
         return str(self._tokenizer.convert_ids_to_tokens(token))
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text that holds all special tokens itself."""
+        """Return the tokens of a text that already holds all special tokens."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     def after(self, text: str) -> list[int]:
-        """The tokens of a text that follows others: nothing is added at its beginning."""
+        """Return the tokens of a text that follows others: nothing is added at its beginning."""
         if not text or self._anchor is None:
             return self.encode(text)
         # Some tokenizers put a space before the first word of a text, but not after a token.
@@ -273,7 +251,7 @@ class TokenPieces:
         return ids[1:]
 
     def text(self, turn_tokens: Sequence[int] | IntArray) -> str:
-        """The text of a turn as it stands in the conversation, without its stop token."""
+        """Return a turn's text as it stands in the conversation, without its stop token."""
         ids = [int(token) for token in turn_tokens]
         if ids and ids[-1] in self._stop_tokens:
             ids.pop()
@@ -286,7 +264,7 @@ class TokenPieces:
 
 
 def _anchor(tokenizer: Any) -> str | None:
-    """A special token that leaves the text behind it as it is; None if there is none."""
+    """Return a special token that leaves the text behind it unchanged, or None."""
     for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
         if token.special and not token.rstrip:
             return str(token.content)
@@ -294,14 +272,10 @@ def _anchor(tokenizer: Any) -> str | None:
 
 
 class TurnRenderer:
-    """Makes the tokens around turns; a tokenizer without a chat template takes texts as they are.
+    """Makes the tokens around turns; without a chat template, texts are used as they are.
 
-    Args:
-        tokenizer: the model's HF tokenizer.
-        stop_tokens: ids that end a turn.
-        chat_template: whether the tokenizer's chat template is used, if it has one.
-        arguments: further variables of the template.
-        history: what holds where the template changes earlier turns.
+    `stop_tokens` end a turn; `chat_template` selects the tokenizer's template, if it has one;
+    `arguments` are further variables of the template; `history` is described at `History`.
     """
 
     def __init__(
@@ -315,7 +289,6 @@ class TurnRenderer:
     ) -> None:
         self._pieces = TokenPieces(tokenizer, stop_tokens)
         self.history = history
-        """What holds where the template changes earlier turns."""
         self._closing: list[int] = []
         self._template: ChatTemplate | None = None
         if chat_template and getattr(tokenizer, "chat_template", None):
@@ -326,15 +299,11 @@ class TurnRenderer:
 
     @property
     def findings(self) -> Sequence[str]:
-        """What a user should know of this template, a sentence each."""
+        """Warnings about this template, one sentence each."""
         return () if self._template is None else tuple(self._check.findings.values())
 
     def prompt(self, messages: Sequence[Message] | str, tools: Tools | None = None) -> IntArray:
-        """`[P]` the tokens of a conversation's beginning, up to where the first turn begins.
-
-        Raises:
-            RenderingError: the template refuses the messages, or nothing is left once tokenised.
-        """
+        """Return `[P]` the tokens up to the start of the first turn. Raises RenderingError."""
         if self._template is None:
             ids = self._pieces.beginning(_plain(messages))
         else:
@@ -353,20 +322,12 @@ class TurnRenderer:
         turn_tokens: Sequence[int] | IntArray,
         tools: Tools | None = None,
     ) -> IntArray:
-        """`[N]` the tokens that follow a turn, up to where the next turn begins.
+        """Return `[N]` the tokens that follow a turn, up to the start of the next turn.
 
-        If the turn's last token is a stop token, it stands in the place of the template's own end
-        of a turn, whichever of the two it is. Otherwise (a stop string, a limit) the template's end
-        of the turn comes first.
-
-        Args:
-            messages: the conversation before the turn.
-            new_messages: the answer to it.
-            turn_tokens: `[T]` the turn as it was generated, its stop token included.
-            tools: that the model may call.
-
-        Raises:
-            RenderingError: the template refuses the messages.
+        A final stop token in `turn_tokens` `[T]` replaces the template's end of the turn, whichever
+        of the two it is. After another ending (a stop string, a limit) the template's end comes
+        first. `messages` is the conversation before the turn, `new_messages` the answer to it.
+        Raises RenderingError if the template refuses the messages.
         """
         if self._template is None:
             return np.asarray(self._pieces.after(_plain(new_messages)), np.int32)
@@ -385,19 +346,10 @@ class TurnRenderer:
         turn_tokens: Sequence[int] | IntArray,
         tools: Tools | None = None,
     ) -> IntArray | None:
-        """`[P]` the whole prompt of the next turn where the template changes what came before.
+        """Return `[P]` the next turn's whole prompt, or None if the conversation only grows.
 
-        Args:
-            messages: the conversation before the turn.
-            new_messages: the answer to it.
-            turn_tokens: `[T]` the turn as it was generated.
-            tools: that the model may call.
-
-        Returns:
-            None where the conversation only grows: `between` says by what.
-
-        Raises:
-            RenderingError: the template refuses the messages.
+        It is needed where the template changes earlier turns. The arguments and errors are those of
+        `between`.
         """
         if self._template is None:
             return None
@@ -409,10 +361,7 @@ class TurnRenderer:
 
     @contextlib.contextmanager
     def other_way(self) -> Iterator[None]:
-        """Within, what follows a turn is rendered as at another time.
-
-        It may have been found meanwhile that the template needs all messages for that.
-        """
+        """Invert `needs_whole` inside this context, as it may have been at another time."""
         if self._template is None:
             yield
             return
@@ -424,7 +373,7 @@ class TurnRenderer:
             self._check.needs_whole = before
 
     def turn_text(self, turn_tokens: Sequence[int] | IntArray) -> str:
-        """The content of a turn as a message, special tokens included, without its stop token."""
+        """Return a turn's content for a message, with special tokens but not its stop token."""
         text = self._pieces.text(turn_tokens)
         return text if self._template is None else text.removeprefix(self._check.lead)
 
@@ -436,9 +385,9 @@ class TurnRenderer:
         return ids[len(closing) :] if ids[: len(closing)] == closing else ids
 
     def _closing_of(self, template: ChatTemplate, check: ConversationCheck) -> list[int]:
-        """The tokens with which the template ends a turn, up to the first special one.
+        """Return the tokens with which the template ends a turn, up to the first special one.
 
-        None if the token of the next role ends it, as GLM's do: which one, the policy says.
+        Return None if the next role's token ends it, as in GLM: the policy chooses that token.
         """
         text = end_of_turn(template, [PROBE_QUESTION], [], None, generation_prompt=False)
         ids = self._pieces.after(text)
@@ -479,7 +428,6 @@ def _as_messages(messages: Sequence[Message] | str) -> list[Message]:
 
 
 def _plain(messages: Sequence[Message] | str) -> str:
-    """Texts as they are, one after the other."""
     if isinstance(messages, str):
         return messages
     return "".join(str(message.get("content") or "") for message in messages)

@@ -1,8 +1,8 @@
-"""The rows of an environment that has its own: `python -m asyncrl.environments.rows NAME > FILE`.
+"""Prints the rows of an environment: `python -m asyncrl.environments.rows NAME > FILE`.
 
-Prints JSON lines for `task.path`, as the adapter for verifiers gives them. It runs the code of the
-environment, in this process or, with `--python PATH`, in the interpreter that has its packages
-(`environment.python`).
+The output is JSON lines for `task.path`, for example from the adapter for verifiers. The
+environment's code runs in this process or, with `--python PATH`, in the interpreter that has its
+packages (`environment.python`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncrl.user_code.loading import search
 
 
 def main() -> None:
-    """Print the rows of the environment that is named; its arguments may follow as JSON."""
+    """Print the rows of the named environment; its arguments may follow as JSON."""
     words = sys.argv[1:]
     python = words[1] if words[:1] == ["--python"] and len(words) > 1 else None
     words = words if python is None else words[2:]

@@ -1,7 +1,7 @@
-"""A turn's calls of tools, checked against the tools that there are. Pure; nothing raises.
+"""Finds the tool calls of a turn and checks them against the tools. Pure; nothing raises.
 
-What is wrong with a call is told to the model as the tool's result, so that it can learn from it:
-JSON that cannot be read, a tool that does not exist, arguments that do not fit its schema.
+The model reads a call's error as the tool's result, so that it can learn from it: unreadable JSON,
+an unknown tool, arguments that do not fit the schema.
 
 Example:
     >>> tools = [{"type": "function", "function": {"name": "add", "parameters": {
@@ -9,8 +9,6 @@ Example:
     >>> text = '<tool_call>{"name": "add", "arguments": {"a": "x"}}</tool_call>'
     >>> parse_turn(text, "hermes", tools).calls[0].result()["content"]
     "error: wrong arguments for add: a: 'x' is not of type 'integer'"
-
-Compares the arguments of a tool's call with the tool's JSON schema, in bounded time. Pure.
 
 Schemas come from agents and servers, arguments from the policy, and the check runs in the
 generator's event loop, where all samples wait for it. So it is bounded by an amount of work, which
@@ -38,17 +36,17 @@ from asyncrl.environments.tool_formats import ToolFormat, WrittenCall, load_json
 from asyncrl.tasks.templates.chat_template import Message, Tools
 
 _MAX_WORK = 20_000
-"""Of a check, in units of about 10 µs: a keyword that is looked at, or ten values of it."""
+"""Limit of a check, in units of about 10 µs: one keyword, or ten of its values."""
 _VALUES, _CHARACTERS = 10, 10_000
-"""So many values of a keyword cost as much as a keyword; so many characters of the arguments make
-each keyword as expensive as two."""
+"""This many values of a keyword cost as much as a keyword; this many characters of the arguments
+double the cost of each keyword."""
 _UNBOUNDED = (
     *("pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties"),
     "$dynamicRef",
 )
 
 Keyword = Callable[[Any, Any, Any, Any], Any]
-"""Of jsonschema: validator, the keyword's value, instance, schema."""
+"""A keyword of jsonschema: validator, keyword value, instance, schema."""
 
 
 class _TooMuchError(Exception):
@@ -56,20 +54,12 @@ class _TooMuchError(Exception):
 
 
 class _Check:
-    """One check.
-
-    Args:
-        schema: the whole of it.
-        characters: of the arguments.
-    """
-
     def __init__(self, schema: Mapping[str, Any], characters: int) -> None:
         self.schema = schema
         self._left = float(_MAX_WORK)
         self._factor = 1 + characters / _CHARACTERS
 
     def charge(self, values: int) -> None:
-        """Raises _TooMuchError."""
         self._left -= (1 + values / _VALUES) * self._factor
         if self._left < 0:
             raise _TooMuchError
@@ -79,7 +69,7 @@ _CHECK: ContextVar[_Check] = ContextVar("check")
 
 
 def misfit(arguments: dict[str, Any], schema: Mapping[str, Any]) -> str | None:
-    """What does not fit; None if all fits, or the schema cannot be used.
+    """Describe a misfit; None if all fits or the schema cannot be used.
 
     Example:
         >>> misfit({"a": "x"}, {"properties": {"a": {"type": "integer"}}})
@@ -103,7 +93,7 @@ def misfit(arguments: dict[str, Any], schema: Mapping[str, Any]) -> str | None:
 
 @functools.cache
 def _validator() -> Any:
-    """A class of jsonschema whose keywords count their work."""
+    """Return a jsonschema class whose keywords count their work."""
     from jsonschema import Draft202012Validator
     from jsonschema.validators import create
 
@@ -121,10 +111,7 @@ def _validator() -> Any:
 
 
 def _without_names(schema: Any) -> Any:
-    """A schema without `$schema` and `$id`.
-
-    With them, jsonschema takes other keywords than ours, and looks for places in the whole of it.
-    """
+    """Remove `$schema` and `$id`, which select other keywords and a search of everything."""
     if isinstance(schema, list):
         return [_without_names(one) for one in schema]
     if not isinstance(schema, Mapping):
@@ -146,7 +133,7 @@ def _counted(keyword: Keyword) -> Keyword:
 
 
 def _ref(validator: Any, ref: Any, instance: Any, _schema: Any) -> Iterator[Any]:
-    """Only into the schema itself: other places may be far, and take a search."""
+    """Follow references into the schema itself only; others may be remote or need a search."""
     if not ref.startswith("#"):
         raise ValueError(ref)
     target: Any = _CHECK.get().schema
@@ -157,7 +144,7 @@ def _ref(validator: Any, ref: Any, instance: Any, _schema: Any) -> Iterator[Any]
 
 
 def _without_patterns(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
-    """Which properties are additional depends on the patterns, if there are any."""
+    """Accept any additional property if there are patterns, which are not evaluated."""
     from jsonschema import Draft202012Validator
 
     if not schema.get("patternProperties"):
@@ -166,7 +153,6 @@ def _without_patterns(validator: Any, value: Any, instance: Any, schema: Any) ->
 
 
 def _unique(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
-    """It may compare each item with each other one."""
     from jsonschema import Draft202012Validator
 
     if isinstance(instance, list):
@@ -176,12 +162,11 @@ def _unique(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[
 
 
 CallError = Literal["json", "unknown_tool", "arguments"]
-"""What is wrong with a call; counted by these names."""
 _ID_LENGTH = 9
-"""Mistral's templates take ids of this length only."""
+"""Mistral's templates accept only ids of this length."""
 _MAX_MESSAGE = 500
 _COMPARED = 100
-"""Characters of names, and names, that an unknown tool's name is compared with."""
+"""Limits, in characters and names, of the search for a name similar to an unknown tool's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,27 +174,25 @@ class ToolCall:
     """A call, right or wrong."""
 
     id: str
-    """Of 9 letters and digits, the same whenever the same turn is parsed."""
+    """Nine letters and digits, the same whenever the same turn is parsed."""
     name: str
-    """Of the tool; empty if it could not be read."""
     arguments: dict[str, Any]
-    """Empty if they could not be read."""
     error: str = ""
-    """What the model is told instead of a result; empty if the call is right."""
+    """The error that the model reads instead of a result; empty if the call is right."""
     error_kind: CallError | None = None
 
     def result(self, content: str | None = None) -> Message:
-        """The tool's answer as a message: this content, or what is wrong with the call."""
+        """Return the tool's answer as a message: this content, or the call's error."""
         text = f"error: {self.error}" if content is None else content
         return {"role": "tool", "name": self.name, "tool_call_id": self.id, "content": text}
 
     def as_dict(self) -> dict[str, Any]:
-        """For `Action.tool_calls`; `error` is there only if there is one."""
+        """Return the call for `Action.tool_calls`, with `error` only if there is one."""
         call = {"id": self.id, "name": self.name, "arguments": self.arguments}
         return call | ({"error": self.error} if self.error else {})
 
     def as_message_part(self) -> dict[str, Any]:
-        """For `tool_calls` of a message, as chat templates read it."""
+        """Return the call for a message's `tool_calls`, as chat templates read it."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -219,15 +202,12 @@ class ParsedTurn:
     """A turn of the policy with its calls."""
 
     text: str
-    """The whole turn."""
     content: str
-    """The turn without its calls."""
     calls: tuple[ToolCall, ...]
-    """In order."""
 
     @property
     def message(self) -> Message:
-        """The turn as a chat message; a call that cannot be read stays in its text."""
+        """Return the turn as a chat message; an unreadable call stays in its text."""
         if not self.calls or any(call.error_kind == "json" for call in self.calls):
             return {"role": "assistant", "content": self.text}
         parts = [call.as_message_part() for call in self.calls]
@@ -237,11 +217,9 @@ class ParsedTurn:
 def parse_turn(text: str, form: ToolFormat, tools: Tools | None, *, turn: int = 0) -> ParsedTurn:
     """Find the calls in a turn and check them.
 
-    Args:
-        text: of the turn, special tokens included, without the stop token.
-        form: of the calls, not `auto`.
-        tools: that the model may call; without any, no call is looked for.
-        turn: its number in the conversation; ids of calls differ between turns.
+    `text` includes special tokens but not the stop token; `form` is not `auto`. Without tools,
+    calls are not looked for. `turn` is the turn's number in the conversation: ids of calls differ
+    between turns.
     """
     if not tools:
         return ParsedTurn(text, text, ())
@@ -254,7 +232,7 @@ def parse_turn(text: str, form: ToolFormat, tools: Tools | None, *, turn: int = 
 
 
 def checked_call(call: WrittenCall, tools: Tools, call_id: str) -> ToolCall:
-    """A written call, compared with the tools that there are."""
+    """Check a written call against the tools."""
     functions = [_function(tool) for tool in tools]
     schemas = {one["name"]: one for one in functions if isinstance(one.get("name"), str)}
     if call.error or not call.name:
@@ -281,7 +259,7 @@ def checked_call(call: WrittenCall, tools: Tools, call_id: str) -> ToolCall:
 
 
 def _value(name: str, text: str, schema: Any) -> Any:
-    """The value of an argument that is written as a text: JSON, unless its schema has a string."""
+    """Return an argument's value from its text: JSON, unless its schema has a string."""
     known = schema.get("properties") if isinstance(schema, Mapping) else None
     own = known.get(name) if isinstance(known, Mapping) else None
     if isinstance(own, Mapping) and own.get("type") == "string":
@@ -296,7 +274,7 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _misfit(arguments: dict[str, Any], schema: Any) -> str | None:
-    """What does not fit a JSON schema; None if all fits, or the schema itself is wrong."""
+    """Describe a misfit with a JSON schema; None if all fits or the schema is invalid."""
     if not isinstance(schema, Mapping):
         return None
     known = schema.get("properties")

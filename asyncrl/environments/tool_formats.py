@@ -1,4 +1,4 @@
-"""The forms in which models write calls of tools, and how each is read. Pure; nothing raises.
+"""Reads tool calls in the forms that models write them in. Pure; nothing raises.
 
     hermes    <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>        Qwen, Hermes
               <tool_call><function=add><parameter=a>1</parameter></function>...    Qwen3-Coder
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 ToolFormat = Literal["auto", "hermes", "llama", "mistral", "json"]
-"""The form of a model's calls; `auto`: that of its chat template."""
+"""The form of a model's calls; `auto`: the form named in its chat template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,32 +30,28 @@ class WrittenCall:
     """A call as a model wrote it."""
 
     text: str
-    """What stands for the call."""
     name: str = ""
-    """Of the tool; empty if it cannot be read."""
     arguments: Any = None
-    """As the model gave them: an object, if it is right."""
+    """The model's arguments: an object, if they are right."""
     error: str = ""
-    """Why it cannot be read."""
     id: str = ""
-    """That the model gave; empty if it gave none."""
     in_texts: bool = False
     """The arguments are texts: the tool's schema says which of them are JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenTurn:
-    """A turn, taken apart."""
+    """A turn, split into content and calls."""
 
     content: str
-    """The text without the calls; reasoning included."""
+    """The text without the calls, reasoning included."""
     calls: tuple[WrittenCall, ...]
 
 
 def format_of_template(template: str | Mapping[str, str] | None) -> ToolFormat:
-    """The form that a chat template tells its model to use; `json` if it names none.
+    """Return the tool-call form of a chat template; `json` if it names none.
 
-    A tokenizer may have several templates with names, such as `tool_use`.
+    A tokenizer may have several named templates, such as `tool_use`.
 
     Example:
         >>> format_of_template("... return each call within <tool_call></tool_call> ...")
@@ -101,11 +97,11 @@ _NAMED = re.compile(
 PYTHON_TAG = "<|python_tag|>"
 MISTRAL_CALLS = "[TOOL_CALLS]"
 CODE_TOOL = "code_interpreter"
-"""The tool that code after `<|python_tag|>` is a call of, with the argument `code`."""
+"""The tool that code after `<|python_tag|>` calls, with the argument `code`."""
 _MAX_DEPTH = 100
-"""Of values in each other: far below what recursive code takes, here and in environments."""
+"""Maximum nesting of values, far below the limit of recursive code, here and in environments."""
 _LOWEST, _BEYOND = -(2**63), 2**64
-"""Whole numbers that a message to a worker can hold: those from the first to before the second."""
+"""The range of whole numbers that a message to a worker can hold, upper end excluded."""
 
 
 def _hermes(text: str) -> Found:
@@ -116,7 +112,7 @@ def _hermes(text: str) -> Found:
 
 
 def _of_tags(text: str) -> list[WrittenCall]:
-    """A call whose arguments have a tag each; none if it is written in another way."""
+    """Read a call with one tag per argument; return an empty list for other forms."""
     found = _FUNCTION.match(text) or _BARE_NAME.match(text)
     if found is None:
         return []
@@ -186,7 +182,7 @@ FORMATS: tuple[str, ...] = get_args(ToolFormat)
 
 
 def load_json(text: str) -> tuple[Any, str]:
-    """The value of a JSON text, and why it has none: empty if it has one."""
+    """Return the value of a JSON text and an error text, which is empty if it is valid."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
@@ -213,7 +209,6 @@ def _whole(digits: str) -> int:
 
 
 def _depth(value: Any) -> int:
-    """How many values are in each other."""
     depth, level = 1, [value]
     while level := [one for part in level for one in _inside(part)]:
         depth += 1
@@ -234,7 +229,7 @@ def _of_json(text: str) -> list[WrittenCall]:
 
 
 def _call(text: str, value: Any) -> WrittenCall:
-    """A call from a JSON value; without a name if it is none."""
+    """Convert a JSON value to a call, without a name if it is not a call."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return WrittenCall(text)
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -246,7 +241,6 @@ def _call(text: str, value: Any) -> WrittenCall:
 
 
 def _objects(text: str) -> Iterator[WrittenCall]:
-    """Objects one after the other, with `;` or white space between them."""
     decoder, place = json.JSONDecoder(), 0
     while place < len(text):
         if text[place] in "; \t\r\n":
@@ -261,7 +255,6 @@ def _objects(text: str) -> Iterator[WrittenCall]:
 
 
 def _of_keywords(text: str, name: str, arguments: str) -> WrittenCall:
-    """A call that is written as Python: keyword arguments with literal values."""
     try:
         call = ast.parse(f"f({arguments})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):

@@ -1,4 +1,4 @@
-"""Python functions as tools: type hints and a docstring become a schema, and calls are made.
+"""Python functions as tools: type hints and a docstring become a schema.
 
 Example:
     >>> def add(a: int, b: int = 1) -> int:
@@ -35,20 +35,14 @@ _ARGUMENT = re.compile(r"^(\s*)\*{0,2}(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 class FunctionTool:
     """A function that the model may call.
 
-    Args:
-        function: has a type hint for each argument; its docstring, in Google's style, describes it
-            and its arguments.
-        name: that the model calls it by; None: the function's.
-
-    Raises:
-        UserError: an argument has no type hint, or one that no JSON fits.
+    `function` needs a type hint for each argument; its docstring, in Google's style, describes it
+    and its arguments. `name` replaces the function's name. Raises UserError if an argument has no
+    type hint, or one that JSON does not fit.
     """
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         self.name = str(name or getattr(function, "__name__", type(function).__name__))
-        """That the model calls it by."""
         self.function = function
-        """What is called."""
         summary, described = docstring_parts(inspect.getdoc(function) or "")
         self._arguments = self._model(described)
         parameters = _without_titles(self._arguments.model_json_schema())
@@ -61,7 +55,7 @@ class FunctionTool:
                 "parameters": {**parameters, "properties": parameters.get("properties", {})},
             },
         }
-        """For the chat template, in the form that OpenAI's messages have."""
+        """The schema in OpenAI's format, for the chat template."""
 
     def _model(self, described: Mapping[str, str]) -> Any:
         fields: dict[str, Any] = {}
@@ -82,7 +76,8 @@ class FunctionTool:
                 )
             default = ... if parameter.default is parameter.empty else parameter.default
             about = described.get(parameter.name)
-            # Names of fields may not begin with an underscore or hide a method: numbered ones may.
+            # Pydantic field names may not begin with an underscore or hide a method, so they are
+            # numbered.
             field = Field(default, alias=parameter.name, description=about)
             fields[f"argument_{len(fields)}"] = (parameter.annotation, field)
         try:
@@ -96,7 +91,7 @@ class FunctionTool:
             raise UserError(f"tool {self.name}: no schema fits its type hints: {first}") from error
 
     def arguments(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """The arguments as the function takes them, and what is wrong: empty if nothing is."""
+        """Return the function's arguments and an error text, which is empty if they are valid."""
         try:
             values = self._arguments.model_validate(dict(given))
         except ValidationError as error:
@@ -108,16 +103,16 @@ class FunctionTool:
         return {str(names[field]): getattr(values, field) for field in names}, ""
 
     def call(self, given: Mapping[str, Any]) -> str:
-        """The result as the model reads it; wrong arguments give a message. Exceptions pass.
+        """Return the result, or an error text for wrong arguments. Exceptions propagate.
 
-        A text stays as it is; everything else becomes JSON.
+        A text is returned unchanged; other values become JSON.
         """
         arguments, wrong = self.arguments(given)
         return f"error: {wrong}" if wrong else result_text(self.function(**arguments))
 
 
 def result_text(value: Any) -> str:
-    """What a tool returned, as a text: texts as they are, else JSON, else as it is printed."""
+    """Convert a tool's result to text: texts unchanged, else JSON, else `str`."""
     if isinstance(value, str):
         return value
     from pydantic_core import to_json
@@ -126,12 +121,12 @@ def result_text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and their numbers as lists and numbers, anything else as it is printed."""
+    """Convert arrays and their numbers to lists and numbers, other values to `str`."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def docstring_parts(doc: str) -> tuple[str, dict[str, str]]:
-    """The description in a docstring of Google's style, and those of its arguments."""
+    """Split a docstring in Google's style into its description and those of the arguments."""
     summary: list[str] = []
     described: dict[str, str] = {}
     section, name, indent = "", "", -1
@@ -152,7 +147,6 @@ def docstring_parts(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def _without_titles(schema: Any) -> Any:
-    """Without pydantic's titles, which are our numbered names."""
     if isinstance(schema, list):
         return [_without_titles(one) for one in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Between the policy's tokens and what environments say: prompts, actions, observations."""
+"""Translates between the policy's tokens and the environments' prompts, actions, observations."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from asyncrl.errors import AsyncrlError
 from asyncrl.rollout.trajectory import IntArray
 
 _TOKEN_CHARACTERS = 256
-"""More than a token has. A text that is longer for each token that it may have is not tokenised:
-that would hold the generator up for seconds."""
+"""An upper bound of characters per token. A text with more characters than its token limit allows
+is not tokenised, since that would block the generator for seconds."""
 
 Tools = Sequence[dict[str, Any]]
 Read = Callable[[str, Tools, int], tuple[Message, list[dict[str, Any]]]]
-"""From a turn's text, the tools and the turn's number: the turn as a message, and its calls."""
+"""Maps a turn's text, the tools and the turn's number to a message and its calls."""
 
 
 class Renderer(Protocol):
-    """Makes the tokens around turns; see `asyncrl.environments.rendering`."""
+    """The interface of `asyncrl.environments.rendering.TurnRenderer`."""
 
     def prompt(self, messages: Sequence[Message] | str, tools: Tools | None = None) -> IntArray:
-        """`[P]` the tokens of a conversation's beginning."""
+        """Return `[P]` the tokens of a conversation's beginning."""
 
     def between(
         self,
@@ -34,11 +34,11 @@ class Renderer(Protocol):
         turn_tokens: Sequence[int] | IntArray,
         tools: Tools | None = None,
     ) -> IntArray:
-        """`[N]` the tokens that follow a turn, up to where the next turn begins."""
+        """Return `[N]` the tokens that follow a turn, up to the next turn's beginning."""
 
     @property
     def history(self) -> Literal["keep", "template"]:
-        """What holds where the template changes earlier turns."""
+        """Policy for templates that change earlier turns."""
 
     def rewritten(
         self,
@@ -47,13 +47,13 @@ class Renderer(Protocol):
         turn_tokens: Sequence[int] | IntArray,
         tools: Tools | None = None,
     ) -> IntArray | None:
-        """`[P]` the whole prompt of the next turn if the template changes what came before."""
+        """Return `[P]` the next turn's whole prompt if the template changes earlier turns."""
 
     def other_way(self) -> contextlib.AbstractContextManager[None]:
-        """Within, tokens are made as they may have been made at another time."""
+        """Make tokens, inside this context, as the other rendering would have made them."""
 
     def turn_text(self, turn_tokens: Sequence[int] | IntArray) -> str:
-        """The text of a turn, special tokens included, without the stop token at its end."""
+        """Return a turn's text, special tokens included, without the final stop token."""
 
 
 class Observed(NamedTuple):
@@ -63,12 +63,12 @@ class Observed(NamedTuple):
     """`[N]`"""
     messages: list[Message]
     begins_context: bool = False
-    """Whether the tokens are a whole prompt, after which nothing before them is read."""
+    """True if the tokens are a whole prompt, which replaces the context."""
 
 
 @contextlib.contextmanager
 def _refusals_of_the_template() -> Iterator[None]:
-    """Messages that the chat template refuses are a bad answer of the environment."""
+    """Convert a chat template's refusal into a bad answer of the environment."""
     try:
         yield
     except AsyncrlError as error:
@@ -76,7 +76,7 @@ def _refusals_of_the_template() -> Iterator[None]:
 
 
 def read_plainly(text: str, tools: Tools, turn: int) -> tuple[Message, list[dict[str, Any]]]:
-    """A turn as a message, without looking for calls."""
+    """Convert a turn to a message without looking for calls."""
     del tools, turn
     return {"role": "assistant", "content": text}, []
 
@@ -84,15 +84,10 @@ def read_plainly(text: str, tools: Tools, turn: int) -> tuple[Message, list[dict
 class Translation:
     """Translates for one model.
 
-    Args:
-        renderer: of its chat template.
-        decode: tokens as text, without special tokens.
-        vocabulary: how many token ids there are.
-        max_observation_tokens: see `environment.max_observation_tokens`.
-        max_prompt_tokens: longest prompt that is worth tokenising; None: any.
-        system_prompt: before every conversation that does not begin with one.
-        read: finds the calls of tools in a turn.
-        stop: strings that end a turn; its message is without them, as other servers give it.
+    `decode` returns text without special tokens; `vocabulary` is the number of token ids;
+    `max_prompt_tokens` bounds prompts that are worth tokenising (None: unbounded); `system_prompt`
+    precedes every conversation that does not begin with one; `read` finds the tool calls of a turn;
+    `stop` holds strings that end a turn and are removed from its message, as other servers do.
     """
 
     def __init__(
@@ -119,7 +114,7 @@ class Translation:
     def conversation(
         self, first: Sequence[Message] | str | None, row: dict[str, Any]
     ) -> list[Message]:
-        """The messages before the first turn: the environment's, else the row's prompt."""
+        """Return the messages before the first turn: the environment's, else the row's prompt."""
         said = first if first is not None else row.get("prompt", "")
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
         system = self._system_prompt
@@ -128,7 +123,7 @@ class Translation:
         return messages
 
     def prompt(self, messages: Sequence[Message], tools: Tools) -> IntArray:
-        """`[P]` the tokens before the first turn. Raises BadAnswerError."""
+        """Return `[P]` the tokens before the first turn. Raises BadAnswerError."""
         self.check_prompt(messages)
         if tools and self._max_prompt_tokens is not None:
             _check_size("list of tools", tools, self._max_prompt_tokens, "engine.max_model_len")
@@ -139,7 +134,7 @@ class Translation:
         return tokens
 
     def action(self, tokens: IntArray, tools: Tools, turn: int) -> Action:
-        """A turn of the policy as its environment gets it."""
+        """Return a turn of the policy as its environment receives it."""
         ids = tokens.tolist()
         message, calls = self._read(self._renderer.turn_text(ids), tools, turn)
         text = self._decode(ids)
@@ -151,34 +146,34 @@ class Translation:
         return Action(text, ids, message, calls)
 
     def other_way(self) -> contextlib.AbstractContextManager[None]:
-        """Within, observations have the tokens that they may have had at another time.
+        """Give observations, inside this context, the tokens of the other rendering.
 
-        What a chat template needs to know for them is found out in the course of a run, and differs
-        from process to process.
+        A process learns during a run what its chat template needs, so renderings can differ between
+        times and processes.
         """
         return self._renderer.other_way()
 
     @property
     def keeps_history(self) -> bool:
-        """Whether generated tokens stay where the chat template changes earlier turns."""
+        """True if generated tokens stay where the chat template changes earlier turns."""
         return self._renderer.history == "keep"
 
     def begun(self, observation: Observation, tools: Tools) -> Observed:
-        """A whole conversation, as if none had been before it. Raises BadAnswerError."""
+        """Render a whole new conversation. Raises BadAnswerError."""
         if is_ids(observation):
             return Observed(*self._of_ids(observation), begins_context=True)
         messages = self.conversation(observation, {})  # type: ignore[arg-type]  # no ids
         return Observed(self.prompt(messages, tools), messages, begins_context=True)
 
     def check_prompt(self, messages: Sequence[Message]) -> None:
-        """Refuse a conversation that no prompt can hold. Raises BadAnswerError."""
+        """Refuse a conversation that exceeds any prompt. Raises BadAnswerError."""
         if self._max_prompt_tokens is not None:
             _check_size("prompt", messages, self._max_prompt_tokens, "engine.max_model_len")
 
     def between(
         self, before: Sequence[Message], new: Observation, turn: IntArray, tools: Tools
     ) -> IntArray:
-        """`[N]` the tokens that follow a turn. Raises BadAnswerError."""
+        """Return `[N]` the tokens that follow a turn. Raises BadAnswerError."""
         said: Any = new
         with _refusals_of_the_template():
             tokens = self._renderer.between(before, said, turn, tools or None)
@@ -193,7 +188,7 @@ class Translation:
         turn_tokens: IntArray,
         tools: Tools,
     ) -> Observed:
-        """The tokens of an observation, and its messages. Raises BadAnswerError."""
+        """Return an observation's tokens and messages. Raises BadAnswerError."""
         rewritten: IntArray | None = None
         limit = self._max_observation_tokens
         _check_size("observation", observation, limit, "environment.max_observation_tokens")
@@ -217,7 +212,6 @@ class Translation:
         return Observed(ids, messages)
 
     def _of_ids(self, observation: Observation) -> tuple[IntArray, list[Message]]:
-        """Token ids, and what they say as a message. Raises BadAnswerError."""
         tokens = np.asarray(observation, np.int64)
         if tokens.max() >= self._vocabulary:
             raise BadAnswerError(
@@ -230,12 +224,12 @@ class Translation:
 
 
 def is_ids(observation: Observation | None) -> bool:
-    """Whether an observation is token ids."""
+    """Return True if an observation is token ids."""
     return bool(observation) and isinstance(observation[0], int)  # type: ignore[index]  # not None
 
 
 def _check_size(what: str, said: Observation | Sequence[Message], most: int, setting: str) -> None:
-    """Refuse what cannot fit into so many tokens, before it is tokenised. Raises BadAnswerError."""
+    """Refuse, before it is tokenised, what cannot fit into `most` tokens. Raises BadAnswerError."""
     if isinstance(said, str):
         size = len(said)
     else:

@@ -1,4 +1,4 @@
-"""`asyncrl eval`: held-out accuracy of one model, with an engine in this process."""
+"""Implements `asyncrl eval`: held-out accuracy of one model, with an engine in this process."""
 
 from __future__ import annotations
 
@@ -47,12 +47,10 @@ from asyncrl.wire.records.evaluations import EvaluationRecord
 def resolve_target(
     target: str, config_file: Path | None, overrides: Sequence[str], runs: Path, console: Console
 ) -> tuple[RunConfig, str]:
-    """The configuration and the model directory that RUN|MODEL names.
+    """Return the configuration and the model directory that RUN|MODEL names.
 
     A run is evaluated with its own configuration, a model with `config_file` or the defaults.
-
-    Raises:
-        UserError: it is neither a run nor a model, or a run without a whole checkpoint.
+    Raises UserError if it is neither a run nor a model, or a run without a whole checkpoint.
     """
     is_run = (runs / target / "config.yaml").exists() or (Path(target) / "config.yaml").exists()
     if is_run:
@@ -78,7 +76,7 @@ def resolve_target(
 
 
 def _newest_checkpoint(run: Path, console: Console) -> Path | None:
-    """The newest whole checkpoint of a run; newer damaged ones are named on the console."""
+    """Return a run's newest whole checkpoint; name newer damaged ones on the console."""
     try:
         point = choose(run / "checkpoints")
     except CheckpointError as error:
@@ -89,11 +87,10 @@ def _newest_checkpoint(run: Path, console: Console) -> Path | None:
 
 
 def evaluate_model(config: RunConfig, model_path: str, console: Console) -> EvaluationRecord:
-    """Sample every held-out prompt as in training; the estimates of each set.
+    """Sample every held-out prompt as in training; return the estimates of each set.
 
-    Raises:
-        UserError: the model, the data or the rewards cannot be used.
-        AsyncrlError: the engine failed.
+    Raises UserError if the model, the data or the rewards cannot be used, and AsyncrlError if the
+    engine failed.
     """
     config = with_date(config)
     check_files(Path(model_path))
@@ -187,8 +184,6 @@ async def _evaluate_served(
 async def _generator(
     config: RunConfig, task: Task, engine: Engine, closing: AsyncExitStack
 ) -> SampleGenerator:
-    """What generates samples in a run, with environment and rewards; all of it started."""
-
     def decode(tokens: list[int]) -> str:
         return str(task.tokenizer.decode(tokens, skip_special_tokens=True))
 

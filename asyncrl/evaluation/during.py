@@ -1,12 +1,12 @@
-"""Evaluation while the run trains: every n-th policy version, on the generators that train.
+"""Evaluates every n-th policy version during training, on the generators that train.
 
     version v - lead is published ──► samples of v are dealt to the generators, as run-ahead
     version v is installed        ──► they are verified and finished; each is of v and no other
     the last one comes back       ──► the result; if any is lost for good, the round is given up
 
-Where tokens cannot be verified (`scheduler.on_update` other than `verify`) the lead is 0.
-Generators install no newer version before their held-out samples are finished, for `hold_seconds`
-at most (`asyncrl.generator.evaluation`). Nothing else waits for a round.
+Without verification (`scheduler.on_update` other than `verify`) the lead is 0. Generators postpone
+newer versions until their held-out samples are finished, for `hold_seconds` at most
+(`asyncrl.generator.evaluation`). Only this depends on a round.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 
 def lead_of(config: RunConfig) -> int:
-    """How many versions before its own an evaluation is begun: as far as training runs ahead.
+    """Return how many versions ahead an evaluation begins: as far as training runs ahead.
 
     >>> lead_of(RunConfig())
     2
@@ -42,13 +42,11 @@ def lead_of(config: RunConfig) -> int:
 
 
 def next_version(every: int, *, published: int, known: int, steps: int) -> int | None:
-    """The version that is evaluated next; None if none is any more.
+    """Return the version to evaluate next; None if there are no more.
 
-    Args:
-        every: `evaluation.every`.
-        published: the newest version.
-        known: versions up to this one are evaluated, or given up.
-        steps: of the run. Its last version is evaluated after training, the first one before.
+    `every` is `evaluation.every`, and `published` the newest version. Versions up to `known` are
+    evaluated or abandoned. The last version, `steps`, is evaluated after training, the first one
+    before.
 
     Example:
         >>> next_version(10, published=7, known=0, steps=30)
@@ -63,25 +61,18 @@ def next_version(every: int, *, published: int, known: int, steps: int) -> int |
 
 @dataclass(slots=True)
 class _Round:
-    """The round that is under way."""
-
     version: int
     samples: EvaluationRound
     fixed: FixedVersion
     held_seconds: float = 0.0
-    """The longest of all generators."""
+    """The maximum over all generators."""
 
 
 class EvaluationDuringTraining:
-    """One round at a time.
+    """Runs one evaluation round at a time.
 
-    Args:
-        config: of the run.
-        requests: make the messages.
-        fleet: its generators.
-        say: tells the user.
-        result: is told of each round that is complete.
-        given_up: is told of the version of each round that has no result.
+    `result` is called with each complete round, and `given_up` with the version of each round
+    without a result. `say` informs the user.
     """
 
     def __init__(
@@ -107,24 +98,23 @@ class EvaluationDuringTraining:
 
     @property
     def current(self) -> EvaluationRound | None:
-        """The samples of the round that is under way."""
+        """The samples of the present round."""
         return None if self._round is None else self._round.samples
 
     @property
     def version(self) -> int | None:
-        """That is being evaluated."""
+        """The version being evaluated."""
         return None if self._round is None else self._round.version
 
     def configure(self, config: RunConfig) -> None:
-        """Have other settings, from the next round on."""
+        """Change the settings, from the next round on."""
         self._config = config
 
     async def begin(self, published: int, evaluated: int) -> None:
-        """Training begins, or continues after a resume.
+        """Start at the beginning of training, or after a resume.
 
-        Args:
-            published: the version that it begins with.
-            evaluated: the newest version with a result.
+        `published` is the version that it begins with, and `evaluated` the newest version with a
+        result.
         """
         self._known = evaluated
         every = self._config.evaluation.every
@@ -169,7 +159,6 @@ class EvaluationDuringTraining:
         await self._deal(workers)
 
     async def _deal(self, workers: list[GeneratorWorker]) -> None:
-        """Give the samples that nobody has to these generators, by their slots."""
         one = self._round
         if one is None or not one.samples.waiting:
             return
@@ -222,7 +211,7 @@ class EvaluationDuringTraining:
             await self._give_up(message.reason)
 
     async def lost(self, worker: GeneratorWorker) -> None:
-        """A generator is gone, or leaves: others that can still have the version take over."""
+        """Reassign the samples of a lost or leaving generator to others with the version."""
         if self._round is None:
             return
         self._round.samples.lost(worker.name)
@@ -230,10 +219,10 @@ class EvaluationDuringTraining:
         await self._deal([one for one in others if one is not worker and not one.is_leaving])
 
     def rewound(self, step: int) -> None:
-        """Another trainer continues at this step; generators drop their held-out samples.
+        """Rewind to this step with another trainer; generators drop their held-out samples.
 
-        Nothing is begun before the next version is published: only then no generator has weights
-        that are gone.
+        A round begins only after the next version is published: earlier, a generator may still have
+        weights that are gone.
         """
         if self._round is not None:
             version, self._round = self._round.version, None
@@ -242,7 +231,7 @@ class EvaluationDuringTraining:
         self._published = self._known = step
 
     def end(self) -> None:
-        """The run ends."""
+        """Abandon the round at the end of the run."""
         if self._round is not None:
             self._say(
                 f"the evaluation of step {self._round.version} has no result: the run ended with "

@@ -16,18 +16,11 @@ from asyncrl.wire.records.evaluations import EvaluationRecord
 
 
 class FleetEvaluation:
-    """Runs the evaluations before and after training, and passes on what concerns those during it.
+    """Runs evaluations before and after training, and forwards events to those during it.
 
     A round before or after training evaluates the newest weights at its start and keeps every
-    generator busy. Samples of older weights do not count.
-
-    Args:
-        config: of the evaluation.
-        requests: make the messages.
-        fleet: the generators.
-        waiter: the phase waits on it.
-        during: evaluates while the run trains; None: nothing does.
-        results: of the run's evaluations.
+    generator busy. Samples of older weights do not count. `waiter` is what the phase waits on;
+    `during` evaluates during training (None: nothing does).
     """
 
     def __init__(
@@ -47,7 +40,6 @@ class FleetEvaluation:
         self.during = during
         self.results = results
         self._version = 0
-        """The policy version that is evaluated."""
         self._round: EvaluationRound | None = None
 
     @property
@@ -59,11 +51,11 @@ class FleetEvaluation:
 
     @property
     def is_phase(self) -> bool:
-        """Whether the run evaluates and does nothing else."""
+        """True if the run evaluates and does nothing else."""
         return self._round is not None
 
     def configure(self, config: RunConfig) -> None:
-        """Have other settings, from the next round on."""
+        """Change the settings, from the next round on."""
         self._config = config.evaluation
         if self.results is not None:
             self.results.configure(config.evaluation)
@@ -71,13 +63,7 @@ class FleetEvaluation:
             self.during.configure(config)
 
     async def measure(self, number: int) -> EvaluationRecord | None:
-        """Sample every held-out prompt; None if it was not finished.
-
-        The user may stop the run before its end, or it is abandoned.
-
-        Raises:
-            WaitTimeout: no sample came back for `evaluation.timeout_seconds`.
-        """
+        """Sample every held-out prompt; None if stopped or abandoned. Raises WaitTimeout."""
         prompts = {name: len(one) for name, one in self._requests.held_out.items()}
         plan = plan_of(self._config, prompts)
         weights = self._fleet.weights
@@ -102,7 +88,7 @@ class FleetEvaluation:
         return current.record(self._version, "before" if number == 0 else "after")
 
     async def fill(self, worker: GeneratorWorker) -> None:
-        """Request as many samples of the current round as keep this generator busy."""
+        """Request enough samples of the current round to keep this generator busy."""
         current = self._round
         if current is None or worker.policy_version < self._version:
             return
@@ -124,7 +110,7 @@ class FleetEvaluation:
         self._waiter.notify()
 
     async def bring_to(self, version: int) -> None:
-        """Have every generator install this version, also those that become ready later."""
+        """Install this version on every generator, including those that become ready later."""
         self._version = version
         for worker in self._fleet.generators():
             await self.update(worker)
@@ -135,7 +121,7 @@ class FleetEvaluation:
             self._fleet.install(worker.name, self._version)
 
     async def returned(self, worker: GeneratorWorker, message: EvaluationSample) -> None:
-        """A sample came back: count it, or request it again if its weights are too old."""
+        """Count a sample, or request it again if its weights are too old."""
         current = self._round
         if self.during is not None:
             await self.during.returned(worker, message)
@@ -150,7 +136,7 @@ class FleetEvaluation:
         await self.fill(worker)
 
     async def lost(self, worker: GeneratorWorker) -> None:
-        """A generator died: request its samples from the others."""
+        """Request the samples of a dead generator from the others."""
         if self.during is not None:
             await self.during.lost(worker)
         if self._round is None:
@@ -170,19 +156,19 @@ class FleetEvaluation:
             await self.during.published(version)
 
     def rewound(self, step: int) -> None:
-        """Another trainer continues at this step; the run's records were brought back to it."""
+        """Rewind to this step with another trainer; the run's records were rewound already."""
         if self.results is not None:
             self.results.reload()
         if self.during is not None:
             self.during.rewound(step)
 
     async def training_begins(self, published: int) -> None:
-        """The first step is to be trained, under weights of this version."""
+        """Note that the first step is to be trained, under weights of this version."""
         if self.during is not None and self.results is not None:
             await self.during.begin(published, self.results.newest_step)
 
     def end(self) -> None:
-        """The run ends; say so if that ends an evaluation."""
+        """End with the run; say so if that ends an evaluation."""
         if self.during is not None:
             self.during.end()
         if self.results is not None:

@@ -1,4 +1,4 @@
-"""The results of a run's evaluations: evaluations.jsonl, and which step was the best."""
+"""The results of a run's evaluations: evaluations.jsonl, and the best step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 def best_of(records: Sequence[EvaluationRecord], of: str | None) -> EvaluationRecord | None:
-    """The record with the highest accuracy; of several, the earliest. None: there is none.
+    """Return the earliest record with the highest accuracy, or None.
 
-    Args:
-        records: those after step 0 are looked at; not incomplete ones.
-        of: the set that decides; None: the first of each record.
+    Records of step 0 and incomplete ones do not count. `of` is the set that decides; None: the
+    first of each record.
     """
     best: EvaluationRecord | None = None
     best_value = -math.inf
@@ -33,7 +32,7 @@ def best_of(records: Sequence[EvaluationRecord], of: str | None) -> EvaluationRe
 
 
 def before_of(value: float, samples: int) -> EvaluationRecord:
-    """The evaluation before training of a run whose evaluations.jsonl does not have it."""
+    """Return the evaluation before training of a run whose evaluations.jsonl lacks it."""
     error = math.sqrt(value * (1 - value) / samples) if samples and 0 <= value <= 1 else None
     one = SetEvaluation(
         prompts=samples, samples=samples, accuracy=value, accuracy_error=error, reward=value
@@ -42,12 +41,7 @@ def before_of(value: float, samples: int) -> EvaluationRecord:
 
 
 class EvaluationResults:
-    """Keeps the results, and tells the trainer which checkpoints to spare.
-
-    Args:
-        run: the run's folder.
-        config: of the evaluation.
-    """
+    """Keeps the results, and tells the trainer which checkpoints to keep."""
 
     def __init__(self, run: Path, config: EvaluationConfig) -> None:
         self._path = run / "evaluations.jsonl"
@@ -56,11 +50,11 @@ class EvaluationResults:
         self._log = EvaluationsLog(self._path)
         self._known = 0
         self.records: list[EvaluationRecord] = []
-        """In order of their steps; those of steps that were lost are dropped."""
+        """Records in order of their steps, without those of steps that were lost."""
         self.reload()
 
     def configure(self, config: EvaluationConfig) -> None:
-        """Have other settings."""
+        """Change the settings."""
         self._config = config
         self._write_best()
 
@@ -72,12 +66,12 @@ class EvaluationResults:
         self.settled(record.step)
 
     def settled(self, step: int) -> None:
-        """The accuracy of this step is known, or will never be."""
+        """Note that the accuracy of this step is known, or will never be."""
         self._known = max(self._known, step)
         self._write_best()
 
     def reload(self) -> None:
-        """Read the file again, which may have been brought back to an earlier step."""
+        """Read the file again after a rewind to an earlier step."""
         self._log.close()
         self._log = EvaluationsLog(self._path)
         self.records = read_evaluations(self._path)
@@ -90,7 +84,7 @@ class EvaluationResults:
 
     @property
     def newest(self) -> EvaluationRecord | None:
-        """Of the newest step."""
+        """The evaluation of the newest step."""
         return max(self.records, key=lambda one: one.step, default=None)
 
     @property
@@ -104,7 +98,7 @@ class EvaluationResults:
         return next((one for one in self.records if one.when == "before"), None)
 
     def began_with(self, accuracy: float, samples: int) -> EvaluationRecord:
-        """The evaluation before training of a resumed run, whose accuracy its state knows."""
+        """Return the evaluation before training of a resumed run, from its recorded accuracy."""
         if self.before is None:  # begun by an earlier version of asyncrl, or the file was removed
             self.records.insert(0, before_of(accuracy, samples))
         assert self.before is not None  # noqa: S101 - inserted above
@@ -112,17 +106,17 @@ class EvaluationResults:
 
     @property
     def best(self) -> EvaluationRecord | None:
-        """With the highest accuracy of `evaluation.best_of`."""
+        """The evaluation with the highest accuracy of `evaluation.best_of`."""
         return best_of(self.records, self._config.best_of)
 
     def value_of(self, record: EvaluationRecord) -> float | None:
-        """The accuracy that decides which step is the best."""
+        """Return the accuracy that decides which step is the best."""
         of = self._config.best_of
         found = record.main if of is None else record.sets.get(of)
         return None if found is None else found.accuracy
 
     def _write_best(self) -> None:
-        """A disk that does not take it does not end the run: the next result tries again."""
+        """Write the best step. A failing disk does not end the run: the next result tries again."""
         best, every = self.best, self._config.every
         wanted = None
         if self._config.keep_best and every is not None:

@@ -1,13 +1,9 @@
-"""The bookkeeping of one evaluation round: which generator has which sample, and the rewards.
-
-What the rewards of held-out samples say: accuracy, mean reward and pass@k, with errors.
+"""One evaluation round: its samples, their assignment to generators, and the estimates.
 
 >>> right = np.array([[1, 0], [1, 1]])  # two prompts, two samples each
 >>> one = estimate(right, threshold=0.5)
 >>> one.accuracy, one.pass_at
 (0.75, {1: 0.75, 2: 1.0})
-
-Which samples an evaluation has: the sets, their prompts, and the order of all samples.
 
 >>> plan = EvaluationPlan((PlannedSet("held_out", 2, 1), PlannedSet("hard", 1, 3)))
 >>> [plan.place(index) for index in range(plan.total)]
@@ -37,8 +33,8 @@ from asyncrl.wire.records.evaluations import (
 )
 
 SHOWN = 4
-"""Prompts of each set of which a sample is recorded for people to read: the first ones, so that the
-answers of one round can be compared with those of another."""
+"""Number of prompts per set with a sample recorded for display: the first ones, so that rounds can
+be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +43,7 @@ class PlannedSet:
 
     name: str
     prompts: int
-    """How many of its prompts, from its start."""
     samples: int
-    """Per prompt."""
 
     @property
     def total(self) -> int:
@@ -69,7 +63,7 @@ class EvaluationPlan:
         return sum(one.total for one in self.sets)
 
     def place(self, index: int) -> tuple[str, int]:
-        """(set, prompt of the set) of a sample. Raises IndexError: there is no such sample."""
+        """Return (set, prompt of the set) of a sample. Raises IndexError if it does not exist."""
         for one in self.sets:
             if index < one.total:
                 return one.name, index // one.samples
@@ -77,10 +71,7 @@ class EvaluationPlan:
         raise IndexError("the evaluation has fewer samples")
 
     def shown_of(self, index: int) -> str:
-        """The set of a sample that is recorded for people to read; "" if it is not.
-
-        Which ones follows from their numbers alone: what they say has no influence.
-        """
+        """Return the set of a sample that is recorded for display, chosen by number; else ""."""
         for one in self.sets:
             if index < one.total:
                 prompt, sample = divmod(index, one.samples)
@@ -90,12 +81,7 @@ class EvaluationPlan:
 
 
 def plan_of(config: EvaluationConfig, available: Mapping[str, int]) -> EvaluationPlan:
-    """The samples of an evaluation.
-
-    Args:
-        config: how many prompts and samples are wanted.
-        available: prompts of each set, by name: the task's own, and those of `evaluation.sets`.
-    """
+    """Plan the samples of an evaluation from the number of prompts available in each set."""
     planned = []
     for name, prompts in available.items():
         chosen = None if name == HELD_OUT else config.sets[name]
@@ -106,13 +92,10 @@ def plan_of(config: EvaluationConfig, available: Mapping[str, int]) -> Evaluatio
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
-    """Unbiased estimate of the probability that one of k samples of a prompt is right.
+    """Estimate, without bias, the probability that one of k samples of a prompt is right.
 
-    1 − C(n − c, k) / C(n, k) of n samples, c of them right (2107.03374, equation 1). The plug-in
-    1 − (1 − c/n)^k is too low.
-
-    Raises:
-        ValueError: k is not between 1 and the number of samples.
+    1 − C(n − c, k) / C(n, k) of n samples, c of them right (2107.03374, equation 1). The plug-in 1
+    − (1 − c/n)^k is too low. Raises ValueError if k is not between 1 and the number of samples.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} cannot be estimated from {samples} samples of a prompt")
@@ -120,7 +103,7 @@ def pass_at_k(right: int, samples: int, k: int) -> float:
 
 
 def ks_of(samples: int) -> list[int]:
-    """The k for which pass@k is reported: powers of two, and the number of samples.
+    """Return the k for which pass@k is reported: powers of two, and the number of samples.
 
     >>> ks_of(12)
     [1, 2, 4, 8, 12]
@@ -137,18 +120,14 @@ def estimate(
     verdicts: Sequence[Sequence[Verdict]] | None = None,
     max_unscored_share: float = 0.0,
 ) -> SetEvaluation:
-    """The estimates of one set.
+    """Estimate one set from `rewards` `[P, n]` of n samples of each of P prompts.
 
-    Unscored samples are left out. A prompt's mean is that of its other samples, and a prompt
-    without any is left out as well; so is one with fewer than k of pass@k. No estimate is given if
-    too many samples are unscored, or if the reward of every single one has failed.
+    Unscored samples are left out. A prompt's mean is that of its other samples; a prompt without
+    any is left out, and so is one with fewer than k from pass@k. Estimates are None if the share of
+    unscored samples exceeds `max_unscored_share`, or if every reward has failed.
 
-    Args:
-        rewards: `[P, n]` of n samples of each of P prompts.
-        threshold: a sample is right if its reward is above this.
-        lengths: `[P, n]` response tokens.
-        verdicts: `[P, n]` what is known of each; None: all are scored.
-        max_unscored_share: largest share of unscored samples.
+    A sample is right if its reward is above `threshold`. `lengths` `[P, n]` are response tokens;
+    `verdicts` `[P, n]` say which samples are scored (None: all).
     """
     values = np.atleast_2d(np.asarray(rewards, dtype=np.float64))
     prompts, samples = values.shape if values.size else (0, 0)
@@ -186,14 +165,13 @@ def estimate(
 
 
 def _by_prompt(values: NDArray[Any], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Mean over each prompt's samples that count; prompts without any are left out."""
+    """Average each prompt's counted samples; prompts without any are left out."""
     kept = counted.any(axis=1)
     means: NDArray[np.float64] = values[kept].mean(axis=1, where=counted[kept])
     return means
 
 
 def _error(per_prompt: NDArray[np.float64]) -> float | None:
-    """Standard error of the mean over prompts."""
     if len(per_prompt) < 2:
         return None
     return float(per_prompt.std(ddof=1) / math.sqrt(len(per_prompt)))
@@ -204,40 +182,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Held-out accuracy as the run's state and its result have it."""
+    """Held-out accuracy in the run's state and result."""
 
     value: float | None
     """Share of right samples, 0 to 1; None without samples, or if too many are unscored."""
     samples: int
     margin: float = 0.0
-    """Half the width of the 95% interval; 0 where it is not known."""
+    """Half the width of the 95% interval; 0 if unknown."""
 
     @classmethod
     def of(cls, record: EvaluationRecord) -> Accuracy:
-        """That of the first set."""
+        """Return the accuracy of the first set."""
         main = record.main
         return cls(None, 0) if main is None else cls(main.accuracy, main.samples, main.margin)
 
 
 class _Result(NamedTuple):
-    """Of one sample."""
-
     reward: float
     tokens: int
-    """Of the response."""
     verdict: Verdict
 
 
 class EvaluationRound:
     """Spreads the samples of a round over generators and collects each of them once.
 
-    Args:
-        number: of the round in its process; late answers of another round carry another number.
-        plan: its samples.
-        threshold: a sample is right if its reward is above this.
-        max_unscored_share: of a set's samples; with more it has no accuracy.
-        version: the policy version, in a run that trains meanwhile; None: the run does nothing
-            else.
+    `number` identifies the round in its process, so that late answers of other rounds are
+    recognised. A sample is right if its reward is above `threshold`; a set with more than
+    `max_unscored_share` unscored samples does not have an accuracy. `version` is the policy version
+    in a run that trains at the same time, otherwise None.
     """
 
     def __init__(
@@ -267,48 +239,48 @@ class EvaluationRound:
 
     @property
     def finished(self) -> int:
-        """How many samples came back."""
+        """Number of samples that came back."""
         return len(self._results)
 
     @property
     def complete(self) -> bool:
-        """Whether every sample came back."""
+        """True if every sample came back."""
         return len(self._results) == self.total
 
     def describe(self) -> str:
-        """`step 40, 120/256`."""
+        """Return the progress: `step 40, 120/256`."""
         step = "" if self.version is None else f"step {self.version}, "
         return f"{step}{self.finished}/{self.total}"
 
     def next_for(self, generator: str, slots: int) -> list[int]:
-        """Assign waiting samples to a generator until its slots are full; returns their indices."""
+        """Assign waiting samples to a generator until its slots are full; return their indices."""
         return self.deal(generator, max(0, slots - self._busy[generator]))
 
     @property
     def waiting(self) -> int:
-        """Samples that no generator has."""
+        """Number of unassigned samples."""
         return len(self._waiting)
 
     def deal(self, generator: str, count: int) -> list[int]:
-        """Assign up to this many waiting samples to a generator; returns their indices."""
+        """Assign up to `count` waiting samples to a generator; return their indices."""
         chosen = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
         self._assigned.update(dict.fromkeys(chosen, generator))
         self._busy[generator] += len(chosen)
         return chosen
 
     def generator_of(self, index: int) -> str | None:
-        """The generator that a sample is assigned to; None if it came back, waits, or is none."""
+        """Return the generator of a sample; None if it came back, waits, or does not exist."""
         return self._assigned.get(index)
 
     def came_back(
         self, index: int, reward: float, tokens: int = 0, verdict: Verdict = "scored"
     ) -> None:
-        """A sample came back. Later copies of it change nothing."""
+        """Record a sample's result. Later copies of it do not change anything."""
         self._take_from_generator(index)
         self._results.setdefault(index, _Result(reward, tokens, verdict))
 
     def again(self, index: int) -> None:
-        """A sample came back that does not count, as its weights are too old: assign it again."""
+        """Reassign a sample that came back with weights that are too old."""
         if self._take_from_generator(index):
             self._waiting.append(index)
 
@@ -319,14 +291,14 @@ class EvaluationRound:
         return generator is not None
 
     def lost(self, generator: str) -> None:
-        """A generator is gone: its samples wait for another one."""
+        """Unassign the samples of a lost generator."""
         for index in [i for i, name in self._assigned.items() if name == generator]:
             del self._assigned[index]
             self._waiting.append(index)
         del self._busy[generator]
 
     def record(self, step: int, when: When, *, held_seconds: float = 0.0) -> EvaluationRecord:
-        """What the complete round came to, for the policy of this version."""
+        """Return the result of the complete round, for the policy of this version."""
         return EvaluationRecord(
             step=step,
             time=time.time(),  # noqa: TID251 - for its record
@@ -354,6 +326,5 @@ class EvaluationRound:
 
 
 def _rows(values: list[T], shape: tuple[int, int]) -> list[list[T]]:
-    """`[P, n]` of the values of P prompts in order."""
     prompts, samples = shape
     return [list(values[row * samples : (row + 1) * samples]) for row in range(prompts)]

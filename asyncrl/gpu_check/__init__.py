@@ -1,4 +1,4 @@
-"""`asyncrl gpu-check`: the first hour on a GPU in order, each part with a limit and a verdict.
+"""`asyncrl gpu-check`: the first checks of a GPU in order, each with a limit and a verdict.
 
     parts       what there is to check: a table, and what a part is given and says
     command     chooses parts, says and writes verdicts
@@ -12,6 +12,6 @@
     two_ranks   parts: nccl, ranks
     whole_run   part: run
 
-The table, the runner and the child import nothing but the standard library, so that a machine that
-lacks a package is told so. What parts import works with torch 2.11 and newer.
+The table, the runner and the child import only the standard library, so that they work on a machine
+that lacks packages. The parts' imports work with torch 2.11 and newer.
 """

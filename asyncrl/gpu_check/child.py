@@ -1,6 +1,6 @@
 """The process of one part: `python -m asyncrl.gpu_check.child` with a task as JSON.
 
-It writes verdict, sentence and numbers into a file. What a part prints is its log.
+It writes verdict, sentence and numbers into a file. A part's output is its log.
 """
 
 from __future__ import annotations

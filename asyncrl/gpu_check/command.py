@@ -1,4 +1,4 @@
-"""`asyncrl gpu-check`: chooses parts, runs them, says each verdict, writes what was found."""
+"""Implements `asyncrl gpu-check`: chooses and runs parts, and reports the verdicts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PACKAGES = ("torch", "triton", "numpy", "numba", "transformers", "vllm", "vllm-
 
 
 def record_of(verdicts: Sequence[Verdict], gpus: int, *, small: bool) -> dict[str, Any]:
-    """All that is known of a check, as it is written: `{name, date, small, gpus, machine, ...}`."""
+    """Return the record of a check: `{name, date, small, gpus, machine, ...}`."""
     counts = {
         word: sum(one.verdict == word for one in verdicts) for word in ("ok", "failed", "left out")
     }
@@ -39,13 +39,13 @@ def record_of(verdicts: Sequence[Verdict], gpus: int, *, small: bool) -> dict[st
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Write the record; a folder that is missing is made."""
+    """Write the record; make a missing folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def write_page(path: Path, record: dict[str, Any]) -> None:
-    """Write the record as one HTML page that needs nothing else, in the style of a run's report."""
+    """Write the record as one self-contained HTML page, in the style of a run's report."""
     from asyncrl.monitoring.report.markup import element, page
 
     facts = record["machine"] | record["versions"]
@@ -78,7 +78,7 @@ def write_page(path: Path, record: dict[str, Any]) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, number of cores that this process may use, memory in bytes, system."""
+    """Return processor, number of usable cores, memory in bytes, system."""
     return {
         "processor": _processor(),
         "architecture": platform.machine(),
@@ -89,7 +89,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Versions of Python and of those of some packages that are installed."""
+    """Return versions of Python and of the installed ones among `packages`."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -109,11 +109,7 @@ def _processor() -> str:
 
 
 def chosen(names: str | None) -> list[Part]:
-    """The parts of `--only NAMES`, in their order; all without names.
-
-    Raises:
-        UserError: there is no part of one of these names.
-    """
+    """Return the parts of `--only NAMES`, in order; all without names. Raises UserError."""
     if names is None:
         return list(PARTS)
     wanted = [name.strip() for name in names.split(",") if name.strip()]
@@ -135,15 +131,11 @@ def check(
     json_file: Path | None = None,
     page_file: Path | None = None,
 ) -> bool:
-    """Run the parts; return whether none that ran has failed, nor the search for GPUs.
+    """Run the parts in order; return True if none has failed, nor the search for GPUs.
 
-    Args:
-        parts: in order.
-        say: takes a line at a time.
-        limit_seconds: for all parts together.
-        small: whether to take the smallest sizes; None: without a GPU.
-        json_file: where verdicts and numbers are written.
-        page_file: where they are written as a page.
+    `say` takes a line at a time, and `limit_seconds` bounds all parts together. `small` takes the
+    smallest sizes (None: without a GPU). Verdicts and numbers are written to `json_file`, and as a
+    page to `page_file`.
     """
     with tempfile.TemporaryDirectory(prefix="asyncrl-gpu-check-") as folder:
         discovery = count_gpus(Path(folder))
@@ -170,7 +162,7 @@ def check(
 
 
 def _write(record: dict[str, Any], json_file: Path | None, page_file: Path | None) -> None:
-    """Write after each part: who rents a machine by the minute may be cut off at any of them."""
+    """Write after each part, since a rented machine may be cut off at any of them."""
     if json_file is not None:
         write_json(json_file, record)
     if page_file is not None:

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from asyncrl.engine.sampling.truncation import SamplingColumns
 
 FALSE_ALARM = 1e-6
-"""How often each chi-square test says that right draws are wrong."""
+"""False-alarm rate of each chi-square test."""
 _APART = 1e-4
-"""Nats by which two ways to sum a vocabulary may differ."""
+"""Maximum difference in nats of two ways to sum a vocabulary."""
 _OTHER_ROWS = 0.01
 """Share of rows in which rounding at the edge of a symbol may give another token."""
 _ROUNDS = 10
 _IN_A_ROW = 8
-"""Calls between two events, so that those of a fast kernel do not measure its launch alone."""
+"""Calls between two events, so that a fast kernel is measured without its launch."""
 _BUFFERS = 4
-"""Logits that take turns, so that none is in a GPU's cache."""
+"""Alternating logits, so that none is in a GPU's cache."""
 
 
 def kernels(context: Context) -> Said:
@@ -77,10 +77,10 @@ def _sampling(rows: int, **ways: float) -> SamplingColumns:
 
 
 def _compare(logits: torch.Tensor, k: int, sampling: SamplingColumns) -> tuple[float, list[str]]:
-    """Seconds of the first draw, and what the kernels say differently from the references.
+    """Return the seconds of the first draw, and the kernels' differences from the references.
 
-    In float32, where hardly any two logits are equal, that is the tensor operations on the same
-    device; they know no rule for equal ones. In bfloat16 it is the compiled code of a CPU.
+    In float32, where hardly any two logits are equal, the reference is the tensor operations on the
+    same device, which lack a rule for ties. In bfloat16 it is the compiled code of a CPU.
     """
     import numpy as np
     import torch
@@ -129,7 +129,7 @@ def _apart(what: str, found: torch.Tensor, wanted: torch.Tensor) -> list[str]:
 
 
 def _timed(logits: torch.Tensor, k: int) -> dict[str, float]:
-    """Milliseconds of a draw and a look-up, and the share that reading the logits once takes."""
+    """Time a draw and a look-up in ms, and the share of reading the logits once."""
     import numpy as np
 
     from asyncrl.engine.sampling.drawing import Streams, noise_seeds
@@ -161,10 +161,7 @@ def _timed(logits: torch.Tensor, k: int) -> dict[str, float]:
 
 
 def milliseconds(action: Callable[[int], object], inputs: int = 1) -> float:
-    """Time of an action that follows others on a GPU, by events: the median over some tries.
-
-    It is given 0 to `inputs` - 1 in turn.
-    """
+    """Return the median time of consecutive GPU actions over 0 to `inputs` - 1, by events."""
     import torch
 
     for index in range(inputs):
@@ -183,7 +180,7 @@ def milliseconds(action: Callable[[int], object], inputs: int = 1) -> float:
 
 
 def copy_bytes_a_second() -> float:
-    """Bytes that a copy within the GPU's memory reads and writes in a second."""
+    """Return the bytes per second that a copy within the GPU's memory reads and writes."""
     import torch
 
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
@@ -218,7 +215,6 @@ def draws(context: Context) -> Said:
 def _counted(
     logits: torch.Tensor, k: int, count: int, ways: dict[str, float]
 ) -> tuple[list[float], list[int]]:
-    """How often each token should have been drawn, and how often it was."""
     import numpy as np
     import torch
 
@@ -240,10 +236,10 @@ def _counted(
 
 
 def chi_square_p(counts: Sequence[int], expected: Sequence[float], least: float = 10.0) -> float:
-    """The probability of a chi-square as large as this one.
+    """Return the probability of a chi-square as large as this one.
 
-    Cells in which fewer than `least` are expected count together. Something in a cell in which
-    nothing is expected has the probability 0.
+    Cells with fewer than `least` expected counts are merged. A count in a cell with an expected
+    count of 0 has the probability 0.
     """
     import torch
 

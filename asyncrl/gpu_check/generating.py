@@ -1,7 +1,7 @@
 """Parts about engines: tokens per second, the noise floor, new weights.
 
-All take the same random model, in the shape of a Qwen3 with 0.6 billion parameters. Its logits have
-the spread of a trained model's, so that rounding costs what it costs there.
+All use the same random model, in the shape of a Qwen3 with 0.6 billion parameters. Its logits have
+the spread of a trained model's, so that rounding has the same effect.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ SMALL = {
     "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
 _SPREAD = 4.0
-"""Standard deviation of the logits."""
 
 
 def random_model(context: Context) -> Path:
-    """The folder of the model that parts take; the first one that asks makes it."""
+    """Return the folder of the parts' model; the first caller makes it."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -71,18 +70,15 @@ def random_model(context: Context) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What an engine is asked for."""
+    """The work of an engine."""
 
     rows: int
-    """Requests at once."""
     prompt: int
-    """Tokens of a prompt."""
     tokens: int
-    """Of each response."""
 
     @classmethod
     def of(cls, context: Context) -> Work:
-        """By the size."""
+        """Return the work for the size of the check."""
         return cls(4, 8, 24) if context.small else cls(64, 64, 256)
 
 
@@ -147,7 +143,7 @@ def _shape(context: Context) -> Mapping[str, int]:
 
 
 async def _speed(made: Engine, work: Work, vocabulary: int) -> dict[str, Any]:
-    """Two rounds of the same requests; the first one compiles and warms up."""
+    """Run two rounds of the same requests; the first one compiles and warms up."""
     began = time.perf_counter()
     await made.start()
     ready = time.perf_counter()
@@ -171,7 +167,6 @@ async def _speed(made: Engine, work: Work, vocabulary: int) -> dict[str, Any]:
 
 
 async def _round(made: Engine, work: Work, vocabulary: int) -> list[np.ndarray[Any, Any]]:
-    """The log-probabilities of each response."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, vocabulary, (work.rows, work.prompt)).astype(np.int32)
 
@@ -185,7 +180,7 @@ async def _round(made: Engine, work: Work, vocabulary: int) -> list[np.ndarray[A
 
 
 def _vllm_alone(context: Context, environment: Mapping[str, str]) -> float | None:
-    """Tokens per second of `vllm bench latency` with the same work; None if it fails."""
+    """Return tokens per second of `vllm bench latency` with the same work; None if it fails."""
     work, result = Work.of(context), context.folder / "vllm-bench.json"
     done = subprocess.run(
         [
@@ -207,7 +202,7 @@ def _vllm_alone(context: Context, environment: Mapping[str, str]) -> float | Non
 
 @dataclass(frozen=True)
 class Case:
-    """What the noise floor is measured of."""
+    """The conditions of a noise floor measurement."""
 
     model: str
     kind: Literal["torch", "vllm"]
@@ -215,20 +210,17 @@ class Case:
     top_k: int
     responses: int
     length: int
-    """Tokens of each response."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings of the engine."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What came out."""
+    """The measured noise floor."""
 
     measured: NoiseFloor
     outside: float
-    """Share of the tokens outside the top K."""
     model: float
-    """The share that the simulator's model says is rejected."""
+    """Rejected share by the simulator's model."""
 
 
 async def measure(case: Case, path: Path) -> Found:
@@ -268,7 +260,7 @@ async def _response(made: Engine, sampling: SamplingParams, index: int) -> Verif
 
 
 _WORST_NATS = 0.3
-"""Mean difference of log-probabilities above which an engine decodes and scores other things."""
+"""Mean log-probability difference above which decoding and scoring disagree."""
 
 
 def noise_floor(context: Context) -> Said:
@@ -277,7 +269,7 @@ def noise_floor(context: Context) -> Said:
 
 
 def vllm_noise_floor(context: Context) -> Said:
-    """Measure it with vLLM."""
+    """Measure the noise floor of vLLM."""
     return _noise_floor_part(context, "vllm")
 
 
@@ -311,13 +303,12 @@ def _noise_floor_part(context: Context, kind: Literal["torch", "vllm"]) -> Said:
 
 
 def _lacks_capability(error: EngineError, settings: Mapping[str, Any]) -> bool:
-    """Whether the GPU is too old for batch invariance; every other error is a fault."""
+    """Return True if the GPU is too old for batch invariance; other errors are faults."""
     asked = settings.get("batch_invariant", False) and isinstance(error, EngineStartError)
     return asked and "capability" in str(error).lower()
 
 
 def _variants() -> dict[str, dict[str, Any]]:
-    """Settings of an engine, as far as this version has them."""
     ways: dict[str, dict[str, Any]] = {
         "logits in the model's type": {"logits_dtype": "model"},
         "float32 logits": {"logits_dtype": "float32"},

@@ -1,4 +1,4 @@
-"""Parts about the machine: the driver, and what compiles kernels."""
+"""Parts about the machine: the driver, and compilers of kernels."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ def count_gpus(_context: Context) -> Said:
 
 
 def driver(context: Context) -> Said:
-    """List what `asyncrl doctor` misses, say what there is, and add two numbers on each GPU.
-
-    Raises:
-        PartFailed: torch sees none of the GPUs that there are, or one adds wrongly.
-    """
+    """List findings of `asyncrl doctor`, and add two numbers on each GPU. Raises PartFailed."""
     findings = _doctor()  # first: its kernel wants a GPU that this process does not hold
     import torch
 
@@ -70,7 +66,7 @@ def driver(context: Context) -> Said:
 
 
 def _unseen() -> str:
-    """What says that there is a GPU, where torch sees none; "": nothing does, or it is hidden."""
+    """Return evidence of a GPU that torch does not see; "" without any, or if it is hidden."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in NONE_VISIBLE:
         return ""
@@ -83,7 +79,6 @@ def _unseen() -> str:
 
 
 def _nvidia_smi() -> list[str]:
-    """The lines of `_QUERY` for each GPU, or what is wrong."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]
@@ -92,7 +87,7 @@ def _nvidia_smi() -> list[str]:
 
 
 def _doctor() -> list[str]:
-    """The lines of `asyncrl doctor` for a run with all defaults; none without its packages."""
+    """Return the lines of `asyncrl doctor` for a default run; none without its packages."""
     if any(importlib.util.find_spec(name) is None for name in _DOCTOR_NEEDS):
         return []
     from asyncrl.config.run_config import load_config
@@ -107,7 +102,7 @@ def _doctor() -> list[str]:
 
 
 def compiler(context: Context) -> Said:
-    """Compile a kernel of one line and run it; without a GPU, interpret it."""
+    """Compile a one-line kernel and run it; without a GPU, interpret it."""
     if not context.gpus:
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
     import torch

@@ -1,4 +1,4 @@
-"""A kernel of one line. A module of its own, because importing it decides Triton's mode."""
+"""A one-line kernel, in a separate module because importing it decides Triton's mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of a check, in the order of their value, and what each is given and says."""
+"""The parts of a check, in the order of their value, with their inputs and results."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a part is given."""
+    """The input of a part."""
 
     folder: Path
-    """For files. All parts share it: a model that one has made serves the next."""
+    """Folder for files. All parts share it: a model made by one serves the next."""
     gpus: int
-    """GPUs that torch sees."""
     small: bool
-    """Whether to take the smallest size, which takes the whole way and measures nothing."""
+    """True to take the smallest size, which exercises all code and measures nothing."""
 
     @property
     def device(self) -> Literal["cuda", "cpu"]:
-        """Where a part computes."""
+        """The device of a part's computation."""
         return "cuda" if self.gpus else "cpu"
 
 
 Said = tuple[str, Mapping[str, Any]]
-"""What a part that went well returns: a sentence, and its numbers with units in the keys."""
+"""Result of a successful part: a sentence, and numbers with units in the keys."""
 
 
 class LeftOut(Exception):  # noqa: N818 - it is not an error
@@ -34,12 +33,7 @@ class LeftOut(Exception):  # noqa: N818 - it is not an error
 
 
 class PartFailed(Exception):  # noqa: N818 - a verdict
-    """What a part looked at is not as it should be; the message is a sentence.
-
-    Args:
-        sentence: what is wrong.
-        numbers: that were measured all the same.
-    """
+    """A part found something wrong; `numbers` were measured all the same."""
 
     def __init__(self, sentence: str, numbers: Mapping[str, Any] | None = None) -> None:
         super().__init__(sentence)
@@ -52,20 +46,17 @@ class Part:
 
     name: str
     what: str
-    """What it does, for `--list`."""
     function: str
     """`module:function`. It takes a `Context`, returns `Said`, raises `LeftOut` or `PartFailed`."""
     seconds: float
-    """After so many it is ended."""
     packages: tuple[str, ...] = ()
-    """Modules that it imports and that may be missing."""
+    """Imported modules that may be missing."""
     gpus: int = 0
-    """The least that it needs."""
     or_cpu: bool = False
-    """Whether it runs without a GPU all the same, where `gpus` are needed if there are any."""
+    """True if it also runs without a GPU, although it needs `gpus` of them if there are any."""
 
     def lacks(self, gpus: int, missing: Iterable[str]) -> str:
-        """Why it cannot run with so many GPUs and without these modules; "": it can."""
+        """Say why it cannot run with these GPUs and without these modules; "" if it can."""
         absent = [one for one in self.packages if one in set(missing)]
         if absent:
             names = " and ".join(PACKAGE_OF.get(one, one) for one in absent)
@@ -80,7 +71,7 @@ class Part:
 
 
 PACKAGE_OF = {"zmq": "pyzmq", "yaml": "pyyaml"}
-"""Names of packages that differ from those of their modules."""
+"""Package names that differ from those of their modules."""
 _WIRE = ("msgspec", "zmq")
 _ENGINE = (*_WIRE, "pydantic", "numba", "transformers", "safetensors")
 _RUN = (*_ENGINE, "yaml", "typer", "rich", "prometheus_client")
@@ -228,17 +219,14 @@ PARTS = (
 
 @dataclass(slots=True)
 class Verdict:
-    """What became of a part."""
+    """The result of a part."""
 
     part: str
     verdict: Literal["ok", "failed", "left out"]
     sentence: str
-    """What was measured, what is wrong, or why it was left out."""
     seconds: float = 0.0
     numbers: dict[str, Any] = field(default_factory=dict)
     last_lines: list[str] = field(default_factory=list)
-    """Of what a part that failed has printed."""
 
     def __str__(self) -> str:
-        """One line for people."""
         return f"{self.verdict:8}  {self.part:16} {self.seconds:6.1f} s  {self.sentence}"

@@ -1,7 +1,7 @@
-"""Runs the parts of a check one after the other, each in a process of its own with a limit.
+"""Runs the parts of a check one after the other, each in a process with a time limit.
 
-A part that hangs, is killed or breaks CUDA for its process does not keep the next one from running.
-Its process leads a group, and the whole group ends with it.
+A part that hangs, is killed or breaks CUDA for its process does not prevent the next one from
+running. Its process leads a group, which ends with it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ _DISCOVERY = Part("discovery", "count the GPUs", "asyncrl.gpu_check.machine:coun
 _LAST_LINES = 20
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0
-"""Between SIGTERM, after which a run removes its shared memory, and SIGKILL."""
+"""Time between SIGTERM, after which a run removes its shared memory, and SIGKILL."""
 _AGAIN_SECONDS = 2.0
-"""Between the signals to a part's program. Both waits fit into `_GRACE_SECONDS`."""
+"""Interval of the signals to a part's program. Both waits fit into `_GRACE_SECONDS`."""
 _REAP_SECONDS = 10.0
-"""After SIGKILL. A process that a driver holds cannot be ended, and is left behind."""
+"""Wait after SIGKILL. A process that a driver holds cannot be ended, and is left behind."""
 LIMIT_FACTOR = "ASYNCRL_GPU_CHECK_LIMIT_FACTOR"
 """Environment variable that multiplies the limit of each part, for machines that are busy."""
 _LEAST_SECONDS = 5.0
-"""With less time left no part is begun."""
 
 
 def count_gpus(folder: Path) -> Verdict:
-    """Ask torch, in a process of its own, how many GPUs it sees: "gpus" of its numbers."""
+    """Ask torch, in a separate process, how many GPUs it sees: "gpus" of its numbers."""
     return run_part(_with_factor(_DISCOVERY), Context(folder, 0, small=True))
 
 
@@ -53,15 +52,11 @@ def run_parts(
     missing: Sequence[str] | None = None,
     clock: Clock = time.monotonic,
 ) -> list[Verdict]:
-    """Run what this machine can run.
+    """Run the parts that this machine can run, in order.
 
-    Args:
-        parts: in order.
-        context: for all of them.
-        limit_seconds: for all parts together. A part that this cuts short is left out, not failed.
-        say: called with each verdict as its part ends.
-        missing: modules that count as not installed; None: what is not found.
-        clock: for the limits.
+    `limit_seconds` bounds all parts together; a part that this cuts short is left out, not failed.
+    `say` is called with each verdict. `missing` are modules that count as not installed; None:
+    those that are not found.
     """
     deadline = clock() + limit_seconds
     absent = _missing(parts) if missing is None else missing
@@ -84,14 +79,7 @@ def run_parts(
 def run_part(
     part: Part, context: Context, late: str = "failed", clock: Clock = time.monotonic
 ) -> Verdict:
-    """Run one part to its end or its limit.
-
-    Args:
-        part: to run.
-        context: for it.
-        late: the verdict if its limit ends it; "left out" if that is not the part's own.
-        clock: for the limit.
-    """
+    """Run one part to its end or its limit; `late` is the verdict at the limit."""
     log, result = (context.folder / f"{part.name}.{end}" for end in ("log", "json"))
     task = {
         "function": part.function,
@@ -133,9 +121,9 @@ def run_part(
 def run_command(command: Sequence[str]) -> int:
     """Run a program of a part; return its exit code.
 
-    If this process is told to end meanwhile, the program gets SIGTERM twice before it is killed,
-    beside what the group gets: the second and the third end `asyncrl run` without delay, and its
-    shared memory is removed.
+    If this process receives SIGTERM, the program gets SIGTERM twice before it is killed, in
+    addition to the group's signal: the second and the third end `asyncrl run` without delay, and
+    its shared memory is removed.
     """
     process = subprocess.Popen(command)
     try:
@@ -162,7 +150,7 @@ def _late(part: Part, late: str, seconds: float, lines: list[str]) -> Verdict:
 
 
 def _ended(process: subprocess.Popen[bytes], seconds: float, clock: Clock = time.monotonic) -> bool:
-    """Whether it ends within so many seconds; it is not reaped, so that its id stays its own."""
+    """Return True if the process ends in time; it is not reaped, so that its id stays taken."""
     deadline = clock() + seconds
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     while os.waitid(os.P_PID, process.pid, options) is None:
@@ -173,11 +161,7 @@ def _ended(process: subprocess.Popen[bytes], seconds: float, clock: Clock = time
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> bool:
-    """End a process that runs, in order if it can, and all that it has left; then reap it.
-
-    Returns:
-        Whether it is gone.
-    """
+    """End a process in order if possible, and its group; reap it. Return True if it is gone."""
     for number, grace in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, 0.0)):
         if number == signal.SIGKILL or not _ended(process, 0.0):
             with contextlib.suppress(ProcessLookupError):

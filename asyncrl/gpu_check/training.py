@@ -96,7 +96,7 @@ def _now(context: Context) -> float:
 
 
 def _flops(context: Context, length: int) -> float:
-    """Of forward and backward: 6 a weight of a matrix and token, and causal attention."""
+    """Return FLOPs of forward and backward: 6 per matrix weight and token, and causal attention."""
     shape = SMALL if context.small else LARGE
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"] * shape["head_dim"]
     kv = shape["num_key_value_heads"] * shape["head_dim"]
@@ -107,12 +107,11 @@ def _flops(context: Context, length: int) -> float:
 
 
 def shown_flops(flops: float) -> str:
-    """FLOP a second for people."""
+    """Format FLOP/s for the user."""
     return f"{flops / 1e12:.2f} TFLOP/s" if flops >= 1e11 else f"{flops / 1e9:.1f} GFLOP/s"
 
 
 def _matrix_flops(context: Context) -> float:
-    """FLOP a second of a large product of random matrices."""
     size = 8192 if context.gpus and not context.small else 512
     kind = torch.bfloat16 if context.gpus else torch.float32
     one, other = (torch.randn(size, size, device=context.device).to(kind) for _ in range(2))
@@ -127,7 +126,7 @@ def _matrix_flops(context: Context) -> float:
 
 
 _TOLERANCE = 0.02
-"""Relative error of 16 bits: of outputs, and of gradients, which are sums of them."""
+"""Relative 16-bit error of outputs, and of gradients, which are sums of them."""
 
 
 def attention(context: Context) -> Said:
@@ -177,7 +176,7 @@ def attention(context: Context) -> Said:
 
 
 def _by_sdpa(heads: list[Tensor], segments: list[tuple[int, int, int, int]]) -> Tensor:
-    """`[1, T, H, D]`, one segment after the other."""
+    """Compute `[1, T, H, D]`, one segment after the other."""
     query, *others = heads
     out = []
     for start, end, place, shared in segments:

@@ -1,6 +1,6 @@
 """Parts of two processes: a broadcast of weights, and a training step of two ranks.
 
-Each process sees one GPU of its own, as in a run. Without GPUs they are connected by gloo.
+Each process sees one GPU, as in a run. Without GPUs they are connected by gloo.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal
 from asyncrl.gpu_check.parts import Context, PartFailed, Said
 
 _APART = 0.02
-"""Relative difference of gradients' norms between ways to divide a step, for rounding."""
+"""Relative difference of gradient norms between ways to divide a step, for rounding."""
 
 
 def nccl(context: Context) -> Said:
@@ -50,7 +50,6 @@ def ranks(context: Context) -> Said:
 
 
 def _pair(what: str, context: Context, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What both processes say."""
     with tempfile.TemporaryDirectory(dir=context.folder) as meeting:
         children = []
         for rank in range(2):
@@ -75,7 +74,7 @@ def _pair(what: str, context: Context, **more: Any) -> tuple[dict[str, Any], dic
 
 
 def devices(rank: int, gpus: int) -> dict[str, str]:
-    """The environment of a process that sees one GPU."""
+    """Return the environment of a process that sees one GPU."""
     if not gpus:
         return {"OMP_NUM_THREADS": "1"}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,4 @@
-"""What child processes are given when they are started: a spec, keys, and a place to meet.
+"""The inputs of child processes at their start: a spec, keys, and a meeting.
 
 spec       on the command line, a type for each role (`ChildSpec`)
 keys       on standard input, a type for each role (`ChildKeys`)
@@ -24,20 +24,20 @@ from asyncrl.wire.transport.keys import HubKeys, LineKeys, RunKey
 from asyncrl.wire.weights.layout import SHARED_MEMORY
 
 MEETINGS = ".ranks"
-"""The folder, in that of a run, in which the ranks of a trainer on several machines meet.
+"""The folder, in the run's, in which the ranks of a trainer on several machines meet.
 
 It has a file for each trainer. The controller removes it before and after the processes of the run.
 """
 
 
 def make_place(meeting: Path) -> Path:
-    """Make the folder of a meeting, which only this user can access, and return the meeting."""
+    """Make the private folder of a meeting, and return the meeting."""
     meeting.parent.mkdir(mode=0o700, exist_ok=True)
     return meeting
 
 
 def remove_meetings(run: Path) -> None:
-    """Remove what trainers have left in a run's folder. None is alive."""
+    """Remove the meetings of dead trainers from a run's folder."""
     shutil.rmtree(run / MEETINGS, ignore_errors=True)
 
 
@@ -45,37 +45,34 @@ Role = Literal["generator", "trainer", "relay"]
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"):
-    """The arguments that the child processes of all roles have, as JSON on their command lines."""
+    """Arguments of all child processes, as JSON on their command lines."""
 
     role: ClassVar[Role]
     name: str
     """Unique in the run, e.g. "generator-0"; a replacement is "generator-0.1"."""
     run_directory: str
     control_address: str
-    """Where the controller listens."""
     parent: int
-    """Process id of the launcher."""
     threads: int
-    """Threads for tensor work."""
     process_index: int = 1
     """Index of the process in the run; the controller is 0. Determines its metrics port."""
     metrics_port: int | None = None
-    """Where it serves its metrics, if its node has fixed that; None: `monitoring.port` says."""
+    """Port of its metrics, if its node has fixed it; None: from `monitoring.port`."""
     shares_run_directory: bool = True
-    """Whether `run_directory` is the folder that the controller sees."""
+    """True if `run_directory` is the folder that the controller sees."""
     run_id: str = ""
-    """In the names of the run's files in memory, so that no two runs share any
+    """Part of the names of the run's files in memory, so that runs do not share any
     (`asyncrl.launch.shared_memory`)."""
     weights_directory: str = str(SHARED_MEMORY)
-    """Where the process's node has the run's files in memory: weights, exchanged rollouts."""
+    """Folder in memory, on the process's node, for weights and exchanged rollouts."""
     relay_address: str = ""
-    """Where the relay of its node listens; the launcher knows it on the process's node only."""
+    """Address of its node's relay; the launcher knows it on the process's node only."""
     config_json: str = ""
-    """The run's resolved configuration; empty: it is read from the run directory. A process of
-    another node may not see that one."""
+    """The run's resolved configuration; empty: it is read from the run directory, which a process
+    of another node may not see."""
 
     def exporter(self, config: MonitoringConfig, registry: CollectorRegistry) -> Exporter | None:
-        """What serves its metrics; None where they are turned off. Raises ExporterError."""
+        """Make the server of its metrics; None where they are off. Raises ExporterError."""
         if self.metrics_port is None:
             return exporter_for(config, registry, self.process_index)
         return exporter_for(config.model_copy(update={"port": self.metrics_port}), registry, 0)
@@ -89,27 +86,21 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"):
 
 
 class ModelSpec(ProcessSpec, frozen=True, kw_only=True):
-    """The arguments that trainers and generators have: those of processes with a model."""
+    """Arguments of processes with a model: trainers and generators."""
 
     model_path: str
     data_address: str
-    """Where the trainer listens for trajectories; of a rank: where this rank does."""
+    """The trainer's address for trajectories; for a rank, its own."""
     ranks: int = 1
-    """Processes of the trainer."""
     tokenizer: TokenizerDigest | None = None
-    """Of the run's prompts, which the process's own must be; None: it is not compared."""
+    """The tokenizer of the run's prompts, which the process's must equal; None: not compared."""
     gpus: int = 0
-    """That its node has for it."""
     relayed: bool = False
-    """Whether its control messages go through the relay of its node."""
+    """True if its control messages go through the relay of its node."""
     trace_key: str = ""
-    """Of the run (`asyncrl.monitoring.tracing.tracer`)."""
 
     def data_address_of(self, rank: int) -> str:
-        """Where a rank of a trainer on this machine listens for trajectories.
-
-        Empty where the ranks choose it on their nodes.
-        """
+        """Return a local rank's address for trajectories; empty if its node chooses it."""
         return f"{self.data_address}-{rank}" if rank and self.data_address else self.data_address
 
 
@@ -118,20 +109,18 @@ class TrainerSpec(ModelSpec, frozen=True, kw_only=True, tag="trainer"):
 
     role: ClassVar[Literal["trainer"]] = "trainer"
     rank: int = 0
-    """Of this process, among the ranks of its trainer."""
     lineage: int = 0
-    """How many trainers the run had before this one."""
     resume_from: int | None = None
-    """It continues from the checkpoint after this many steps; None: from the model."""
+    """The number of steps of the checkpoint to continue from; None: from the model."""
     engine_device: Literal["cpu", "cuda"] | None = None
-    """Where the generators run, which a trainer with other GPUs cannot see; None: as torch decides
-    in any process."""
+    """Device of the generators, which a trainer with other GPUs cannot see; None: torch decides in
+    any process."""
     fence: str = ""
-    """The word of this trainer (`asyncrl.trainer.checkpoint.trainer_lease`)."""
+    """The token of this trainer (`asyncrl.trainer.checkpoint.trainer_lease`)."""
     ports: tuple[int, ...] = ()
-    """That it listens at for trajectories, if the user has fixed one."""
+    """Ports for trajectories, if the user has fixed one."""
     advertised: str = ""
-    """Host under which other machines reach what it listens at; empty: the one that it binds."""
+    """Host under which other machines reach its sockets; empty: the one that it binds."""
 
     @property
     def meeting(self) -> Path:
@@ -158,11 +147,11 @@ class GeneratorSpec(ModelSpec, frozen=True, kw_only=True, tag="generator"):
 
     @property
     def index(self) -> int:
-        """Number of the generator, which its replacements have too."""
+        """Number of the generator, shared with its replacements."""
         return int(self.name.removeprefix("generator-").split(".")[0])
 
     def here(self, path: str) -> Path:
-        """Where a file is on this node whose path on its own node the controller names."""
+        """Return this node's path of a file, given as the path on the controller's node."""
         home = self.home_directory
         if home and path.startswith(f"{home}/"):
             return Path(self.run_directory) / path.removeprefix(f"{home}/")
@@ -174,27 +163,25 @@ class RelaySpec(ProcessSpec, frozen=True, kw_only=True, tag="relay"):
 
     role: ClassVar[Literal["relay"]] = "relay"
     data_address: str = ""
-    """Its node's address, where other nodes reach it, with `*` as port; its node fills it in."""
+    """Its node's address for other nodes, with `*` as port, filled in by its node."""
     ports: tuple[int, ...] = ()
-    """That it listens at, if the user has fixed them: for its trainer's weights, its node's weights
-    and files."""
+    """Fixed ports, if any: for its trainer's weights, its node's weights and files."""
     advertised: str = ""
-    """As of a `TrainerSpec`."""
 
 
 ChildSpec = TrainerSpec | GeneratorSpec | RelaySpec
-"""The arguments of a child process, as JSON on its command line; its `role` says which they are."""
+"""The arguments of a child process, as JSON on its command line, distinguished by `role`."""
 
 
 def bind_to(spec: TrainerSpec | RelaySpec, index: int = 0) -> str:
-    """Where a process listens: its `data_address`, with the port of this index if it is fixed."""
+    """Return the address to listen at: `data_address`, with the fixed port of this index if any."""
     if index < len(spec.ports) and spec.data_address.endswith(":*"):
         return f"{spec.data_address[:-1]}{spec.ports[index]}"
     return spec.data_address
 
 
 def reached_at(spec: TrainerSpec | RelaySpec, bound: str) -> str:
-    """The address under which other machines reach what a process has bound to this one."""
+    """Return the address under which other machines reach a bound address."""
     if not spec.advertised or not bound.startswith("tcp://"):
         return bound
     host = f"[{spec.advertised}]" if ":" in spec.advertised else spec.advertised
@@ -203,7 +190,7 @@ def reached_at(spec: TrainerSpec | RelaySpec, bound: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SpecsOfRun:
-    """What the processes of a run are started with, before each gets its own name and index."""
+    """The start arguments common to a run's processes, without name and index."""
 
     trainer: TrainerSpec
     generator: GeneratorSpec
@@ -211,15 +198,12 @@ class SpecsOfRun:
 
 
 CONFIG_VARIABLE = "ASYNCRL_RUN_CONFIG"
-"""Environment variable with `ProcessSpec.config_json`. A configuration may name secrets, for
-example in `launcher.ray.runtime_env`, and everybody can read a command line."""
+"""Environment variable with `ProcessSpec.config_json`. A configuration may contain secrets, for
+example in `launcher.ray.runtime_env`, and command lines are public."""
 
 
 def read_spec(argument: str, environment: MutableMapping[str, str]) -> ChildSpec:
-    """The spec on a command line, with the configuration from the environment, if it is there.
-
-    It is removed from the environment, so that what the process starts does not have it.
-    """
+    """Read the spec on a command line; take its configuration out of the environment."""
     spec: ChildSpec = msgspec.json.decode(argument, type=ChildSpec)
     config = environment.pop(CONFIG_VARIABLE, "")
     return msgspec.structs.replace(spec, config_json=config) if config else spec
@@ -229,36 +213,32 @@ class GeneratorKeys(msgspec.Struct, frozen=True, tag=True):
     """The keys of a generator."""
 
     control: LineKeys
-    """To the controller."""
     data: LineKeys
-    """To the trainer."""
 
 
 class TrainerKeys(msgspec.Struct, frozen=True, tag=True):
     """The keys of the trainer."""
 
     control: LineKeys
-    """To the controller."""
     data: HubKeys
-    """For the generators."""
 
 
 class RelayKeys(msgspec.Struct, frozen=True, tag=True):
     """The keys of a relay."""
 
     control: LineKeys
-    """To the controller."""
     weights: HubKeys
-    """For the nodes that ask this one for weights."""
+    """Keys for the nodes that request weights from this one."""
     children: HubKeys
-    """For the processes of its node. It has no key of passes: the controller checks these."""
+    """Keys for the processes of its node. It does not have a key of passes: the controller checks
+    these."""
     files: HubKeys
-    """For the relays that ask this one for files."""
+    """Keys for the relays that request files from this one."""
 
 
 ChildKeys = GeneratorKeys | TrainerKeys | RelayKeys
-"""The keys of a child process, as MessagePack on its standard input. A command line and an
-environment can be read by others, and a file could outlive the run."""
+"""The keys of a child process, as MessagePack on its standard input. Other users can read a command
+line and an environment, and a file could outlive the run."""
 
 
 _RELAYS = "relays"
@@ -266,7 +246,7 @@ _RELAYS = "relays"
 
 
 def keys_of(run_key: RunKey, name: str, role: Role, *, relayed: bool = False) -> ChildKeys:
-    """The keys of the process of this name; `relayed` as in `ModelSpec`."""
+    """Return the keys of the process of this name; `relayed` as in `ModelSpec`."""
     control = run_key.line("control", name)
     if relayed and role != "relay":
         control = run_key.relayed_line("control", _RELAYS, name)
@@ -281,15 +261,15 @@ def keys_of(run_key: RunKey, name: str, role: Role, *, relayed: bool = False) ->
 
 
 def is_relay(name: str) -> bool:
-    """Whether this is the name of a relay."""
+    """Return True if this is the name of a relay."""
     return name.startswith("relay-")
 
 
 def weights_hub(relay: str) -> str:
-    """The name, for `RunKey`, of the socket at which a relay is asked for weights."""
+    """Return the name, for `RunKey`, of a relay's socket for weights."""
     return f"weights {relay}"
 
 
 def files_hub(relay: str) -> str:
-    """The name, for `RunKey`, of the socket at which a relay is asked for files."""
+    """Return the name, for `RunKey`, of a relay's socket for files."""
     return f"files {relay}"

@@ -1,8 +1,7 @@
-"""Which GPUs this machine has, found without torch: the controller never holds a GPU.
+"""Finds this machine's GPUs without torch: the controller never holds a GPU.
 
-`nvidia-smi` knows all of them, the parts of MIG included. Where it is missing, as in some
-containers, /proc/driver/nvidia does, without the parts and without memory. Where both are missing,
-there is no GPU, and everything runs on the CPU.
+`nvidia-smi` lists all of them, including MIG parts. Without it, as in some containers,
+/proc/driver/nvidia does, without parts and memory. Without both, everything runs on the CPU.
 """
 
 from __future__ import annotations
@@ -30,25 +29,24 @@ _PART = re.compile(r"^\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, or a part of one that was divided by MIG."""
+    """A GPU, or a MIG part of one."""
 
     name: str
-    """As a CUDA_VISIBLE_DEVICES for it alone: "3", "GPU-..." or "MIG-..."."""
+    """CUDA_VISIBLE_DEVICES for it alone: "3", "GPU-..." or "MIG-..."."""
     uuid: str
     """Begins with GPU- or MIG-."""
     model: str = "GPU"
     memory_mib: int | None = None
-    """None: not known."""
     number: int | None = None
-    """In nvidia-smi's order; None for a part."""
+    """Number in nvidia-smi's order; None for a part."""
     capability: tuple[int, int] | None = None
-    """CUDA compute capability, as (9, 0); None: not known."""
+    """CUDA compute capability, e.g. (9, 0); None if unknown."""
     of: str = ""
     """UUID of the GPU that a part belongs to; empty for a whole one."""
 
     @property
     def is_part(self) -> bool:
-        """Whether it is a part of a GPU. A process can use only one of them."""
+        """True for a part of a GPU. A process can use only one of them."""
         return self.uuid.startswith("MIG-")
 
     def __str__(self) -> str:
@@ -57,11 +55,7 @@ class Gpu:
 
 
 def find_gpus() -> list[Gpu]:
-    """All GPUs of this machine, in nvidia-smi's order. A divided GPU is given by its parts.
-
-    Raises:
-        UserError: nvidia-smi is there, but does not answer.
-    """
+    """Return this machine's GPUs, divided ones by their parts. Raises UserError."""
     if shutil.which("nvidia-smi") is None:
         return _from_proc()
     found = parse_list(_ask("-L"))
@@ -78,9 +72,10 @@ def find_gpus() -> list[Gpu]:
 
 
 def parse_query(text: str) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
-    """MiB and compute capability by UUID, of nvidia-smi's lines `UUID, MiB, 9.0`.
+    """Return MiB and compute capability by UUID from nvidia-smi's lines `UUID, MiB, 9.0`.
 
-    What is not a number is left out: "[N/A]" is the memory of a GPU that shares the machine's.
+    Values that are not numbers are left out: "[N/A]" is the memory of a GPU that shares the
+    machine's.
     """
     memory: dict[str, int] = {}
     capability: dict[str, tuple[int, int]] = {}
@@ -94,7 +89,7 @@ def parse_query(text: str) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
 
 
 def driver_version() -> str | None:
-    """Version of NVIDIA's driver, as "580.65.06"; None: there is none, or it does not say."""
+    """Return the version of NVIDIA's driver, e.g. "580.65.06"; None if unknown."""
     try:
         if shutil.which("nvidia-smi") is None:
             return parse_driver(PROC_VERSION.read_text(encoding="utf-8", errors="replace"))
@@ -104,13 +99,13 @@ def driver_version() -> str | None:
 
 
 def parse_driver(text: str) -> str | None:
-    """The first version in what nvidia-smi or /proc says of the driver."""
+    """Return the first version in the driver output of nvidia-smi or /proc."""
     found = _DRIVER.search(text)
     return None if found is None else found[0]
 
 
 def parse_list(text: str) -> list[Gpu]:
-    """The GPUs in the output of `nvidia-smi -L`."""
+    """Return the GPUs in the output of `nvidia-smi -L`."""
     found: list[Gpu] = []
     for line in text.splitlines():
         if whole := _WHOLE.match(line):
@@ -156,7 +151,7 @@ def _from_proc() -> list[Gpu]:
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """The torch that is installed, known without importing it."""
+    """The installed torch, inspected without importing it."""
 
     version: str
     cuda: str | None

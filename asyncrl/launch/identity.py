@@ -1,11 +1,11 @@
-"""Which process is which: its id, its start time and the boot that both belong to.
+"""Identifies processes by id, start time and boot.
 
 The kernel reuses process ids. A process id together with a start time belongs to one process only,
-so a process that was recorded can be found again, and no other one is taken for it.
+so a recorded process can be found again, and another one is never taken for it.
 
-All functions read /proc. Where there is none (macOS), no process is found. `psutil` would not do:
-its start times move with the clock, so a record could not be compared with them later, and it
-signals a process id after it has looked at it, when the id may belong to another process.
+All functions read /proc. Without it (macOS), processes are not found. `psutil` is unsuitable: its
+start times move with the clock, so a record could not be compared with them later, and it signals a
+process id after checking it, when the id may belong to another process.
 """
 
 from __future__ import annotations
@@ -34,30 +34,28 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
 
 class ProcessStatus(NamedTuple):
-    """What /proc/PID/stat says about a process."""
+    """The content of /proc/PID/stat."""
 
     state: str
     """R running, S sleeping, D in an uninterruptible wait, T stopped, Z ended and not reaped."""
     parent: int
-    """Process id of its parent."""
     session: int
     """Process id of the leader of its session, which may have ended."""
     started: int
-    """Clock ticks from boot to its start."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether only its exit code is left of it."""
+        """True if only its exit code is left of it."""
         return self.state in "ZX"
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it was suspended, by SIGSTOP, Ctrl-Z or a debugger."""
+        """True if it was suspended, by SIGSTOP, Ctrl-Z or a debugger."""
         return self.state in "Tt"
 
 
 def identity_of(pid: int) -> ProcessIdentity | None:
-    """The identity of the process that has this id now; None if there is none."""
+    """Return the identity of the process that has this id now, or None."""
     status = status_of(pid)
     boot = _boot_id()
     if status is None or boot is None:
@@ -66,12 +64,12 @@ def identity_of(pid: int) -> ProcessIdentity | None:
 
 
 def status_of(pid: int) -> ProcessStatus | None:
-    """The status of the process that has this id now; None if there is none."""
+    """Return the status of the process that has this id now, or None."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    # The name, in parentheses, may contain anything; what follows the last one are plain fields.
+    # The name, in parentheses, may contain anything; plain fields follow the last parenthesis.
     fields = text.rpartition(")")[2].split()
     return ProcessStatus(
         state=fields[0], parent=int(fields[1]), session=int(fields[3]), started=int(fields[19])
@@ -79,7 +77,7 @@ def status_of(pid: int) -> ProcessStatus | None:
 
 
 def ancestors() -> set[int]:
-    """The process ids of this process and of those that it descends from."""
+    """Return the process ids of this process and its ancestors."""
     found, pid = set(), os.getpid()
     while pid > 1 and pid not in found:
         found.add(pid)
@@ -89,7 +87,7 @@ def ancestors() -> set[int]:
 
 
 def is_running(process: ProcessIdentity) -> bool:
-    """Whether this very process exists and has not ended."""
+    """Return True if this very process exists and has not ended."""
     status = status_of(process.pid)
     return (
         status is not None
@@ -100,11 +98,11 @@ def is_running(process: ProcessIdentity) -> bool:
 
 
 def send(process: ProcessIdentity, number: signal.Signals) -> None:
-    """Send a signal to this very process; does nothing if it has ended or is another user's."""
+    """Send a signal to this very process; do nothing if it has ended or is another user's."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         descriptor = os.pidfd_open(process.pid)
         try:
-            # The descriptor stays with the process, so its id cannot be reused after this look.
+            # The descriptor stays with the process, so its id cannot be reused after this check.
             if is_running(process):
                 signal.pidfd_send_signal(descriptor, number)
         finally:
@@ -112,7 +110,7 @@ def send(process: ProcessIdentity, number: signal.Signals) -> None:
 
 
 def session_members(leaders: set[int]) -> Iterator[ProcessIdentity]:
-    """The processes in the sessions of these leaders."""
+    """Yield the processes in the sessions of these leaders."""
     for process in _everyone():
         status = status_of(process.pid)
         if status is not None and status.session in leaders:
@@ -120,7 +118,7 @@ def session_members(leaders: set[int]) -> Iterator[ProcessIdentity]:
 
 
 def with_variable(name: str, values: set[str]) -> Iterator[ProcessIdentity]:
-    """The processes that were started with an environment variable of one of these values."""
+    """Yield the processes started with one of these values of an environment variable."""
     wanted = {f"{name}={value}".encode() for value in values}
     for process in _everyone():
         with contextlib.suppress(OSError):  # it has ended, or is another user's
@@ -130,7 +128,6 @@ def with_variable(name: str, values: set[str]) -> Iterator[ProcessIdentity]:
 
 
 def _everyone() -> Iterator[ProcessIdentity]:
-    """All processes that have not ended, without this one."""
     for path in _PROC.glob("[0-9]*"):
         process = identity_of(int(path.name))
         if process is not None and process.pid != os.getpid() and is_running(process):

@@ -13,27 +13,27 @@ class ProcessHandle(Protocol):
 
     @property
     def node(self) -> str | None:
-        """The node that it is on; None: it is not placed yet, "": this machine is the only one."""
+        """The node that it is on; None: not placed yet, "": this machine is the only one."""
 
     @property
     def address(self) -> str:
-        """Of its node, where other nodes reach it; empty: the controller's node, or not placed."""
+        """Its node's address for other nodes; empty: the controller's node, or not placed."""
 
     def exit_code(self) -> int | None:
         """None while the process runs; negative for a signal, as in `subprocess`."""
 
     @property
     def lost_with_machine(self) -> bool:
-        """Whether its machine was taken away or missing: its end counts against no limit."""
+        """True if its machine was taken away or missing: its end does not count against a limit."""
 
     def cause(self) -> str:
-        """Why it ended, where its exit code does not say it: a lost node. Otherwise empty."""
+        """The reason of its end if the exit code does not say it (a lost node), otherwise empty."""
 
     def end(self, *, by_force: bool) -> None:
         """Ask the process and its children to end, or kill them. Idempotent; does not wait."""
 
     def log_tail(self, lines: int = 12) -> str:
-        """The last lines of its log, which say why it ended."""
+        """Return the last lines of its log, which say why it ended."""
 
 
 class Launcher(Protocol):
@@ -41,27 +41,17 @@ class Launcher(Protocol):
 
     @property
     def threads(self) -> int:
-        """Threads for tensor work that each process should use."""
+        """Threads for tensor work of each process."""
 
     @property
     def uses_relays(self) -> bool:
-        """Whether each node with processes of the run gets a relay. Once true, it stays so."""
+        """True if each node with processes of the run gets a relay. Once true, it stays so."""
 
     async def make_room(self, generators: Sequence[int]) -> None:
-        """Find room for generators that are added to the run, by their indices; bounded.
-
-        Raises:
-            UserError: there is none; nothing was taken.
-        """
+        """Find room for added generators, by index. Raises UserError, and takes nothing then."""
 
     def give_room_back(self, generator: int) -> None:
-        """A generator has left, and none of its index comes after it until `make_room`."""
+        """Free the room of a generator that has left, until `make_room` for its index."""
 
     def start(self, spec: ChildSpec, keys: ChildKeys, node: str | None = None) -> ProcessHandle:
-        """Start a process; returns at once.
-
-        Args:
-            spec: of the process.
-            keys: of the process.
-            node: where; None: as the launcher decides.
-        """
+        """Start a process without waiting; `node` is the place, None: the launcher decides."""

@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 _LOG_TAIL_BYTES = 16_384
 
 CHILD_MODULE = "asyncrl.child"
-"""What a child runs. Benchmarks put an entry point of their own here, which then calls this one."""
+"""The module of a child. Benchmarks replace it by an entry point that then calls this one."""
 
 
 class LocalProcess:
-    """A child in a session of its own, so that it can be ended together with its children."""
+    """A child that leads a session, so that it can be ended together with its children."""
 
     def __init__(self, spec: ChildSpec, process: subprocess.Popen[bytes], log: Path) -> None:
         self.spec = spec
@@ -58,7 +58,7 @@ class LocalProcess:
 
     @property
     def lost_with_machine(self) -> bool:
-        """No: this counts as its own fault."""
+        """False: this counts as its own fault."""
         return False
 
     def cause(self) -> str:
@@ -76,7 +76,7 @@ class LocalProcess:
                 self._process.terminate()
 
     def log_tail(self, lines: int = 12) -> str:
-        """The last lines of its log file."""
+        """Return the last lines of its log file."""
         try:
             with self._log.open("rb") as file:
                 file.seek(max(0, self._log.stat().st_size - _LOG_TAIL_BYTES))
@@ -89,18 +89,11 @@ class LocalProcess:
 class LocalLauncher:
     """Starts children with this interpreter, which share the cores evenly.
 
-    Args:
-        logs: folder of their log files.
-        records: where each child is recorded.
-        generators: number of generators; one trainer is added.
-        ranks: processes of the trainer.
-        threads: of each process; None: an even share of the available cores.
-        pin_cores: keep each process on cores of its own (`asyncrl.cores`). This process is pinned
-            when it starts its first child.
-        gpus: of each process; None: each sees what this process sees.
-
-    Raises:
-        UserError: there are too few cores to pin, or the system cannot pin.
+    `logs` is the folder of their log files, and each child is recorded in `records`. One trainer of
+    `ranks` processes is added to the `generators`. `threads` of each process defaults to an even
+    share of the available cores. `pin_cores` keeps each process on separate cores
+    (`asyncrl.cores`), this one from the start of its first child. Without `gpus`, each sees what
+    this process sees. Raises UserError if there are too few cores to pin, or the system cannot pin.
     """
 
     def __init__(
@@ -128,11 +121,11 @@ class LocalLauncher:
 
     @property
     def uses_relays(self) -> bool:
-        """No: everything is on this machine."""
+        """False: everything is on this machine."""
         return False
 
     async def make_room(self, generators: Sequence[int]) -> None:
-        """Take GPUs that are left over. Raises UserError: there are too few, or no core is left."""
+        """Take spare GPUs. Raises UserError if there are too few, or no core is left."""
         count = max(generators) + 1
         if self._plan is not None and count > len(self._plan.generators):
             raise UserError(
@@ -144,7 +137,7 @@ class LocalLauncher:
             self._gpus = self._gpus.with_generators(count)
 
     def give_room_back(self, _generator: int) -> None:
-        """Nothing: its cores and GPUs stay set aside, for the next one of its index."""
+        """Do nothing: its cores and GPUs stay reserved for the next one of its index."""
 
     def start(self, spec: ChildSpec, keys: ChildKeys, _node: str | None = None) -> ProcessHandle:
         """Start `python -m CHILD_MODULE`; its output goes to LOGS/NAME.log."""
@@ -180,21 +173,20 @@ class LocalLauncher:
         hand_over(keys, process)
         self._records.add(spec.name, process.pid)
         if self._plan is not None:
-            # The interpreter is still being loaded in its only thread; later threads inherit this.
+            # The interpreter is still loading in its only thread; later threads inherit this.
             with contextlib.suppress(OSError):  # it has already ended
                 stay_on(self._plan.of(spec.name), process.pid)
         return LocalProcess(spec, process, log)
 
 
 def hand_over(keys: ChildKeys, process: subprocess.Popen[bytes]) -> None:
-    """Write the keys to the child's standard input; they are fewer bytes than a pipe holds."""
+    """Write the keys to the child's standard input; they fit into a pipe's buffer."""
     assert process.stdin is not None  # noqa: S101
     with contextlib.suppress(BrokenPipeError), process.stdin:  # it may have ended already
         process.stdin.write(msgspec.msgpack.encode(keys))
 
 
 def _open_log(path: Path) -> BinaryIO:
-    """The log file; where the disk does not take one, the output is dropped and that is logged."""
     try:
         return path.open("ab")
     except OSError as error:

@@ -1,14 +1,14 @@
-"""The child of a node: started as locally, watched, and not left behind.
+"""The child of a node: started as locally, watched, and never left behind.
 
     process on a node (an actor of Ray, an agent)
         ├── child (asyncrl.child), in a session of its own, keys on its standard input
         └── keeper (asyncrl.launch.orphan_reaper), a child of neither
 
-The kernel tells a child of the death of the *thread* that started it, so that thread waits for it.
-What is left behind by a process that is killed itself is ended by its keeper. A keeper that is
-killed is replaced.
+The kernel signals a child on the death of the *thread* that started it, so that thread waits for
+it. If the process is killed itself, its keeper ends what is left. A keeper that is killed is
+replaced.
 
-This module travels to the nodes of a Ray cluster by value. So it imports the standard library only.
+This module travels to the nodes of a Ray cluster by value, so it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 MARK_VARIABLE = "ASYNCRL_PROCESS_MARK"
-"""In the environment of a child and of all that it starts; its keeper finds them by it."""
+"""Environment variable of a child and of all that it starts, by which its keeper finds them."""
 RUN_MARK = "ASYNCRL_CONTROLLER_MARK"
 """`asyncrl.launch.records.MARK_VARIABLE`, which this module must not import."""
 CONFIG_VARIABLE = "ASYNCRL_RUN_CONFIG"
@@ -41,19 +41,19 @@ CHILD_MODULE = "asyncrl.child"
 KEEPER_MODULE = "asyncrl.launch.orphan_reaper"
 
 GRACE_SECONDS = 12.0
-"""Time that the child of a lost process has to end by itself. It cleans up for at most 10 s after
+"""Time for the child of a lost process to end on its own. It cleans up for at most 10 s after
 SIGTERM (`asyncrl.child`)."""
 _START_SECONDS = 30.0
 PROBE_SECONDS = 5.0
 _KEEPER_SECONDS = 1.0
-"""Between a keeper's end and the start of another, unless the child ends meanwhile."""
+"""Delay of the restart of a keeper, unless the child ends first."""
 _TAIL_BYTES = 16_384
 _TAIL_LINES = 40
 _FOLDERS = ("logs", "timeline", "engine", "slots", "samples", "cache", "unfinished", "checkpoints")
 
 
 def code_version() -> str:
-    """Version of asyncrl here and a digest of its sources; empty if it cannot be imported."""
+    """Return asyncrl's version and a digest of its sources; empty if it cannot be imported."""
     digest = hashlib.blake2b(digest_size=4)
     spec = importlib.util.find_spec("asyncrl")
     if spec is None or not spec.submodule_search_locations:
@@ -74,11 +74,7 @@ def code_version() -> str:
 
 
 def node_facts(asked: dict[str, Any]) -> dict[str, Any]:
-    """About this node: what `asyncrl.launch.nodes.NodeInfo` has of these names.
-
-    Args:
-        asked: token_file, token, model (absolute, or an id of the hub), weights_directory.
-    """
+    """Return the facts that `asyncrl.launch.nodes.NodeInfo` has of this node."""
     try:
         shares = Path(asked["token_file"]).read_text(encoding="utf-8") == asked["token"]
     except OSError:
@@ -97,18 +93,15 @@ def node_facts(asked: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a child is started."""
+    """The place at which a child is started."""
 
     node: str
-    """Names the node."""
     ip: str
-    """At which its children listen."""
     gpus: list[str] | None = None
-    """That the child may use; None: those that this process may."""
     changes: dict[str, Any] = field(default_factory=dict)
-    """Of the child's spec; a role that lacks such a field has no use for it."""
+    """Changes of the child's spec; a field that the role lacks is ignored."""
     run_directory: str = ""
-    """The run's folder, where it is another path than the controller's; empty: it is not."""
+    """The run's folder if its path differs from the controller's, otherwise empty."""
 
 
 class NodeChild:
@@ -122,16 +115,11 @@ class NodeChild:
         self._log = Path(os.devnull)
 
     def start(self, order: str, keys: bytes, place: Place) -> str:
-        """Start the child; the path of its log.
+        """Start the child; return the path of its log.
 
-        Args:
-            order: JSON: name, spec (of the child, an object), shares_run_directory, run_id,
-                relay_per_node, environment, cwd (`asyncrl.launch.start_order`).
-            keys: for its standard input.
-            place: where this is.
-
-        Raises:
-            OSError, TimeoutError: it was not started.
+        `order` is JSON with name, spec (an object), shares_run_directory, run_id, relay_per_node,
+        environment, cwd (`asyncrl.launch.start_order`). `keys` are for its standard input. Raises
+        OSError or TimeoutError if it was not started.
         """
         asked = json.loads(order)
         spec: dict[str, Any] = asked["spec"]
@@ -216,7 +204,6 @@ class NodeChild:
             self._ended.set()
 
     def _keep_one(self, command: list[str], keeper: int) -> None:
-        """Start another keeper whenever one ends before the child, however that happens."""
         while True:
             _wait_for_end(keeper)
             if self._ended.wait(_KEEPER_SECONDS):
@@ -226,11 +213,11 @@ class NodeChild:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child; None: it is not started."""
+        """Process id of the child; None if it is not started."""
         return None if self._child is None else self._child.pid
 
     def watch(self, seconds: float) -> tuple[int | None, str]:
-        """Wait for the child's end, at most this long; its exit code and the end of its log."""
+        """Wait for the child's end, for at most `seconds`; return exit code and end of log."""
         self._ended.wait(seconds)
         child = self._child
         return None if child is None else child.poll(), _tail(self._log)
@@ -248,12 +235,10 @@ class NodeChild:
 
 
 def _started_keeper(command: list[str]) -> int:
-    """Start a keeper; its process id.
+    """Start a keeper; return its process id.
 
-    It writes that id and leaves the process that was started, so that it is no child of the worker.
-
-    Raises:
-        OSError, subprocess.SubprocessError, ValueError: it was not started.
+    It writes that id and leaves the process that was started, so that it is not a child of the
+    worker. Raises OSError, subprocess.SubprocessError or ValueError if it was not started.
     """
     done = subprocess.run(
         command,
@@ -279,18 +264,13 @@ def _wait_for_end(process: int) -> None:
 
 
 def _relay_address(run_id: str, place: str) -> str:
-    """Where the processes of a node meet their relay; the same for all of them.
-
-    Args:
-        run_id: of the run.
-        place: names the node.
-    """
+    """Return the address at which the processes of the node `place` meet their relay."""
     name = hashlib.blake2b(f"{run_id} {place}".encode(), digest_size=10).hexdigest()
     return f"ipc://{Path(tempfile.gettempdir()) / f'asyncrl-{name}' / 'control'}"
 
 
 def memory_of(folder: Path) -> str:
-    """Names a folder in memory: the boot of the machine and the file system in it."""
+    """Identify a folder in memory: the boot of the machine and the file system in it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {folder.stat().st_dev}"
@@ -299,13 +279,13 @@ def memory_of(folder: Path) -> str:
 
 
 def _disk_of(folder: Path) -> str:
-    """Names a folder, also among mount namespaces."""
+    """Identify a folder, also among mount namespaces."""
     found = folder.stat()
     return f"{found.st_dev} {found.st_ino}"
 
 
 def cannot_reach(address: str) -> str:
-    """Why no connection to this address can be made; empty: it can."""
+    """Say why a connection to this address fails; empty if it does not."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
@@ -315,7 +295,6 @@ def cannot_reach(address: str) -> str:
 
 
 def _opened(log: Path) -> Any:
-    """The log file; where the disk does not take one, the output is dropped."""
     try:
         return log.open("ab")
     except OSError:

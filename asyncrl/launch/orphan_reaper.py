@@ -1,9 +1,9 @@
 """Ends what a child of a node leaves behind: `python -m asyncrl.launch.orphan_reaper ...`.
 
-A Ray worker can be killed at any moment, by Ray or with its node's processes. Its child is then
-told by the kernel (SIGTERM). But a child that hangs does not end, and engines and reward workers
-are its children, not the worker's. So each child has a keeper, a process that neither Ray nor the
-child knows as its own. It sleeps until one of the two ends, then
+A Ray worker can be killed at any moment, by Ray or with its node's processes. The kernel then sends
+SIGTERM to its child. But a child that hangs does not end, and engines and reward workers are its
+children, not the worker's. So each child has a keeper, a process that is a child of neither. It
+sleeps until one of the two ends, then
 
 - gives the child some seconds to end by itself,
 - kills it, its session, and every process that has the child's mark in its environment,
@@ -61,10 +61,10 @@ def main() -> None:
 
 
 def share(path: Path) -> int | None:
-    """A descriptor of this file, with a shared lock for as long as the keeper lives.
+    """Open this file with a shared lock for as long as the keeper lives.
 
-    Containers may share memory and not see each other's processes, so each keeper says so here.
-    None if that cannot be said; then `is_last` is never sure.
+    Containers may share memory without seeing each other's processes, so each keeper takes this
+    lock. Return None if that fails; then `is_last` is never sure.
     """
     with contextlib.suppress(OSError):
         while True:
@@ -78,7 +78,7 @@ def share(path: Path) -> int | None:
 
 
 def is_last(descriptor: int | None) -> bool:
-    """Whether no other keeper has a process of the run here. The lock excludes new ones."""
+    """Return True if no other keeper has a process of the run here. The lock excludes new ones."""
     if descriptor is None:
         return False
     try:
@@ -98,14 +98,11 @@ def remove(folder: Path, pattern: str) -> None:
 def keep(
     actor_end: int | None, child_end: int | None, child: int, mark: str, *, grace: float
 ) -> None:
-    """Wait for the end of one, then end the rest.
+    """Wait for the end of actor or child, then end the rest.
 
-    Args:
-        actor_end: a descriptor that is readable when the actor has ended; None: it has.
-        child_end: the same of the child.
-        child: process id of the child, the leader of its session.
-        mark: of the child and of what it starts.
-        grace: seconds that the child has to end by itself.
+    `actor_end` and `child_end` are descriptors that become readable at the end of each; None: it
+    has ended. `child` is the process id of the child, which leads its session; `mark` is that of
+    the child and of what it starts; `grace` is the time, in seconds, for it to end on its own.
     """
     waiting = [one for one in (actor_end, child_end) if one is not None]
     if len(waiting) == 2:

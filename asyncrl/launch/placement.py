@@ -1,13 +1,12 @@
-"""Which GPUs each process of a run gets. Pure: `asyncrl.launch.gpus` looks at the machine.
+"""Assigns the GPUs to processes. Pure: `asyncrl.launch.gpus` queries the machine.
 
     GPUs        0 .. t-1       t .. 2t-1      2t
     process     generator-0    generator-1    trainer
 
-A generator has t GPUs (`tensor_parallel_size` of its engine), side by side, so that those of one
-generator are those that the machine connects best. Each rank of the trainer has one; where there is
-one GPU in all, it shares the generator's (`asyncrl.startup.prepare` divides it). A replacement
-gets its predecessor's. A process sees its own GPUs only: CUDA_VISIBLE_DEVICES names them as the
-user's did.
+A generator has t adjacent GPUs (`tensor_parallel_size` of its engine), which are those that the
+machine connects best. Each rank of the trainer has one; with a single GPU in all, it shares the
+generator's (`asyncrl.startup.prepare` divides it). A replacement gets its predecessor's. A process
+sees its own GPUs only: CUDA_VISIBLE_DEVICES names them as the user's did.
 """
 
 from __future__ import annotations
@@ -26,22 +25,21 @@ _ORDER = "CUDA_DEVICE_ORDER"
 
 @dataclass(frozen=True, slots=True)
 class GpuNeeds:
-    """How many GPUs the processes of a run want."""
+    """The numbers of GPUs that a run's processes want."""
 
     generators: int
-    """How many generators there are."""
     per_generator: int
     """0: they run on the CPU."""
     trainer: int
     """One for each of its ranks; 0: it runs on the CPU."""
     colocate: bool | None = None
-    """The trainer shares the first GPUs of the last generator. None: where there is one GPU, and
-    one generator and the trainer would each take one."""
+    """The trainer shares the first GPUs of the last generator. None: if there is one GPU, and one
+    generator and the trainer would each take one."""
     engine: EngineKind = "vllm"
-    """Whose settings errors name."""
+    """The engine whose settings errors name."""
 
     def on(self, count: int) -> GpuNeeds:
-        """These needs with `colocate` decided, where the run may use so many GPUs."""
+        """Return these needs with `colocate` decided for `count` usable GPUs."""
         if self.colocate is not None:
             return self
         both_want_it = self.generators == self.per_generator == self.trainer == 1
@@ -66,22 +64,17 @@ class GpuPlan:
     generators: tuple[tuple[Gpu, ...], ...]
     trainer: tuple[Gpu, ...]
     spare: tuple[Gpu, ...]
-    """That no process uses."""
     renumbers: bool
-    """Whether CUDA_VISIBLE_DEVICES was not set, so that numbers can be those of nvidia-smi."""
+    """True if CUDA_VISIBLE_DEVICES was not set, so that numbers can be those of nvidia-smi."""
 
     def of(self, name: str) -> tuple[Gpu, ...]:
-        """GPUs of a process by its name; a replacement (`generator-0.1`) has its predecessor's."""
+        """Return a process's GPUs; a replacement (`generator-0.1`) has its predecessor's."""
         if not name.startswith("generator-"):
             return self.trainer[rank_of(name) : rank_of(name) + 1]
         return self.generators[int(name.removeprefix("generator-").split(".")[0])]
 
     def with_generators(self, count: int) -> GpuPlan:
-        """The plan for this many generators, if it is for fewer; others keep their GPUs.
-
-        Raises:
-            UserError: too few GPUs are left over.
-        """
+        """Return a plan for this many generators; others keep their GPUs. Raises UserError."""
         size = len(self.generators[0])
         wanted = (count - len(self.generators)) * size
         if wanted > len(self.spare):
@@ -98,7 +91,7 @@ class GpuPlan:
         return replace(self, generators=self.generators + added, spare=spare)
 
     def environment(self, name: str) -> dict[str, str]:
-        """The environment variables of a process by its name."""
+        """Return the environment variables of a process by its name."""
         gpus = self.of(name)
         numbers = all(gpu.name.isdecimal() for gpu in gpus)  # CUDA does not read a mixture
         variables = {VISIBLE: ",".join(gpu.name if numbers else gpu.uuid for gpu in gpus)}
@@ -108,11 +101,11 @@ class GpuPlan:
 
     @property
     def shares(self) -> bool:
-        """Whether trainer and a generator have a GPU in common."""
+        """True if trainer and a generator have a GPU in common."""
         return bool(self.generators) and not set(self.trainer).isdisjoint(self.generators[-1])
 
     def lines(self) -> list[str]:
-        """For people: a line per process, one for what is left over."""
+        """Describe the plan: a line per process, one for what is left over."""
         shown = [
             f"generator-{index}: {_listed(gpus)}" for index, gpus in enumerate(self.generators)
         ]
@@ -126,15 +119,11 @@ class GpuPlan:
 def select_gpus(
     found: Sequence[Gpu], visible: str | None, wanted: Sequence[int | str] | None
 ) -> list[Gpu]:
-    """The GPUs that a run may use, in the order in which they are handed out.
+    """Return the GPUs that a run may use, in the order of assignment.
 
-    Args:
-        found: all of the machine.
-        visible: the value of CUDA_VISIBLE_DEVICES; None: it is not set.
-        wanted: `launcher.gpus`; None: all that are visible.
-
-    Raises:
-        UserError: one of them does not exist, is not visible or comes twice.
+    `found` are all of the machine; `visible` is the value of CUDA_VISIBLE_DEVICES (None: not set);
+    `wanted` is `launcher.gpus` (None: all visible). Raises UserError if one does not exist, is not
+    visible or is duplicate.
     """
     usable = list(found)
     if visible is not None:
@@ -157,7 +146,7 @@ def _named(names: Sequence[str], among: Sequence[Gpu], source: str, whose: str) 
             raise UserError(f"{source}: GPU {name!r} {wrong}; {whose} {_listed(among)}")
         if hits[0].uuid in {gpu.uuid for gpu in chosen}:
             raise UserError(f"{source}: GPU {name!r} is named twice")
-        # A number is handed on only where CUDA_VISIBLE_DEVICES has numbers too.
+        # A number is passed on only where CUDA_VISIBLE_DEVICES has numbers too.
         chosen.append(replace(hits[0], name=hits[0].name if name.isdecimal() else hits[0].uuid))
     return chosen
 
@@ -169,15 +158,10 @@ def _is(gpu: Gpu, name: str) -> bool:
 
 
 def plan_gpus(gpus: Sequence[Gpu], needs: GpuNeeds, *, renumbers: bool) -> GpuPlan:
-    """Give every process GPUs of its own.
+    """Assign separate GPUs to every process.
 
-    Args:
-        gpus: those that the run may use (`select_gpus`).
-        needs: of the run.
-        renumbers: as in `GpuPlan`.
-
-    Raises:
-        UserError: there are too few, or a generator would need several parts of divided GPUs.
+    `gpus` are those that the run may use (`select_gpus`); `renumbers` is as in `GpuPlan`. Raises
+    UserError if there are too few, or a generator would need several parts of divided GPUs.
     """
     needs = needs.on(len(gpus))
     if needs.total > len(gpus):
@@ -213,7 +197,6 @@ def _too_few(gpus: Sequence[Gpu], needs: GpuNeeds) -> str:
 
 
 def _remedies(count: int, needs: GpuNeeds) -> str:
-    """What would fit, as settings."""
     ways = []
     own = needs.total - needs.generators * needs.per_generator
     fit = (count - own) // needs.per_generator if needs.per_generator else 0

@@ -1,14 +1,13 @@
-"""The bring-up that generator and trainer share.
+"""The start that generator and trainer processes share.
 
     async with bring_up(spec, keys, to_trainer.ToTrainer, TrainerMetrics, _failure) as child:
         with child.timeline.span(SpanKind.STARTING):
             learner = ...
         await process.run(metrics_port=child.metrics_port)
 
-It connects to the controller, serves metrics, records a time line, reports failures to the
-controller, and closes everything at the end.
-
-Loads a process's tokenizer and compares it with the one of the run's prompts.
+It connects to the controller, checks the model's tokenizer against that of the run's prompts,
+serves metrics, records a time line, reports failures to the controller, and closes everything at
+the end.
 """
 
 from __future__ import annotations
@@ -38,11 +37,7 @@ from asyncrl.wire.transport.addresses import MeetingPlace
 
 
 def check_given_gpus(spec: ModelSpec) -> None:
-    """Compare what the launcher gave with what torch finds.
-
-    Raises:
-        UserError: torch finds fewer.
-    """
+    """Compare the launcher's GPUs with torch's. Raises UserError if torch finds fewer."""
     found = torch.cuda.device_count() if spec.gpus and torch.cuda.is_available() else 0
     if found < spec.gpus:
         raise UserError(
@@ -59,12 +54,11 @@ MetricsT = TypeVar("MetricsT", bound=ProcessMetrics)
 
 @dataclass(frozen=True, slots=True)
 class Child(Generic[SpecT, MetricsT]):
-    """What a trainer or generator process has before its own work starts."""
+    """The common resources of a trainer or generator process."""
 
     spec: SpecT
     config: RunConfig
     control: Line[Any]
-    """The line to the controller."""
     metrics: MetricsT
     exporter: Exporter | None
     """Serves the metrics; None where they are turned off."""
@@ -81,12 +75,12 @@ class Child(Generic[SpecT, MetricsT]):
 
     @property
     def metrics_port(self) -> int | None:
-        """Where the metrics are served; None where they are turned off."""
+        """Port of the metrics; None where they are turned off."""
         return None if self.exporter is None else self.exporter.port
 
 
 def timeline_file(spec: ModelSpec, config: RunConfig, folder: str) -> Path | None:
-    """RUN/FOLDER/NAME.jsonl; None where `monitoring.timeline` is off."""
+    """Return RUN/FOLDER/NAME.jsonl; None where `monitoring.timeline` is off."""
     if not config.monitoring.timeline:
         return None
     return Path(spec.run_directory) / folder / f"{spec.name}.jsonl"
@@ -96,10 +90,10 @@ def timeline_file(spec: ModelSpec, config: RunConfig, folder: str) -> Path | Non
 def without_collecting_the_start() -> Iterator[None]:
     """Exempt all objects that exist now from garbage collection while the body runs.
 
-    Libraries and models are some 430,000 objects, which a full collection looks at one by one: 0.25
+    Libraries and models are some 430,000 objects, which a full collection visits one by one: 0.25
     s, in which no thread of the process runs Python. While they are made, the process entry point
-    (`asyncrl.child`) has switched collection off, which saves a sixth of the start. A
-    program that has not, and runs this in a thread, keeps its own ways of collecting.
+    (`asyncrl.child`) has disabled collection, which saves a sixth of the start. A program that has
+    not, and runs this in a thread, keeps its collection settings.
     """
     if gc.isenabled():
         yield
@@ -123,16 +117,10 @@ async def bring_up(
 ) -> AsyncIterator[Child[SpecT, MetricsT]]:
     """Bring up a child process; on exit report a failure and close everything.
 
-    Args:
-        spec: of this process.
-        keys: of this process.
-        commands: the union of messages that the controller sends to this role.
-        metrics_class: the metrics of this role.
-        failure: the message to the controller about an error; None for an unexpected error, whose
-            traceback is in the process's log.
-
-    Raises:
-        Exception: the error of the body; of an exception group its first error.
+    `commands` is the union of messages that the controller sends to this role. `failure` makes the
+    message to the controller about an error; it returns None for an unexpected error, whose
+    traceback is in the process's log. Raises the error of the body; the first one of an exception
+    group.
     """
     async with contextlib.AsyncExitStack() as closing:
         control: Line[Any]
@@ -174,7 +162,6 @@ def _tracer(
     metrics: ProcessMetrics,
     timeline: Timeline,
 ) -> Tracer | None:
-    """What records this process's part of traces, with the times of its time line."""
     settings = config.monitoring.tracing
     if not settings.enabled:
         return None
@@ -199,15 +186,10 @@ async def _report(control: Line[Any], message: msgspec.Struct | None) -> None:
 async def load_checked_tokenizer(
     child: Child[Any, Any], report: Callable[[WrongPolicy], msgspec.Struct]
 ) -> Any:
-    """The tokenizer of the process's model.
+    """Load the tokenizer of the process's model, and compare it with the prompts' one.
 
-    Args:
-        child: the process.
-        report: the message to the controller about another tokenizer than that of the prompts.
-
-    Raises:
-        ModelError: there is none.
-        WrongPolicyError: it is another one, and `run.on_wrong_policy` is stop.
+    `report` makes the message to the controller about a difference. Raises ModelError if there is
+    no tokenizer, and WrongPolicyError if it differs and `run.on_wrong_policy` is stop.
     """
     spec = child.spec
     tokenizer = load_tokenizer(spec.model_path)

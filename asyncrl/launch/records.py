@@ -1,15 +1,15 @@
-"""Records of the processes that a run starts, so that a later controller can end leftovers.
+"""Records the processes that a run starts, so that a later controller can end leftovers.
 
-A controller that is killed takes its children along: the kernel sends them SIGTERM. What can
-remain are processes that were stopped at the time, and what user code has started. So each child
-is recorded in RUN/processes.jsonl as soon as it is started, and it and all that it starts have a
-random mark of the controller in their environment. A controller that resumes the run ends
+If a controller is killed, the kernel sends SIGTERM to its children. Processes that were stopped at
+the time, and those started by user code, can remain. So each child is recorded in
+RUN/processes.jsonl as soon as it is started, and the environment of all its processes has a random
+mark of the controller. A controller that resumes the run ends
 
 - every recorded child that is still the same process, by process id and start time,
 - all processes in the session of such a child,
 - all processes with a recorded mark in their environment.
 
-No other process is touched, whatever ids it has.
+Other processes are never touched, whatever their ids.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ from asyncrl.monitoring.records.jsonl import RetryingJsonlWriter, read_jsonl
 MARK_VARIABLE = "ASYNCRL_CONTROLLER_MARK"
 """The environment variable that every process of a run inherits."""
 TERM_SECONDS = 5.0
-"""Time that leftover processes get to end after SIGTERM. Then they are killed."""
+"""Time for leftover processes to end after SIGTERM, before they are killed."""
 KILL_SECONDS = 10.0
-"""Longest wait for a killed process to end."""
 
 _POLL_SECONDS = 0.02
 _FILE = "processes.jsonl"
@@ -51,19 +50,13 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     """A line of processes.jsonl: one child of a controller."""
 
     name: str
-    """In the run, e.g. "generator-0"."""
     process: ProcessIdentity
-    """It leads a session of the same number."""
+    """The process, which leads a session of the same number."""
     mark: str
-    """Of the controller that started it."""
 
 
 class ProcessRecords:
-    """Records the children of one controller.
-
-    Args:
-        run: the run's folder.
-    """
+    """Records the children of one controller."""
 
     def __init__(self, run: Path) -> None:
         self.mark = secrets.token_hex(16)
@@ -71,23 +64,19 @@ class ProcessRecords:
         self._path = run / _FILE
 
     def add(self, name: str, pid: int) -> None:
-        """Record a child that was just started; does nothing if it has already ended."""
+        """Record a child that was just started; do nothing if it has already ended."""
         process = identity_of(pid)
         if process is not None:
             with closing(RetryingJsonlWriter(self._path)) as writer:
                 writer.append([ProcessRecord(name, process, self.mark)])
 
     def kill_all(self) -> None:
-        """Send SIGKILL to every process that has this controller's mark; does not wait."""
+        """Send SIGKILL to every process with this controller's mark; do not wait."""
         for process in with_variable(MARK_VARIABLE, {self.mark}):
             send(process, signal.SIGKILL)
 
     def end_all(self) -> list[ProcessIdentity]:
-        """Kill every process that has this controller's mark; returns those that were left.
-
-        Raises:
-            AsyncrlError: one did not end within KILL_SECONDS.
-        """
+        """Kill this controller's processes; return those that were left. Raises AsyncrlError."""
         left = list(with_variable(MARK_VARIABLE, {self.mark}))
         _end(lambda: with_variable(MARK_VARIABLE, {self.mark}), gently=False)
         return left
@@ -96,10 +85,8 @@ class ProcessRecords:
 def end_leftovers(run: Path, say: Callable[[str], None]) -> None:
     """End the processes that earlier controllers of a run left behind, and forget their records.
 
-    The caller holds the run's lock, so no controller of this run is alive.
-
-    Raises:
-        AsyncrlError: a process did not end.
+    The caller holds the run's lock, so all controllers of this run are dead. Raises AsyncrlError if
+    a process did not end.
     """
     path = run / _FILE
     try:
@@ -129,7 +116,6 @@ def end_leftovers(run: Path, say: Callable[[str], None]) -> None:
 
 
 def _end(remaining: Callable[[], Iterable[ProcessIdentity]], *, gently: bool) -> None:
-    """End processes; those that appear meanwhile too. Raises AsyncrlError if one does not end."""
     began = time.monotonic()
     if gently:
         for process in remaining():

@@ -21,44 +21,35 @@ _KINDS = r"(?:(?:trainer|relay-\d+)(?:\.\d+)?-weights-\d+|exchange|owner)"
 
 
 def local_run_id(run_name: str, parent: int) -> str:
-    """The id of a run whose processes are all on this machine.
+    """Return the id of a run whose processes are all on this machine.
 
-    It ends with a process id, so that the files of a run that was killed are known as such.
-
-    Args:
-        run_name: of the run.
-        parent: the process that started the run.
+    It ends with the process id `parent` of the run's starter, so that the files of a killed run can
+    be recognised.
     """
     return f"{run_name}-{parent}"
 
 
 def weights_id(run_id: str, trainer: str) -> str:
-    """The id in the names of a trainer's weight files.
+    """Return the id in the names of a trainer's weight files.
 
-    Each trainer of a run has files of its own, so a late reader of a lost trainer's weights never
-    reads those of its replacement under the same policy version.
-
-    Args:
-        run_id: of the run.
-        trainer: name of the trainer's process.
+    Each trainer process of a run has separate files, so a late reader of a lost trainer's weights
+    never reads those of its replacement under the same policy version.
     """
     return f"{run_id}-{trainer}"
 
 
 def exchange_directory(run_id: str, folder: Path) -> Path:
-    """Where a run's generators on one machine exchange rollouts, under its folder in memory."""
+    """Return the folder in memory where a run's generators on one machine exchange rollouts."""
     return folder / f"asyncrl-{run_id}-exchange"
 
 
 @contextmanager
 def owned(run_id: str) -> Iterator[None]:
-    """Say that a run's files in memory have an owner: this process, until it ends.
+    """Mark a run's files in memory as owned by this process, until it ends.
 
-    Containers may share memory and not see each other's processes, so a process id does not say
-    it. Where no file can be written nothing is said.
-
-    Raises:
-        UserError: a process of another container owns files of the same names.
+    Containers may share memory without seeing each other's processes, so a process id does not
+    suffice. If the file cannot be written, the files stay unmarked. Raises UserError if a process
+    of another container owns files of the same names.
     """
     path = SHARED_MEMORY / f"asyncrl-{run_id}-owner"
     try:
@@ -81,7 +72,7 @@ def owned(run_id: str) -> Iterator[None]:
 
 
 def _locked(descriptor: int) -> bool:
-    """Whether the lock is this process's now. One that looks for stale files has it for moments."""
+    """Return True if this process has the lock now. A check for stale files holds it briefly."""
     until = time.monotonic() + _LOOKED_AT_SECONDS
     while True:
         try:
@@ -111,7 +102,7 @@ def remove_stale_files() -> None:
 
 
 def _is_owned(run_id: str) -> bool:
-    """Whether a process that may be in another container holds the lock of a run's files."""
+    """Return True if a process, perhaps in another container, holds the lock of a run's files."""
     try:
         descriptor = os.open(SHARED_MEMORY / f"asyncrl-{run_id}-owner", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -130,10 +121,7 @@ def _is_owned(run_id: str) -> bool:
 
 
 def remove_files_of(run_name: str, parent: int) -> None:
-    """Remove the shared files of a run that was started by a process that has ended.
-
-    Unlike `remove_stale_files` it also removes them when another process has its id by now.
-    """
+    """Remove the files of a dead run, even if another process has its id by now."""
     name = re.escape(local_run_id(run_name, parent))
     for path in SHARED_MEMORY.glob("asyncrl-*"):
         if re.fullmatch(rf"asyncrl-{name}-{_KINDS}", path.name):

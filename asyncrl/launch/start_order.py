@@ -1,4 +1,4 @@
-"""What a node is told to start a child: its spec, its configuration, its environment."""
+"""The order to a node to start a child: its spec, its configuration, its environment."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from asyncrl.launch.records import MARK_VARIABLE
 
 
 def start_order(spec: ChildSpec, *, mark: str, relay_per_node: bool) -> str:
-    """The order for `asyncrl.launch.node_child.NodeChild.start`, JSON.
+    """Return the order for `asyncrl.launch.node_child.NodeChild.start`, JSON.
 
-    Args:
-        spec: of the child, with its configuration.
-        mark: of the run's processes.
-        relay_per_node: whether two nodes of one machine have a relay each.
+    `spec` is the child's, with its configuration; `mark` is that of the run's processes. With
+    `relay_per_node`, two nodes of one machine have a relay each.
     """
     order: dict[str, Any] = {
         "name": spec.name,
@@ -42,19 +40,12 @@ def start_order(spec: ChildSpec, *, mark: str, relay_per_node: bool) -> str:
 
 
 def inline_config(config: RunConfig) -> str:
-    """The configuration as JSON, for nodes that may not see the run's folder.
-
-    `launcher.ray.runtime_env` stays out: it may hold passwords, and Ray has applied it.
-    """
+    """Return the configuration as JSON without `runtime_env`, which may hold passwords."""
     ray = config.launcher.ray.model_copy(update={"runtime_env": {}})
     launcher = config.launcher.model_copy(update={"ray": ray})
     return config.model_copy(update={"launcher": launcher}).model_dump_json()
 
 
 def random_letters() -> str:
-    """Eight random letters.
-
-    The end of a run's id, where its processes are on several machines. It is no process id, so
-    nobody takes the run's files for those of a dead process.
-    """
+    """Return the end of a run's id on several machines: letters, unlike a process id."""
     return "".join(chr(ord("a") + byte % 26) for byte in secrets.token_bytes(8))

@@ -1,8 +1,8 @@
-"""Programs of a model and the tests that say whether they are right.
+"""Programs written by a model, and the tests that judge them.
 
-tests     the tests of a problem, read and checked; when a value is right
-asking    calls of a program made in the sandbox, and what came of each
+tests     the tests of a problem, read and checked; comparison of values
+asking    runs calls of a program in the sandbox, and returns the results
 calls     the script that makes them there
 
-What is right never enters the sandbox, but in tests of the form `assert` that stay one.
+Expected values never enter the sandbox, except in tests that stay an `assert`.
 """

@@ -1,7 +1,4 @@
-"""Calls of a program made in the sandbox, and what came of each. Import-light.
-
-Which part of a response is its program. Import-light.
-"""
+"""Extracts a response's program and runs calls of it in the sandbox. Import-light."""
 
 from __future__ import annotations
 
@@ -38,10 +35,10 @@ class _Block:
 
 
 def program_of(response: str) -> str:
-    r"""The last block between ``` that is marked as Python, else the last one that has no mark.
+    r"""Return the last Python block between ```, else the last one without a language.
 
-    If there is none of both, the last block; without blocks the response itself. A block ends with
-    a line that is ``` and nothing else, or with the response.
+    Without either, return the last block; without blocks, the response itself. A block ends with a
+    line that is ``` and nothing else, or with the response.
 
     >>> program_of("```python\nprint(1)\n```\nOutput:\n```\n1\n```")
     'print(1)\n'
@@ -72,21 +69,22 @@ def _blocks(response: str) -> list[_Block]:
 
 
 MAX_CALLS = 32
-"""Of one start of the sandbox: what all of them write is kept in memory."""
+"""Limit of one start of the sandbox: the output of all calls is kept in memory."""
 _SCRIPT = Path(__file__).with_name("calls.py")
 _BYTES = Limits().output_bytes
 _ROOM = 4
-"""Bytes that a byte of a call's text takes in a JSON text, about; more ends the sandbox."""
+"""Approximate bytes of JSON per byte of a call's text; more ends the sandbox."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What came of one call."""
+    """The result of one call."""
 
     value: Any = None
-    """That it returned, as JSON has it."""
     failed: bool = True
-    """It raised, took too long, returned what JSON has no form for, or was not made."""
+    """True if the call raised, timed out, returned a value that JSON cannot hold, or was not
+    made.
+    """
 
 
 def call(
@@ -97,21 +95,15 @@ def call(
     call_seconds: float,
     until_failure: bool = False,
 ) -> tuple[list[Found], Outcome]:
-    """Make calls of a program, each in a process of its own.
+    """Make calls of a Python program, each in a separate process.
 
-    Args:
-        program: in Python.
-        tests: at most MAX_CALLS.
-        limits: of all together, but for the CPU time, which each has.
-        call_seconds: longest time of one by the clock.
-        until_failure: end with the first one that fails.
+    At most MAX_CALLS `tests` are allowed. `limits` apply to all together, except for the CPU time,
+    which each call has; `call_seconds` bounds one by the clock. With `until_failure`, the first
+    failing call is the last one.
 
-    Returns:
-        What came of the calls up to where it ended, and how it ended. What is missing without the
-        clock's doing is the fault of the call that would be next.
-
-    Raises:
-        SandboxError: this machine cannot contain a program.
+    Return the results of the calls that were made, and how the sandbox ended. A missing result,
+    except after a timeout, is the fault of the call that would be next. Raises SandboxError if this
+    machine cannot contain a program.
     """
     order = {
         "program": program.encode(errors="replace").decode(),
@@ -131,7 +123,7 @@ def call(
 
 
 def _found(line: str) -> Found:
-    """What a line says. Its inner text is the program's own: anything may stand there."""
+    """Parse a line. Its inner text is the program's own and may be anything."""
     try:
         said = json.loads(json.loads(line))
     except (ValueError, TypeError, RecursionError):
@@ -142,7 +134,7 @@ def _found(line: str) -> Found:
 
 
 def passes(found: Found, test: Called | Asserted, tolerance: float = 0.0) -> bool:
-    """Whether what came of a call is right."""
+    """Return True if the result of a call is right."""
     if found.failed:
         return False
     if isinstance(test, Asserted):
@@ -154,7 +146,7 @@ def passes(found: Found, test: Called | Asserted, tolerance: float = 0.0) -> boo
 
 
 def prints(program: str, test: Printed, limits: Limits) -> tuple[bool, Outcome]:
-    """Whether a program prints what is right. Raises SandboxError."""
+    """Return True, with the outcome, if a program prints the right text. Raises SandboxError."""
     outcome = run(
         [sys.executable, "-I", "solution.py"],
         stdin=test.given.encode(errors="replace"),
@@ -165,5 +157,5 @@ def prints(program: str, test: Printed, limits: Limits) -> tuple[bool, Outcome]:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without white space at their ends, and none that are empty at the text's ends."""
+    """Return lines without trailing white space, and without empty ones at the text's ends."""
     return [line.rstrip() for line in text.strip().splitlines()]

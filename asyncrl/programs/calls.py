@@ -1,4 +1,4 @@
-"""Inside the sandbox: makes calls of a program, each in a process of its own. `python -I -c THIS`.
+"""Makes calls of a program inside the sandbox, one process each. `python -I -c THIS`.
 
     standard input     {"program": text, "seconds": most of one call, "until_failure": bool,
                         "calls": [[function, arguments] or [expression]]}
@@ -6,8 +6,9 @@
                        wrote, itself JSON; or null if it wrote nothing, too much, or too late
 
 The program never runs in this process, and its processes have neither its descriptors nor files of
-an earlier call. So one call cannot change what another one gives, but by ending this process: then
-no further line comes. Only the standard library: nothing of asyncrl can be seen from inside.
+an earlier call. So a call cannot change the result of another one, except by ending this process:
+then no further line follows. Only the standard library is imported: asyncrl cannot be seen from
+inside.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import types
 from typing import Any, NoReturn
 
 MAX_BYTES = 256 * 1024
-"""Of what one call's process writes."""
 _LOOK_SECONDS = 0.05
 _FOLDER = "/tmp"  # noqa: S108 - inside
 _FILE = "solution.py"
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _one(program: str, call: list[str], seconds: float) -> str | None:
-    """What the process of one call writes; None: nothing that counts."""
+    """Return the output of one call's process; None if it is invalid."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -67,7 +67,7 @@ def _read(reading: int, pid: int, deadline: float) -> str | None:
         left = deadline - time.monotonic()
         if left <= 0 or sum(map(len, parts)) > MAX_BYTES:
             return None
-        # Something that it has started may hold the pipe open.
+        # A process that the call has started may hold the pipe open.
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         while select.select([reading], [], [], 0.0 if ended else min(left, _LOOK_SECONDS))[0]:
             part = os.read(reading, 1 << 16)
@@ -81,7 +81,6 @@ def _read(reading: int, pid: int, deadline: float) -> str | None:
 
 
 def _make(program: str, call: list[str], writing: int) -> NoReturn:
-    """Run the program, make one call, write what it gives, and end."""
     null = os.open("/dev/null", os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
@@ -104,7 +103,6 @@ def _make(program: str, call: list[str], writing: int) -> NoReturn:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and numbers of libraries as JSON has them."""
     return value.tolist() if hasattr(value, "tolist") else float(value)
 
 
@@ -114,11 +112,7 @@ def _write(program: str) -> None:
 
 
 def _clean(theirs: set[str]) -> None:
-    """Remove every file of an earlier call. Raises OSError, which ends this process.
-
-    Args:
-        theirs: names that stay.
-    """
+    """Remove files of earlier calls, except `theirs`. Raises OSError, which ends this process."""
     emptied: list[str] = []
     for folder, folders, files in os.walk(_FOLDER):
         if folder == _FOLDER:

@@ -1,13 +1,13 @@
-r"""The tests of a problem, and when a value is right. Import-light.
+r"""The tests of a problem, and the comparison of values. Import-light.
 
-A column of the problem's row holds them, a list in which each entry is one of
+A column of the problem's row holds a list of tests, each in one of these forms:
 
     {"input": "3 4\n", "output": "7\n"}           standard input and the output that is right
     {"call": "add", "args": [3, 4], "returns": 7}  a function of the program, and what it returns
     {"assert": "add(3, 4) == 7"}                   an expression that must be true
 
 An `assert` that compares one call with one value is read as a call, since a program cannot forge
-that. The others are judged by the process that runs the program.
+that. Others are judged by the process that runs the program.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """What the program prints for a standard input."""
+    """The program's output for a standard input."""
 
     given: str
     output: str
@@ -38,20 +38,19 @@ class Printed:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """What a function of the program returns."""
+    """The return value of a function of the program."""
 
     function: str
     """An expression, such as `add` or `Solution().add`."""
     arguments: str
-    """The list of arguments, as Python writes it."""
+    """The list of arguments in Python syntax."""
     returns: Any
-    """As JSON has it."""
     bools_are_numbers: bool = False
-    """Whether True is 1, as for Python's `==`."""
+    """True if True equals 1, as for Python's `==`."""
 
     @property
     def shown(self) -> str:
-        """The call, as Python writes it."""
+        """The call in Python syntax."""
         return f"{self.function}({self.arguments[1:-1]})"
 
 
@@ -66,11 +65,7 @@ Test = Printed | Called | Asserted
 
 
 def read_tests(given: Any, column: str) -> list[Test]:
-    """The tests of a row, given as a list or as JSON text.
-
-    Raises:
-        ValueError: there are none, or one is none of the three forms or can never be passed.
-    """
+    """Read a row's tests from a list or JSON text. Raises ValueError if one is impossible."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -123,7 +118,7 @@ def _text(test: dict[str, Any], key: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _assertion(text: str) -> Called | Asserted:
-    """With or without the word `assert`, as datasets have both."""
+    """Parse an assertion with or without the word `assert`, as datasets have both."""
     stripped = text.strip()
     if stripped.startswith(("assert ", "assert(")):
         statement = _parsed(stripped, "exec").body
@@ -154,7 +149,7 @@ def _parsed(text: str, mode: str) -> Any:
 
 
 def _as_call(expression: ast.expr) -> Called | None:
-    """The call and the value that `f(1, 2) == 3` compares; None: it is anything else."""
+    """Return the call and the value in `f(1, 2) == 3`; None for other expressions."""
     if not isinstance(expression, ast.Compare) or len(expression.ops) != 1:
         return None
     if not isinstance(expression.ops[0], ast.Eq):
@@ -173,7 +168,6 @@ def _as_call(expression: ast.expr) -> Called | None:
 
 
 def _names_a_function(expression: ast.expr) -> bool:
-    """Whether this is `add`, `solution.add` or `Solution().add`."""
     while True:
         if isinstance(expression, ast.Name):
             return True
@@ -186,16 +180,11 @@ def _names_a_function(expression: ast.expr) -> bool:
 
 
 def is_right(found: Any, test: Called, tolerance: float = 0.0) -> bool:
-    """Whether a returned value, as JSON has it, is the one that is right.
+    """Return True if a returned value, as JSON, is the right one.
 
-    2 is 2.0; lists and tuples are the same, and so are objects whose keys have another order; True
-    is not 1, but where an `assert` compares them.
-
-    Args:
-        found: the value.
-        test: says what is right.
-        tolerance: by how much numbers may differ if one of them is a float, and by which part of
-            the larger one.
+    2 equals 2.0; lists equal tuples; the order of keys does not matter; True differs from 1, except
+    where an `assert` compares them. Numbers may differ by `tolerance`, absolute or relative to the
+    larger one, if one of them is a float.
     """
     return _equal(found, test.returns, test.bools_are_numbers, tolerance)
 

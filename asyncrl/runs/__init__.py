@@ -1,1 +1,1 @@
-"""A run's folder: what lies where, who has it open, and how runs are found, listed and resumed."""
+"""A run's folder: its layout and lock, and how runs are found, listed and resumed."""

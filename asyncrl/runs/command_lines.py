@@ -1,4 +1,4 @@
-"""Command lines that messages show: complete, so that a user can paste them."""
+"""Command lines for messages, complete, so that a user can paste them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 DEFAULT_RUNS = Path("runs")
-"""Where commands look for run folders without `--runs`."""
+"""The folder in which commands look for runs without `--runs`."""
 
 
 def command_for(verb: str, run: Path) -> str:
-    """The command `verb` for the run in this folder, with `--runs` where it is needed.
+    """Return the command `verb` for the run in this folder, with `--runs` if needed.
 
     Example:
         >>> command_for("status", Path("runs/mine"))
@@ -28,12 +28,10 @@ def command_for(verb: str, run: Path) -> str:
 def resume_command(
     run: Path, config_file: Path | None = None, overrides: Sequence[str] = ()
 ) -> str:
-    """The command that continues the run in this folder.
+    """Return the command that continues the run in this folder.
 
-    Args:
-        run: the run's folder.
-        config_file: that the user gave; None: the run's own copy, which has everything in it.
-        overrides: that the user gave with `--set`.
+    Without the user's `config_file`, the run's complete copy is used. `overrides` are those that
+    the user gave with `--set`.
     """
     words = ["asyncrl", "run", str(config_file or run / "config.yaml")]
     for override in overrides if config_file is not None else ():

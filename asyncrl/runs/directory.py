@@ -55,45 +55,38 @@ from asyncrl.wire.transport.atomic_files import write_atomically
 logger = logging.getLogger(__name__)
 
 Ending = Literal["done", "stopped", "failed"]
-"""How a run ended: all steps trained, stopped by the user, or with an error."""
+"""The end of a run: all steps trained, stopped by the user, or with an error."""
 
 
 class RunState(msgspec.Struct):
     """The contents of run.json: what other commands need to know about a run."""
 
     pid: int
-    """Process id of the controller."""
     control_address: str = ""
-    """Where the controller answers `asyncrl status|stop|pause|resume`."""
+    """Address at which the controller answers `asyncrl status|stop|pause|resume`."""
     accuracy_before: float | None = None
     """Held-out accuracy before training, 0 to 1; measured once, kept by a resumed run."""
     evaluation_samples: int = 0
-    """Samples that `accuracy_before` is the mean of."""
     ended: Ending | None = None
     """None while the run is active, or if its controller was killed."""
     started: float = 0.0
-    """When this start of the run began, in seconds since 1970; 0: it is not known."""
+    """Time of this start of the run, in seconds since 1970; 0 if unknown."""
     start: int = 0
-    """0 for a run that was not resumed, else a random number of this start: seeds depend on it."""
+    """0 for the first start, else a random number of this start, on which seeds depend."""
     metrics_ports: dict[str, int] = {}
-    """For each process, the port on which it serves its metrics."""
     trace_key: str = ""
     """Drawn at the run's first start. Ids of traces depend on it (`monitoring.tracing`)."""
     web: str = ""
-    """Address of the web page; empty where there is none."""
     tokenizer: TokenizerDigest | None = None
-    """That the run's prompts were made with at its first start."""
+    """Digest of the tokenizer of the run's prompts at its first start."""
     inputs: RunInputs | None = None
-    """Digests of rows and functions at its last start; None: it was begun by an older version."""
+    """Digests of rows and functions at its last start; None for runs of older versions."""
     comparable: bool = True
-    """Accuracies are measured on the held-out rows and with the functions of the first start."""
+    """True if held-out rows and functions are still those of the first start."""
 
 
 class RunDirectory:
-    """One run's folder, opened for writing by the controller of the run.
-
-    `create` makes one.
-    """
+    """One run's folder, opened for writing by the controller of the run, by `create`."""
 
     def __init__(
         self,
@@ -107,13 +100,14 @@ class RunDirectory:
     ) -> None:
         self.path = path
         self.folder = Folder.at(path)
-        """What the path led to when the run began."""
+        """The folder that the path led to when the run began."""
         self.fence = fence
-        """The word of its next trainer (`asyncrl.trainer.checkpoint.trainer_lease`)."""
+        """The token of its next trainer (`asyncrl.trainer.checkpoint.trainer_lease`)."""
         self.resume_point = resume_point
-        """Where the run continues; a new run starts at step 0 without a checkpoint."""
+        """The point from which the run continues; a new run starts at step 0 without a
+        checkpoint.
+        """
         self.state = state
-        """Written to run.json by `write_state`."""
         self._lock = lock
         self._previous_config = previous_config
 
@@ -124,13 +118,12 @@ class RunDirectory:
     def undo(self) -> Path | None:
         """Restore the folder after a user's mistake before the first checkpoint.
 
-        A new run's name becomes free again: its folder is removed, or, if a process has logged
-        something, moved to `RUNS/NAME.failed-TIME` (`asyncrl.runs.failed_starts`). A resumed run
-        gets its configuration back. A new run that already has a checkpoint is left as it is.
+        A new run's name becomes free again: its folder is removed or, if logs exist, moved to
+        `RUNS/NAME.failed-TIME` (`asyncrl.runs.failed_starts`). A resumed run gets its configuration
+        back. A new run that already has a checkpoint stays unchanged.
 
-        Returns:
-            The folder with the logs of the failed start; None if this is still the run's folder,
-            or if there are no logs.
+        Return the folder with the logs of the failed start; None if this is still the run's folder,
+        or if there are no logs.
         """
         if self._previous_config is not None:
             write_atomically(self.path / "config.yaml", self._previous_config)
@@ -150,15 +143,13 @@ class RunDirectory:
     ) -> RunDirectory:
         """Make the folder of a new run, or open the one of a run to resume.
 
-        What a killed controller of the run has left behind is ended and removed first; `say` is
-        told about it. A run is resumed from its newest whole checkpoint, or from the one after
-        `resume_from` steps; all checks are made before a file of it is changed.
+        Leftovers of a killed controller of the run are ended and removed first, with a message by
+        `say`. A run is resumed from its newest whole checkpoint, or from the one after
+        `resume_from` steps; all checks precede changes to its files.
 
-        Raises:
-            AsyncrlError: a process that a killed controller left behind does not end.
-            UserError: the name is in use and neither `resume` nor `clean` is set, a run of that
-                name is active, there is nothing to resume, no checkpoint that can be used, or the
-                resumed run would differ in a setting that may not change.
+        Raises AsyncrlError if a leftover process does not end. Raises UserError if the name is in
+        use and neither `resume` nor `clean` is set, a run of that name is active, no usable
+        checkpoint exists, or a setting differs that may not change in a resumed run.
         """
         path = config.directory
         refuse_unfit(config, resume=resume, clean=clean)
@@ -199,33 +190,21 @@ class RunDirectory:
         )
 
     def write_state(self) -> None:
-        """Replace run.json by `state`.
-
-        A disk that does not take it does not end the run: it is logged, and the next call tries
-        again.
-        """
+        """Replace run.json by `state`. A failure is logged, and the next call tries again."""
         try:
             write_atomically(self.path / "run.json", msgspec.json.encode(self.state).decode())
         except OSError as error:
             logger.warning("cannot write %s: %s", self.path / "run.json", error.strerror)
 
     def begin_with(self, inputs: RunInputs, *, comparable: bool) -> None:
-        """Keep what this start was given.
-
-        Args:
-            inputs: its rows and functions.
-            comparable: accuracies mean the same as before.
-        """
+        """Record this start's inputs; `comparable`: accuracies mean the same as before."""
         self.state.inputs = inputs
         if not comparable:
             self.state.comparable = False
             self.state.accuracy_before = None
 
     def write_config(self, config: RunConfig) -> None:
-        """Replace config.yaml, which processes read when they start.
-
-        A disk that does not take it does not end the run: orders.jsonl has what was changed.
-        """
+        """Replace config.yaml. A failure is only logged, since orders.jsonl has the changes."""
         try:
             write_atomically(self.path / "config.yaml", dump_config(config))
         except OSError as error:
@@ -238,12 +217,12 @@ class RunDirectory:
 
 
 def may_be_resumed(config: RunConfig) -> bool:
-    """Whether there is a run of this name that was begun; it may be active."""
+    """Return True if a run of this name was begun; it may be active."""
     return (config.directory / "config.yaml").exists()
 
 
 def is_complete(config: RunConfig) -> bool:
-    """Whether there is a run of this name that has trained all these steps, and is not active."""
+    """Return True if a run of this name has trained all these steps and is not active."""
     path = config.directory
     state = read_state(path)
     if state is None or state.ended != "done" or is_alive(path):
@@ -254,10 +233,8 @@ def is_complete(config: RunConfig) -> bool:
 def refuse_unfit(config: RunConfig, *, resume: bool, clean: bool) -> None:
     """Check that a run can begin, or be resumed, in its folder. Changes nothing.
 
-    Raises:
-        UserError: the folder is in use, is not a run's, or has no run to resume under these
-            settings.
-        OSError: it cannot be read.
+    Raises UserError if the folder is in use, is not a run's, or has no run to resume under these
+    settings; OSError if it cannot be read.
     """
     path = config.directory
     is_run = (path / "config.yaml").exists()
@@ -282,7 +259,7 @@ def refuse_unfit(config: RunConfig, *, resume: bool, clean: bool) -> None:
 
 
 def _has_files(path: Path) -> bool:
-    """Whether there is more in a folder than a start leaves that is killed before config.yaml."""
+    """Return True if a folder has more than a start leaves that is killed before config.yaml."""
     return path.is_file() or any(
         entry.name != folder_lock.NAME and not entry.name.startswith(".config.yaml.")
         for entry in path.rglob("*")
@@ -291,13 +268,12 @@ def _has_files(path: Path) -> bool:
 
 
 def _clear_after_earlier(path: Path, name: str, say: Callable[[str], None]) -> None:
-    """Clear up after the controller of this run that was killed, if there was one."""
     state = read_state(path) or RunState(0)
     clear_leftovers(path, name=name, pid=state.pid, control_address=state.control_address, say=say)
 
 
 def _empty(path: Path) -> None:
-    """Delete what is in a run's folder, except its lock, which is held."""
+    """Delete the contents of a run's folder, except its lock, which is held."""
     for entry in path.iterdir():
         if entry.name == folder_lock.NAME:
             continue
@@ -325,7 +301,7 @@ def _new_state(path: Path, *, resume: bool) -> RunState:
 
 
 def read_state(path: Path) -> RunState | None:
-    """The state of the run in this folder; None if run.json is missing or damaged."""
+    """Return the state of the run in this folder; None if run.json is missing or damaged."""
     try:
         return msgspec.json.decode((path / "run.json").read_bytes(), type=RunState)
     except (FileNotFoundError, msgspec.DecodeError, ValueError, RecursionError):
@@ -333,11 +309,7 @@ def read_state(path: Path) -> RunState | None:
 
 
 def find_run(name: str | None, directory: Path) -> Path:
-    """The folder of a run, by name or path. Without a name, the one that was started last.
-
-    Raises:
-        UserError: there is no such run; the message lists the runs that exist.
-    """
+    """Return a run's folder by name or path, by default the last started. Raises UserError."""
     if name is not None:
         for candidate in (Path(name), directory / name):
             if (candidate / "config.yaml").exists():
@@ -356,7 +328,7 @@ def find_run(name: str | None, directory: Path) -> Path:
 
 
 def _started(path: Path) -> float:
-    """When a run was started last. Not config.yaml's time: `asyncrl set` writes that file."""
+    """Return the time of a run's last start. `asyncrl set` writes config.yaml later."""
     try:
         state = read_state(path)
         return state.started if state and state.started else (path / "config.yaml").stat().st_mtime
@@ -365,11 +337,7 @@ def _started(path: Path) -> float:
 
 
 def is_alive(path: Path) -> bool:
-    """Whether the run in this folder is active: its controller holds the folder's lock.
-
-    Raises:
-        OSError: another user keeps the folder to himself.
-    """
+    """Return True if the run's controller holds the folder's lock. Raises OSError."""
     return folder_lock.is_held(path)
 
 
@@ -389,7 +357,7 @@ def _refuse_active(path: Path) -> NoReturn:
 
 
 def _refuse_unreadable_records(path: Path) -> None:
-    """Before anything is changed: a run of whose steps none can be read cannot be resumed."""
+    """Refuse, before any change, to resume a run whose steps are all unreadable."""
     metrics = path / "metrics.jsonl"
     if not metrics.exists():
         return

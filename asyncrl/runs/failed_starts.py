@@ -1,8 +1,8 @@
 """Folders of runs that failed at their start: `RUNS/NAME.failed-TIME`, kept for their logs.
 
 A user's mistake that only shows once processes run (a reward function that raises, an engine that
-refuses its settings) frees the run's name, so that the corrected command can be repeated. The logs
-are often the only place that explains the mistake, so they are kept.
+refuses its settings) frees the run's name, so that the corrected command can be repeated. Often
+only the logs explain the mistake, so they are kept.
 """
 
 from __future__ import annotations
@@ -19,16 +19,12 @@ _NAME = re.compile(r".+\.failed-\d{8}-\d{6}(?:-\d+)?")
 
 
 def is_one(folder: Path) -> bool:
-    """Whether a folder's name is that of a failed start."""
+    """Return True if a folder's name is that of a failed start."""
     return _NAME.fullmatch(folder.name) is not None
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move a run's folder out of the way and delete the oldest failed starts of this name.
-
-    Returns:
-        Its new path; None if no process had logged anything, so that the folder was deleted.
-    """
+    """Move a run's folder aside and return its new path; delete it if it has no logs (None)."""
     if not any(file.stat().st_size for file in (folder / "logs").glob("*")):
         shutil.rmtree(folder)
         return None

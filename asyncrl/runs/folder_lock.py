@@ -1,7 +1,7 @@
-"""The lock of a run's folder: its controller holds it, and others look whether it is held.
+"""The lock of a run's folder: its controller holds it, and other processes check it.
 
-The kernel releases the lock however its process ends. A file with a process id would not tell a
-dead controller from another process that has its number.
+The kernel releases the lock however its process ends. A file with a process id would not
+distinguish a dead controller from another process with the same number.
 
     controller   exclusive, from its start to its end
     who looks    shared, for a moment: any number may look, and nothing is written
@@ -15,13 +15,11 @@ import time
 from pathlib import Path
 
 NAME = ".lock"
-"""Of the file in the run's folder."""
 _LOOKERS_SECONDS = 5.0
-"""Longest wait for those who only look."""
 
 
 class UnlockableError(OSError):
-    """The file system of a run's folder has no locks; the text says which folder and what to do."""
+    """The file system does not support locks; the text names the folder and the remedy."""
 
     def __init__(self, folder: Path, error: OSError) -> None:
         super().__init__(error.errno, error.strerror, str(folder / NAME))
@@ -36,11 +34,10 @@ class UnlockableError(OSError):
 
 
 def take(folder: Path) -> int | None:
-    """Take the lock: a descriptor that holds it until closed, or None if another controller has it.
+    """Take the lock; return a descriptor that holds it, or None if another controller has it.
 
-    Raises:
-        UnlockableError: the file system has no locks. A file that was not there is removed.
-        OSError: the file cannot be opened for writing.
+    Raises UnlockableError if the file system does not support locks (a new lock file is removed),
+    and OSError if the file cannot be opened for writing.
     """
     was_there = (folder / NAME).exists()
     descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o644)
@@ -64,11 +61,10 @@ def take(folder: Path) -> int | None:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a controller holds the lock. Changes nothing, and needs to read only.
+    """Return True if a controller holds the lock. Read access suffices; nothing changes.
 
-    Raises:
-        UnlockableError: the file system has no locks.
-        OSError: the file is there and cannot be read.
+    Raises UnlockableError if the file system does not support locks, and OSError if the file exists
+    and cannot be read.
     """
     try:
         descriptor = os.open(folder / NAME, os.O_RDONLY)

@@ -1,12 +1,12 @@
-"""What a run reads from files of its user's, identified, so that a resume notices what changed.
+"""Digests of a run's input files, so that a resume notices changes.
 
-The rows of the data decide the order of visits and which rows are held out; reward, environment
-and map functions decide what a number means. A run keeps digests of all of them in run.json.
+The rows of the data decide the order of visits and the held-out rows; reward, environment and map
+functions decide the meaning of results. run.json keeps digests of all of them.
 
-- Rows that changed are refused, unless the user accepts them (`--changed-data`).
-- Functions that changed are named. A file is compared as it is, without what it imports.
-- After a change of held-out rows, of functions or of `sampling`, the accuracy before training is of
-  something else, so the difference is left out.
+- Changed rows are refused, unless the user accepts them (`--changed-data`).
+- Changed functions are named. A file is compared without what it imports.
+- After a change of held-out rows, of functions or of `sampling`, the accuracy before training is
+  not comparable, so the difference is left out.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ TRAINING_ROWS = "training rows"
 
 
 class RunInputs(msgspec.Struct, frozen=True):
-    """Digests of what a run was given, 32 hexadecimal digits each."""
+    """Digests of a run's inputs, 32 hexadecimal digits each."""
 
     rows: dict[str, str]
-    """Of the training rows and of each set of held-out rows, by what they are."""
+    """Digests of the training rows and of each set of held-out rows, by what they are."""
     code: dict[str, str]
-    """Of the files with functions, by the setting and the name, and what `sampling` says."""
+    """Digests of the files with functions, by setting and name, and of `sampling`."""
 
 
 def inputs_of(config: RunConfig, task: Task) -> RunInputs:
-    """Identify the rows and the functions of a run that is about to begin or to be resumed."""
+    """Identify the rows and functions of a run that is about to begin or to be resumed."""
     rows = {TRAINING_ROWS: _digest_of_rows(task.train)}
     for name, prompts in held_out_sets(task).items():
         rows[f"held-out rows ({name})"] = _digest_of_rows(prompts)
@@ -45,24 +45,14 @@ def inputs_of(config: RunConfig, task: Task) -> RunInputs:
 
 
 def changes_since(before: RunInputs | None, now: RunInputs) -> tuple[list[str], list[str]]:
-    """What differs from the run's earlier start: rows, and functions or sampling.
-
-    Args:
-        before: None: the run was begun by a version that kept no digests.
-        now: of this start.
-    """
+    """Return changed rows, and changed functions or sampling, since the run's last start."""
     if before is None:
         return [], []
     return _different(before.rows, now.rows), _different(before.code, now.code)
 
 
 def refuse_changed_rows(folder: Path, rows: Sequence[str]) -> None:
-    """Refuse to resume with other rows. Raises UserError.
-
-    Args:
-        folder: of the run.
-        rows: what has changed.
-    """
+    """Refuse to resume with the changed `rows`. Raises UserError."""
     if rows:
         raise UserError(
             f"cannot resume {folder}: the {' and the '.join(rows)} have changed since the run was "
@@ -89,7 +79,6 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 def _files(config: RunConfig) -> Iterator[tuple[str, Path]]:
-    """The user's files that hold functions, by what they are; those that are not found are none."""
     names = [("rewards.functions", one.name) for one in config.rewards.functions]
     if config.environment.name is not None:
         names.append(("environment.name", config.environment.name))
@@ -101,7 +90,7 @@ def _files(config: RunConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _file_of(name: str) -> Path | None:
-    """The file of `path/to/file.py:function` or `my.module:function`; nothing is imported."""
+    """Return the file of `path/to/file.py:function` or `my.module:function`; import nothing."""
     source, separator, _ = name.rpartition(":")
     source = source.removeprefix("agent:").removeprefix("gymnasium:")
     if not separator or not source:

@@ -1,4 +1,4 @@
-"""`asyncrl logs`: the end of the logs of a run's processes, and what is added to them."""
+"""Reads the logs of a run's processes for `asyncrl logs`: the last lines, and new ones."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ from asyncrl.monitoring.terminal.formatting import without_controls
 from asyncrl.suggestions import nearest
 
 _TAIL_BYTES = 1 << 18
-"""That the last lines of a file are looked for in."""
 _FOLLOW_SECONDS = 0.3
 
 
 def find_logs(run: Path, process: str | None) -> list[Path]:
-    """The log of a process, or of all of them.
-
-    Raises:
-        UserError: there is no such log.
-    """
+    """Return the log of a process, or all logs. Raises UserError if it does not exist."""
     found = sorted((run / "logs").glob("*.log"))
     if process is None:
         return found
@@ -31,11 +26,10 @@ def find_logs(run: Path, process: str | None) -> list[Path]:
 
 
 class LogReader:
-    """Reads what each file has, and later what was added.
+    """Reads the content of each file, and later the additions.
 
-    Args:
-        files: looked at again at each call, since processes come and go.
-        lines: of each file that exists at the first call.
+    `files` is called every time, since processes come and go. `lines` limits the lines of files
+    that exist at the first call.
     """
 
     def __init__(self, files: Callable[[], list[Path]], lines: int) -> None:
@@ -45,11 +39,10 @@ class LogReader:
         self._rests: dict[Path, bytes] = {}
 
     def new_lines(self, *, last: bool = False) -> Iterator[tuple[str, str]]:
-        """Whole lines that were not given before: (process, line), terminal escapes removed.
+        """Yield new whole lines as (process, line), with terminal escapes removed.
 
-        Args:
-            last: nothing more is read, so what stands behind the last line's end is given too:
-                the last words of a process that was killed.
+        With `last`, nothing more will be read, so an unfinished last line of a killed process is
+        included.
         """
         for path in self._files():
             for line in self._of(path, last=last):
@@ -80,7 +73,7 @@ class LogReader:
 
 
 def follow(reader: LogReader, is_over: Callable[[], bool]) -> Iterator[tuple[str, str]]:
-    """Lines as they are written, until the run is over and all its lines were given."""
+    """Yield lines as they are written, until the run is over and all its lines were given."""
     while True:
         over = is_over()
         yield from reader.new_lines(last=over)

@@ -1,15 +1,13 @@
-"""Where a run continues, and its records as they were there.
+"""Finds the checkpoint from which a run continues, and rewinds its records to it.
 
 find_resume_point   choose a checkpoint and check that the run may continue from it; changes nothing
 rewind              set newer checkpoints aside and drop the records of steps to repeat
 
-Lines of metrics.jsonl that a killed controller did not write, from the trainer's checkpoint.
+If the controller is killed, the trainer may have saved a step before the controller recorded it. So
+a checkpoint holds what the trainer knows of its steps (`asyncrl.wire.records.step.TrainedStep`),
+from which missing lines of metrics.jsonl are restored.
 
-The trainer saves a step before the controller has recorded it if the controller is killed in
-between. So a checkpoint holds what the trainer knows of its steps
-(`asyncrl.wire.records.step.TrainedStep`).
-
-Where a run keeps unfinished samples.
+Unfinished samples:
 
 unfinished/step-000010/GENERATOR.bin   run-ahead that goes with a checkpoint
 unfinished/moved/GENERATOR.bin         what a generator that leaves had
@@ -58,17 +56,17 @@ from asyncrl.wire.transport.atomic_files import write_atomically
 
 
 def unfinished_folder(run: Path, step: int) -> Path:
-    """The folder of the files that go with the checkpoint after `step` steps; named alike."""
+    """Return the folder of unfinished samples for the checkpoint after `step` steps."""
     return path_of(run / "unfinished", step)
 
 
 def moved_folder(run: Path) -> Path:
-    """The folder of the samples of generators that leave."""
+    """Return the folder with samples of leaving generators."""
     return run / "unfinished" / "moved"
 
 
 def remove_moved(run: Path) -> None:
-    """Remove that folder, if it is there. Raises OSError."""
+    """Remove that folder, if it exists. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(moved_folder(run))
 
@@ -87,17 +85,12 @@ def add_lost(
     groups_per_step: int,
     max_groups: int | None = None,
 ) -> list[StepMetrics]:
-    """The recorded steps, with a record of each trained step that is missing among them.
+    """Return the recorded steps, with a record for each missing trained step.
 
     Totals that only the controller knows (`tokens`, `noise_floor`, `reward_failures`,
-    `environments`) are those of
-    the record before; other numbers that only it knows are None.
-
-    Args:
-        recorded: steps of metrics.jsonl.
-        trained: steps of the checkpoints.
-        groups_per_step: of the run.
-        max_groups: `SchedulerConfig.max_groups_of_step`.
+    `environments`) are copied from the preceding record; other numbers that only it knows are None.
+    `recorded` is from metrics.jsonl, `trained` from the checkpoints; `max_groups` is
+    `SchedulerConfig.max_groups_of_step`.
     """
     steps = {one.step: one for one in recorded}
     for one in sorted(trained, key=lambda one: one.step):
@@ -139,18 +132,12 @@ def _record(one: TrainedStep, before: StepMetrics | None, groups: StepGroups) ->
 def _groups_of(
     step: int, trained: Sequence[int], per_step: int, *, before: int = 0, most: int | None = None
 ) -> StepGroups:
-    """The groups of a step whose record was lost with the controller.
+    """Return the groups of a step whose record was lost with the controller.
 
-    Only what the trainer accumulated is known. Groups that it left out must have failed, since it
+    Only what the trainer accumulated is known. The other groups must have failed, since the trainer
     steps only when the controller has declared all others. With dynamic sampling they failed or
-    carried no signal, and count as the latter, which is frequent.
-
-    Args:
-        step: whose record was lost.
-        trained: the groups that it trained on.
-        per_step: groups of a step.
-        before: with dynamic sampling, the first group after the step before.
-        most: groups that a step looks at with dynamic sampling; None without it.
+    carried no signal, and count as the latter, which is frequent. Then `before` is the first group
+    after the preceding step, and `most` the maximum number of groups of a step.
     """
     if most is not None:
         end = max(trained) + 1 if len(trained) == per_step else before + most
@@ -163,11 +150,10 @@ def _groups_of(
 
 
 def find_resume_point(path: Path, config: RunConfig, step: int | None) -> ResumePoint:
-    """The newest whole checkpoint of the run at `path`, or the one after `step` steps.
+    """Return the newest whole checkpoint of the run at `path`, or the one after `step` steps.
 
-    Raises:
-        UserError: it is damaged or absent, none is whole, or it is of another format or was written
-            under settings that would make this another run.
+    Raises UserError if it is damaged, absent or of another format, or was written under settings
+    that would make this another run.
     """
     try:
         point = choose(path / "checkpoints", step)
@@ -179,7 +165,7 @@ def find_resume_point(path: Path, config: RunConfig, step: int | None) -> Resume
 
 
 def checkpoint_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that this run's trainer writes to its checkpoints."""
+    """Return the settings that this run's trainer writes to its checkpoints."""
     return settings_of(
         config.trainer,
         group_size=config.scheduler.group_size,
@@ -194,22 +180,12 @@ def rewind(
 ) -> list[str]:
     """Bring the checkpoints and records of the run at `path` to the resume point.
 
-    Newer checkpoints are moved aside, with a copy of the records that go with them, which is made
-    first. Step records that a killed controller did not write are taken from the checkpoints.
-    Unfinished run-ahead that was saved with newer checkpoints is removed, and so is what generators
-    wrote that were leaving: their samples are generated again, or go with a checkpoint.
+    Newer checkpoints are moved aside, after copying the records that belong to them. Missing step
+    records are restored from the checkpoints. Unfinished run-ahead of newer checkpoints and samples
+    of leaving generators are removed: they are generated again, or go with a checkpoint.
 
-    Args:
-        path: the run's folder.
-        point: where it continues.
-        groups_per_step: of the run.
-        max_groups: `SchedulerConfig.max_groups_of_step`.
-
-    Returns:
-        What the user should know, a sentence each.
-
-    Raises:
-        OSError: a file could not be moved or written.
+    `max_groups` is `SchedulerConfig.max_groups_of_step`. Return sentences for the user. Raises
+    OSError if a file could not be moved or written.
     """
     start = "its first step" if point.directory is None else point.directory.name
     said = [f"{fault}; resuming from {start} instead" for fault in point.faults]
@@ -248,14 +224,13 @@ def rewind(
         kept, damaged = read_undamaged(samples, SampleRecord)
         if damaged:
             said.append(f"{_dropped(samples, damaged)}. The file is for the report only")
-        # A sample of an evaluation has the version that it is of, as its record has.
+        # A sample of an evaluation has the evaluation's version, as its record does.
         stay = [one for one in kept if one.step < point.step + bool(one.evaluation)]
         _write_lines(samples, stay)
     return said
 
 
 def _rewind_evaluations(path: Path, step: int, said: list[str]) -> None:
-    """Drop the evaluations of later steps."""
     if not path.exists():
         return
     kept, damaged = read_undamaged(path, EvaluationRecord)
@@ -265,7 +240,7 @@ def _rewind_evaluations(path: Path, step: int, said: list[str]) -> None:
 
 
 def _keep_damaged(path: Path, damaged: Sequence[RecordError]) -> str:
-    """Copy a file of which damaged lines are about to be dropped; say so."""
+    """Copy a file whose damaged lines are about to be dropped; say so."""
     names = (path.with_name(f"{path.name}.damaged-{number}") for number in count(1))
     copy = next(name for name in names if not name.exists())
     shutil.copyfile(path, copy)
@@ -278,7 +253,6 @@ def _dropped(path: Path, damaged: Sequence[RecordError]) -> str:
 
 
 def _copy_records(path: Path, target: Path, *, from_step: int) -> None:
-    """Copy what rewinding the run at `path` drops from its records to the folder `target`."""
     for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
         if (path / name).exists():
             shutil.copyfile(path / name, target / name)
@@ -288,10 +262,7 @@ def _copy_records(path: Path, target: Path, *, from_step: int) -> None:
 def _trained(
     checkpoints: Path, point: ResumePoint, missing: set[int], said: list[str]
 ) -> list[TrainedStep]:
-    """What the trainer knew of the missing steps, from the resume point and older checkpoints.
-
-    The trainer may have saved several checkpoints before the controller recorded a step.
-    """
+    """Return the trainer's records of missing steps, from this and older checkpoints."""
     found: dict[int, TrainedStep] = {}
     for directory in up_to(checkpoints, point.step):
         if missing <= found.keys():

@@ -1,7 +1,4 @@
-"""`asyncrl list`: the runs of a folder, newest first.
-
-Which run an order is for, where the user does not name one.
-"""
+"""Lists the runs of a folder (`asyncrl list`), and finds the run of an order without a name."""
 
 from __future__ import annotations
 
@@ -19,11 +16,7 @@ from asyncrl.wire.records.step import StepMetrics
 
 
 def find_run_for_order(name: str | None, directory: Path) -> Path:
-    """The folder of the run that an order is for: the one named, or the only active one.
-
-    Raises:
-        UserError: there is no such run, or several are active and none is named.
-    """
+    """Return the folder of the named run, or of the only active one. Raises UserError."""
     if name is not None:
         return find_run(name, directory)
     active = sorted(path.parent for path in directory.glob("*/run.json") if _is_alive(path.parent))
@@ -43,7 +36,6 @@ def _is_alive(path: Path) -> bool:
 
 
 _TAIL_BYTES = 1 << 18
-"""Of metrics.jsonl, in which the last step is looked for."""
 
 
 class ListedRun(msgspec.Struct, frozen=True):
@@ -53,15 +45,13 @@ class ListedRun(msgspec.Struct, frozen=True):
     state: str
     """active, done, stopped, failed, killed, or unreadable (a folder of another user)."""
     step: int
-    """Optimizer steps trained."""
     steps: int | None
-    """That the run is to have."""
     reward: float | None
     """Mean of the last step's samples."""
     accuracy_before: float | None
     accuracy_after: float | None
     changed: float
-    """When its records last changed, in seconds since 1970."""
+    """Time of the last change of its records, in seconds since 1970."""
 
 
 class _Result(msgspec.Struct, frozen=True):
@@ -69,14 +59,14 @@ class _Result(msgspec.Struct, frozen=True):
 
 
 def list_runs(runs: Path) -> list[ListedRun]:
-    """The runs in a folder, the one that changed last first."""
+    """Return the runs in a folder, the last changed first."""
     folders = {path.parent for path in runs.glob("*/config.yaml")}
     found = [_listed_or_not(path) for path in folders if not failed_starts.is_one(path)]
     return sorted(found, key=lambda run: run.changed, reverse=True)
 
 
 def _listed_or_not(path: Path) -> ListedRun:
-    """A run that cannot be read does not keep the others from being listed."""
+    """List one run; one that cannot be read does not prevent the listing of the others."""
     try:
         return _listed(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""The folders that a run takes for granted: its own, and that of its sockets.
+"""Checks during a run that its folder and the folder of its sockets still exist.
 
     the run's folder is removed or moved   the run ends with an error: nothing of it can be saved
     the folder of sockets is removed       it is made again, and every socket in it bound again;
@@ -8,10 +8,9 @@ An open connection does not need its socket's file, so the run would notice only
 be replaced: the replacement could never connect. systemd removes XDG_RUNTIME_DIR when its user logs
 out, and cleaners of temporary folders remove old files.
 
-What a killed controller leaves behind, and its removal when the run is resumed or deleted.
-
-Processes are ended (`asyncrl.launch.records`); the folder of sockets and the files in shared memory
-are removed. The kernel has released the lock of the run's folder.
+After a controller was killed, `clear_leftovers` ends its processes (`asyncrl.launch.records`) and
+removes the folder of sockets and the files in shared memory. The kernel has released the lock of
+the run's folder.
 """
 
 from __future__ import annotations
@@ -37,15 +36,9 @@ def clear_leftovers(
 ) -> None:
     """Remove what the earlier controller of a run left behind. The caller holds the run's lock.
 
-    Args:
-        run: the run's folder.
-        name: of the run.
-        pid: of the earlier controller.
-        control_address: where it answered users; the folder of its sockets follows from it.
-        say: is told which processes were ended.
-
-    Raises:
-        AsyncrlError: a process does not end.
+    `pid` is the earlier controller's. `control_address`, where it answered users, determines the
+    folder of its sockets. `say` reports the processes that were ended. Raises AsyncrlError if a
+    process does not end.
     """
     end_leftovers(run, say)
     sockets = runtime_directory_of(control_address)
@@ -56,12 +49,11 @@ def clear_leftovers(
 
 
 LOOK_SECONDS = 2.0
-"""Between two looks, of a few system calls each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder, whatever its path leads to later."""
+    """A folder's identity, whatever its path leads to later."""
 
     path: Path
     device: int
@@ -69,12 +61,12 @@ class Folder:
 
     @classmethod
     def at(cls, path: Path) -> Folder:
-        """The one that the path leads to now. Raises OSError."""
+        """Return the folder that the path leads to now. Raises OSError."""
         found = path.stat()
         return cls(path.absolute(), found.st_dev, found.st_ino)
 
     def is_gone(self) -> bool:
-        """Whether its path leads nowhere or to another folder. A disk at fault tells nothing."""
+        """Return True if the path leads elsewhere or nowhere; a disk error does not count."""
         try:
             found = self.path.stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -94,7 +86,7 @@ class Folder:
 
     @contextlib.contextmanager
     def required(self) -> Iterator[None]:
-        """Raise RunFailed at the end of the block if it is gone: that is what else failed for."""
+        """Raise RunFailed at the end of the block if it is gone, as the cause of other failures."""
         try:
             yield
         except Interrupted:
@@ -116,14 +108,10 @@ class Endable(Protocol):
 
 
 class Surroundings:
-    """Looks whether the folders are there, and restores what can be restored.
+    """Checks whether the folders exist, and restores sockets.
 
-    Args:
-        folder: of the run.
-        runtime: the folder of its sockets.
-        hubs: of this process. Those in `runtime` are bound again where their files are missing.
-        say: tells the user what happens.
-        sleep: waits for so many seconds.
+    `folder` is the run's, `runtime` that of its sockets. The process's `hubs` in `runtime` are
+    bound again if their files are missing. `say` informs the user.
     """
 
     def __init__(
@@ -140,10 +128,10 @@ class Surroundings:
         self._say = say
         self._sleep = sleep
         self.error: RunFailed | None = None
-        """Why the run is ended in order; None: it is not, for anything here."""
+        """The reason why the run is ended in order; None if this module does not end it."""
 
     async def look_after(self, run: Endable) -> None:
-        """Look every few seconds, until the run has to end or this is cancelled."""
+        """Check every few seconds, until the run has to end or this is cancelled."""
         while self.error is None:
             await self._sleep(LOOK_SECONDS)
             try:
@@ -158,7 +146,6 @@ class Surroundings:
                 await run.stop()
 
     def _restore_sockets(self) -> RunFailed | None:
-        """Make the sockets again where they are missing; the error if that cannot be."""
         path = self._runtime.path
         try:
             made = self._runtime.restore()

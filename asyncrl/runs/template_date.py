@@ -1,4 +1,4 @@
-"""The day that chat templates get, which stays the same for the whole run."""
+"""The date for chat templates, which stays the same for the whole run."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ _KEY = "chat_template_date"
 
 
 def with_date(config: RunConfig) -> RunConfig:
-    """The configuration with today as the day of chat templates, if it names none."""
+    """Return the configuration with today as the date for chat templates, if it is not set."""
     if config.task.chat_template_date is not None:
         return config
     return _on(config, today())
 
 
 def with_recorded_date(config: RunConfig) -> RunConfig:
-    """The configuration with the day on which the run that is resumed began.
-
-    Raises ConfigError: the run's own configuration is damaged.
-    """
+    """Return the configuration with the date of the resumed run's start. Raises ConfigError."""
     recorded = None
     with contextlib.suppress(OSError):  # opening the run's folder says what cannot be read
         recorded = load_config(config.directory / "config.yaml").task.chat_template_date
@@ -33,7 +30,7 @@ def with_recorded_date(config: RunConfig) -> RunConfig:
 
 
 def forget_unnamed(previous: dict[str, Any], current: dict[str, Any]) -> None:
-    """Two dumped configurations without the day, if only one of them names it."""
+    """Remove the date from two dumped configurations if only one of them sets it."""
     tasks = previous["task"], current["task"]
     if None in (one[_KEY] for one in tasks):
         for one in tasks:

@@ -1,10 +1,10 @@
-"""Programs that nobody has read, run so that they can hurt nothing on this machine (Linux).
+"""Runs untrusted programs so that they cannot harm this machine (Linux).
 
 limits      how much a program may use
-run         start it, watch it, say how it ended
+run         start it, watch it, report its end
 enter       the script between this process and the program: namespaces, mounts, limits, filter
-seccomp     which system calls it may make
-check       whether this machine can contain a program at all
+seccomp     the filter of system calls
+check       tests whether this machine can contain a program
 
 What contains it is the kernel's: namespaces for processes, mounts, network and messages; a root
 folder of its own with read-only system folders and a small /tmp in memory, without /proc; an

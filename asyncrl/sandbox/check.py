@@ -1,4 +1,4 @@
-"""Whether this machine can contain a program, seen by trying."""
+"""Tests, by trying, whether this machine can contain a program."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _HELP = (
 
 @functools.cache
 def why_not() -> str | None:
-    """Why this machine cannot contain a program, and what would help; None: it can."""
+    """Say why this machine cannot contain a program, and what would help; None if it can."""
     try:
         outcome = run([sys.executable, "-I", "-S", "-c", _PROBE], limits=Limits(wall_seconds=30.0))
     except SandboxError as error:

@@ -1,4 +1,4 @@
-"""Between this machine and a program that nobody has read. `python -I -S enter.py ORDER ANSWER`.
+"""The process between this machine and an untrusted program. `python -I -S enter.py ORDER ANSWER`.
 
     run ── starts ──► this ── forks ──► first process of new namespaces ── forks ──► program
                       waits             waits, ends with the program
@@ -6,9 +6,9 @@
     ORDER     descriptor of the order, JSON as `run` makes it
     ANSWER    descriptor of the answer: lines of JSON, {"exit_code", "cpu_seconds"} or {"refused"}
 
-The first process of a process namespace takes all others of it along, whatever they have done, and
-it dies with this one, which dies with the one that started it. Only the standard library, so that
-it starts in milliseconds; nothing of asyncrl can be seen from inside.
+The end of the first process of a process namespace ends all others in it, whatever they have done.
+It dies with this process, which dies with the one that started it. Only the standard library is
+imported, so that this starts in milliseconds; asyncrl cannot be seen from inside.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ _DETACH = 2
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _SECCOMP_FILTER = 2
 _FIRST_UID = 0x70000000
-"""Of users that nobody is: each program has its own, so that limits per user are its own."""
+"""First of the unused user ids: each program gets a separate one, so that limits per user are not
+shared."""
 _NOBODY = 65534
 _INNER_UID = 1000
 _WRITABLE = ("/tmp", "/dev/shm")  # noqa: S108 - inside
 """Two names of one folder in memory."""
 _DEVICES = ("null", "full", "random", "urandom")
-"""Not /dev/zero: a shared mapping of it is memory that no limit counts."""
+"""Device files, without /dev/zero: a shared mapping of it is memory that no limit counts."""
 _MACHINE = os.uname().machine
 
 _ANSWER = int(sys.argv[2])
@@ -51,7 +52,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _RefusedError(Exception):
-    """The kernel did not do one of the things that contain a program."""
+    """The kernel refused one of the steps that contain a program."""
 
 
 def _call(what: str, result: int) -> None:
@@ -70,7 +71,6 @@ def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "
 
 
 def _attributes(target: str, attributes: int, *, recursive: bool) -> None:
-    """Set mount attributes (mount_setattr(2)); they cannot be taken back inside."""
     wanted = struct.pack("QQQQ", attributes, 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
     result = _libc.syscall(_MOUNT_SETATTR, -100, os.fsencode(target), flags, wanted, len(wanted))
@@ -108,10 +108,10 @@ def _die_with(parent: int) -> None:
 
 
 def _enter(order: dict[str, Any]) -> int:
-    """Make the namespaces and their first process; returns its process id.
+    """Make the namespaces and their first process; return its process id.
 
-    Root keeps the host's user namespace and becomes a user that nobody is. Everybody else needs a
-    user namespace to be allowed the rest.
+    Root keeps the host's user namespace and switches to an unused uid. Other users need a user
+    namespace to be allowed the rest.
     """
     root = os.geteuid() == 0
     user, group = os.geteuid(), os.getegid()
@@ -142,10 +142,10 @@ def _enter(order: dict[str, Any]) -> int:
 
 
 def _make_root(order: dict[str, Any], uid: int) -> None:
-    """A root folder of which the program can write /tmp only.
+    """Make a root folder in which the program can write /tmp only.
 
-    It is built on a folder of the machine that holds nothing to be shown. What is to be shown is
-    opened first, so that no mount can hide it.
+    It is built on a folder of the machine that does not contain anything to be shown. Everything to
+    be shown is opened first, so that mounts cannot hide it.
     """
     opened = {path: os.open(path, os.O_PATH) for path in order["readable"]}
     devices = {name: os.open(f"/dev/{name}", os.O_PATH) for name in _DEVICES}
@@ -170,10 +170,7 @@ def _make_root(order: dict[str, Any], uid: int) -> None:
 
 
 def _make_writable(order: dict[str, Any], new: str, uid: int) -> None:
-    """Cover /tmp and /dev/shm of the new root; what is shown below them is shown again, on top.
-
-    Each name there becomes a mount, which the program can neither rename nor remove.
-    """
+    """Cover /tmp and /dev/shm; required paths below them become mounts, which cannot be moved."""
     shown: dict[str, int] = {}
     for place in _WRITABLE:
         Path(new + place).mkdir(parents=True, exist_ok=True)
@@ -213,7 +210,7 @@ def _write(path: Path, text: str, uid: int) -> None:
 
 
 def _become(uid: int, *, root: bool) -> None:
-    """Give up every right that this process has or could get by starting something."""
+    """Drop every right that this process has or could get by starting a program."""
     if root:
         os.setgroups([])
         try:
@@ -231,7 +228,6 @@ def _become(uid: int, *, root: bool) -> None:
 
 
 def _first_process(order: dict[str, Any]) -> NoReturn:
-    """Start the program, collect all that ends, and end as the program does."""
     _limit(order)
     program = os.fork()
     if program == 0:

@@ -1,4 +1,4 @@
-"""How much a program in the sandbox may use. Import-light: a reward's worker loads this file."""
+"""Resource limits of a program in the sandbox. Import-light: reward workers load this file."""
 
 from __future__ import annotations
 
@@ -15,24 +15,18 @@ MIB = 1 << 20
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of one run of one program, with all processes that it starts."""
+    """The limits of one run of a program, with all processes that it starts."""
 
     wall_seconds: float = 5.0
-    """Until it is killed."""
     cpu_seconds: int = 5
-    """CPU time of each of its processes."""
     memory_bytes: int = 512 * MIB
     """Address space of each process, and all memory that they hold together, pipes included."""
     processes: int = 16
-    """Processes and threads at once."""
     output_bytes: int = 256 * 1024
-    """Standard output and standard error together; with more it is killed."""
+    """Standard output and standard error together; a program that exceeds it is killed."""
     disk_bytes: int = 16 * MIB
-    """Everything in its /tmp, which is in memory."""
     files: int = 1024
-    """Files and folders in its /tmp."""
     open_files: int = 64
-    """Descriptors of each process."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -1,13 +1,13 @@
-"""Run one program in the sandbox, to its end or to a limit. Import-light.
+"""Runs one program in the sandbox, to its end or to a limit. Import-light.
 
-How long a program has run or slept by its own doing, on a machine that others use too.
+Its time limit counts own time, so that other load of the machine does not matter:
 
     own time = time by the clock, less the time in which it waited for a core
 
-Looks at /proc/PID/task/*/schedstat. Where the kernel does not keep it, no waiting is seen, and all
-time is the program's own. Import-light.
+The waiting time is read from /proc/PID/task/*/schedstat. If the kernel does not provide it, all
+time is the program's own.
 
-How much memory a program holds, seen from outside. Import-light.
+The memory of a program is measured from outside:
 
     private pages, swapped ones and huge ones     what /proc says of each process
     shared pages of files in its /tmp             likewise, once for each process that maps them
@@ -38,23 +38,21 @@ from asyncrl.user_code.process_tree import descendants
 
 _COUNTED = ("RssAnon", "RssShmem", "VmSwap", "HugetlbPages")
 _BUFFERS = {"pipe": 64 << 10, "socket": 320 << 10}
-"""Most bytes that one holds: a pipe's 16 pages; a socket's send buffer of 208 KiB, which the last
-message may pass by half of that."""
+"""Maximum bytes held by one: a pipe's 16 pages; a socket's send buffer of 208 KiB, which the last
+message may exceed by half."""
 
 
 def held(below: Sequence[int], open_files: int) -> int:
-    """Bytes that a program holds.
+    """Return the bytes that a program holds.
 
-    Args:
-        below: ids of its processes, after that of the first process of its namespace.
-        open_files: most descriptors of a process, which are counted where they cannot be read.
+    `below` are the ids of its processes, after that of the first process of its namespace.
+    `open_files` bounds the descriptors of a process, and is used where they cannot be read.
     """
     buffers: dict[str, int] = {}
     total = 0
     own_filters = _filters(_status("/proc/self"))
     for pid in below:
-        # Each thread is asked: the first one may have ended, and others may have descriptors
-        # of their own.
+        # Check each thread: the first one may have ended, and others may have separate descriptors.
         tasks = [f"/proc/{pid}/task/{thread}" for thread in _entries(f"/proc/{pid}/task") or []]
         seen = {task: _status(task) for task in tasks}
         total += max(map(_pages, seen.values()), default=0)
@@ -70,7 +68,6 @@ def held(below: Sequence[int], open_files: int) -> int:
 
 
 def _status(task: str) -> dict[str, str]:
-    """What /proc says of a process or thread; nothing if it is gone."""
     with contextlib.suppress(OSError):
         lines = Path(f"{task}/status").read_text().splitlines()
         return {name: value for name, _, value in (line.partition(":") for line in lines)}
@@ -86,7 +83,7 @@ def _filters(status: dict[str, str]) -> int:
 
 
 def _buffers(folder: str) -> dict[str, int] | None:
-    """Pipes and sockets by name, and what each can hold; None: it must not be looked at."""
+    """Return pipes and sockets by name, with their capacity; None if access is denied."""
     names = _entries(folder)
     if names is None:
         return None
@@ -101,7 +98,7 @@ def _buffers(folder: str) -> dict[str, int] | None:
 
 
 def _entries(folder: str) -> list[str] | None:
-    """Names in a folder of /proc, none if the process has ended; None: it must not be read."""
+    """Return names in a folder of /proc, empty if the process has ended; None if denied."""
     try:
         return [entry.name for entry in Path(folder).iterdir()]
     except PermissionError:
@@ -111,12 +108,12 @@ def _entries(folder: str) -> list[str] | None:
 
 
 Times = dict[str, tuple[float, float]]
-"""By thread, the seconds that it has run and that it has waited for a core."""
+"""Seconds that each thread has run and has waited for a core."""
 
 
 @dataclass(slots=True)
 class OwnTime:
-    """Adds up what looks at one program see.
+    """Adds up the samples of one program's times.
 
     Example:
         >>> own = OwnTime()
@@ -133,12 +130,7 @@ class OwnTime:
     _seen: Times = field(default_factory=dict)
 
     def note(self, now: float, times: Times) -> None:
-        """Take in a look.
-
-        Args:
-            now: monotonic seconds.
-            times: of its threads; none: it has not begun, or has ended.
-        """
+        """Add a sample of the threads' `times`, empty before the start and after the end."""
         if not times:
             return
         if self._began is None:
@@ -152,13 +144,13 @@ class OwnTime:
 
     @property
     def seconds(self) -> float:
-        """Its own time. Threads that wait for each other's cores hold up nobody else."""
+        """Own time. Threads that wait for each other's cores do not delay other programs."""
         elapsed = 0.0 if self._began is None else self._last - self._began
         return max(elapsed - self._waited, min(elapsed, self._ran))
 
 
 def times_of(processes: Iterable[int]) -> Times:
-    """Of all threads of these processes."""
+    """Return the times of all threads of these processes."""
     times: Times = {}
     for pid in processes:
         with contextlib.suppress(OSError):
@@ -170,7 +162,8 @@ def times_of(processes: Iterable[int]) -> Times:
 
 
 Ending = Literal["exit", "signal", "wall_seconds", "cpu_seconds", "memory_bytes", "output_bytes"]
-"""`exit`: by itself. `signal`: killed by one, its own fault. The others: the limit that it met."""
+"""`exit`: the program exited. `signal`: it was killed by a signal, its own fault. The others: the
+limit that it reached."""
 
 _ENTER = Path(__file__).with_name("enter.py")
 _SYSTEM = (
@@ -184,9 +177,11 @@ _SYSTEM = (
     "/etc/alternatives",
 )
 _OWN = ("/tmp", "/dev/shm")  # noqa: S108 - inside
-"""Folders that the sandbox has of its own. What is shown may lie below them."""
+"""Separate folders of the sandbox. Paths to be shown may lie below them."""
 _MOUNT_POINTS = ("/tmp", "/mnt", "/var/tmp", "/srv", "/home", "/dev")  # noqa: S108
-"""Folders of the machine; the sandbox is built on one that holds nothing to be shown."""
+"""Folders of the machine; the sandbox is built on one that does not contain anything to be
+shown.
+"""
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",  # noqa: S108 - inside
@@ -196,32 +191,28 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 _LOOK_SECONDS = 0.02
-"""Time between two looks at its processes."""
 _END_SECONDS = 10.0
-"""Longest time for its end after the kill."""
 _CHUNK = 1 << 16
 _SIGNALS = 128
 
 
 @dataclass(slots=True)
 class Outcome:
-    """How a program ended."""
+    """The end of a program."""
 
     ending: Ending = "exit"
     exit_code: int = 0
-    """As a shell says it: above 128, the signal that killed it."""
+    """Exit code as in a shell: above 128, the signal that killed it."""
     stdout: bytes = b""
     stderr: bytes = b""
     wall_seconds: float = 0.0
     cpu_seconds: float = 0.0
-    """Of all its processes."""
     own_seconds: float = 0.0
-    """Of its time, what it did not wait for a core; see `asyncrl.sandbox.run`. The start of
-    the sandbox is not in it."""
+    """Time in which it did not wait for a core, without the start of the sandbox; see `OwnTime`."""
 
     @property
     def text(self) -> str:
-        """Standard output as text; what is no UTF-8 is replaced."""
+        """Standard output as text; invalid UTF-8 is replaced."""
         return self.stdout.decode(errors="replace")
 
 
@@ -235,15 +226,10 @@ def run(
 ) -> Outcome:
     """Run `command` with all that it starts, until every process of it has ended.
 
-    Args:
-        command: with an absolute path first, below a system folder, Python's own or `readable`.
-        stdin: what it reads.
-        contents: name to text of files in its working folder (/tmp), which it may change.
-        limits: how much it may use.
-        readable: more folders that it may read.
-
-    Raises:
-        SandboxError: this machine cannot contain it; it has not run.
+    The command begins with an absolute path below a system folder, Python's own or `readable` (more
+    folders that it may read). It reads `stdin` and may change the files of its working folder
+    (/tmp), which are `contents`, name to text. Raises SandboxError if this machine cannot contain
+    it; it has not run then.
     """
     limits = limits or Limits()
     order = _order(command, contents or {}, limits, readable)
@@ -310,18 +296,15 @@ def _order(
 
 
 def _valid(text: str) -> str:
-    """A program in which everything can be written as UTF-8."""
     return text.encode(errors="replace").decode()
 
 
 def visible(paths: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Files and folders to show, none of them inside another, and links such as /bin -> usr/bin.
+    """Return disjoint files and folders to show, and links such as /bin -> usr/bin.
 
     Links anywhere on the way are shown as such. Only /tmp and /dev/shm, and names directly in them,
-    are folders in the sandbox, so what lies behind a link there is shown under the link's name.
-
-    Raises:
-        SandboxError: one of `paths` holds a folder that the sandbox has of its own.
+    are folders in the sandbox, so the target of a link there is shown under the link's name. Raises
+    SandboxError if one of `paths` contains a separate folder of the sandbox.
     """
     links: dict[str, str] = {}
     ends = {_followed(path, links) for path in paths if Path(path).exists()}
@@ -335,7 +318,7 @@ def visible(paths: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _followed(path: str, links: dict[str, str]) -> str:
-    """The place that a path leads to; adds the links on the way to `links`."""
+    """Return the target of a path; add the links on the way to `links`."""
     place, names = "/", list(reversed(Path(path).absolute().parts))
     while names:
         name = names.pop()
@@ -357,7 +340,7 @@ def _inside(folders: Sequence[str], path: str) -> bool:
 
 
 def _mount_point(shown: Sequence[str]) -> str:
-    """A folder that holds nothing of `shown`, so that building the sandbox hides none of it."""
+    """Return a folder without anything of `shown`, so that the sandbox does not hide it."""
     for place in _MOUNT_POINTS:
         free = not any(_holds(place, path) for path in shown)
         if free and Path(place).is_dir() and not Path(place).is_symlink():
@@ -370,8 +353,6 @@ def _mount_point(shown: Sequence[str]) -> str:
 
 @dataclass(slots=True)
 class _Watch:
-    """One program while it runs."""
-
     child: subprocess.Popen[bytes]
     limits: Limits
     answers: IO[bytes]
@@ -401,7 +382,7 @@ class _Watch:
         )
 
     def kill(self) -> None:
-        """Kill all of it: the first process of the namespace takes the others along."""
+        """Kill the whole namespace by its first process."""
         if self.child.poll() is not None:
             return
         below = descendants(self.child.pid)
@@ -413,7 +394,7 @@ class _Watch:
             self.child.kill()
 
     def _pump(self, deadline: float) -> None:
-        """Until its output ends or a limit is met; then nothing of it is left."""
+        """Transfer data until the output ends or a limit is met; then nothing of it is left."""
         looked = 0.0
         with selectors.DefaultSelector() as selector:
             self._register(selector)
@@ -445,7 +426,7 @@ class _Watch:
             selector.register(stream, event, number)
 
     def _feed(self, descriptor: int) -> bool:
-        """Write what fits; whether all is written or nobody reads."""
+        """Write what fits; return True if all is written or nothing reads it."""
         try:
             self.stdin = self.stdin[os.write(descriptor, self.stdin[:_CHUNK]) :]
         except BlockingIOError:
@@ -455,7 +436,6 @@ class _Watch:
         return not self.stdin
 
     def _read(self, descriptor: int, number: int) -> bool:
-        """Read what is there; whether the stream has ended."""
         try:
             chunk = os.read(descriptor, _CHUNK)
         except BlockingIOError:

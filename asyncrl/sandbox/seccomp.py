@@ -1,14 +1,14 @@
-"""The filter of system calls, as a program for the kernel (seccomp(2), bpf(4)).
+"""Builds the filter of system calls as a program for the kernel (seccomp(2), bpf(4)).
 
-Everything is allowed but what no program of a task needs and what has made holes before: other
-processes' memory, mounts and namespaces, keys, modules, the kernel's own programs, io_uring,
-sockets, and memory that no limit counts. Of sockets only AF_UNIX streams made as a pair are left.
-That is more than the network namespace does: AF_VSOCK, which reaches the host of a virtual machine,
-has none, and connections that nobody accepts keep what was sent.
+Everything is allowed except what a task's program does not need and what has made holes before:
+other processes' memory, mounts and namespaces, keys, modules, BPF programs, io_uring, sockets, and
+memory outside all limits. The only sockets left are AF_UNIX streams made as a pair. This goes
+further than the network namespace: AF_VSOCK, which reaches the host of a virtual machine, is not in
+any namespace, and connections that are not accepted keep the data sent.
 
-Memory that no limit counts: System V objects, memfd, shared mappings without a file, pages given to
-a pipe (vmsplice), events of inotify, larger buffers of pipes and sockets, descriptors that are sent
-away (`asyncrl.sandbox.run` counts those that are open).
+Memory outside all limits: System V objects, memfd, shared mappings without a file, pages given to a
+pipe (vmsplice), events of inotify, larger buffers of pipes and sockets, descriptors that are sent
+away (`asyncrl.sandbox.run` counts the open ones).
 
 Refused calls fail with EPERM, and sockets with EAFNOSUPPORT. clone3 fails with ENOSYS, because its
 flags lie in memory where a filter cannot look; C libraries then use clone, whose flags are checked.
@@ -30,7 +30,7 @@ _NEW_NAMESPACES = 0x7E020000
 _X32 = 0x40000000
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Machine (`os.uname`) to the kernel's AUDIT_ARCH."""
+"""The kernel's AUDIT_ARCH by machine (`os.uname`)."""
 
 _SAME = """
     pidfd_send_signal 424  io_uring_setup 425  io_uring_enter 426  io_uring_register 427
@@ -76,7 +76,6 @@ def _numbers(table: str) -> dict[str, int]:
 
 
 REFUSED = {machine: _numbers(_SAME + own) for machine, own in _OWN.items()}
-"""Machine to name and number of the calls that fail."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _SOCKET = {"x86_64": 41, "aarch64": 198}
 _SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
@@ -87,7 +86,7 @@ _SHARED_ANONYMOUS = 0x21
 """MAP_SHARED (or MAP_SHARED_VALIDATE) | MAP_ANONYMOUS."""
 _SET_PIPE_SIZE = 1031
 _TYPE, _STREAM = 0xF, 1
-"""Bits of socketpair's second argument that say the type, and the type."""
+"""Bits of socketpair's second argument for the type, and the type SOCK_STREAM."""
 
 _Line = tuple[int, int, int, int]
 
@@ -97,24 +96,16 @@ def _fail(error: int) -> _Line:
 
 
 def _argument(place: int) -> _Line:
-    """Load the lower half of an argument."""
     return (_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * place)
 
 
 def _of(number: int, *lines: _Line) -> list[_Line]:
-    """Lines for one system call, which is allowed unless they end it."""
+    """Return the lines for one system call, which is allowed unless they end it."""
     return [(_JUMP_EQUAL, 0, len(lines) + 1, number), *lines, (_RETURN, 0, 0, _ALLOW)]
 
 
 def program(machine: str) -> bytes:
-    """The filter for this machine, as an array of `struct sock_filter`.
-
-    Args:
-        machine: as `os.uname().machine` says.
-
-    Raises:
-        KeyError: of a machine that is not in ARCHITECTURES.
-    """
+    """Return the filter for `machine` as an array of `struct sock_filter`. Raises KeyError."""
     lines: list[_Line] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_JUMP_EQUAL, 1, 0, ARCHITECTURES[machine]),

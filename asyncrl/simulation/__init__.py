@@ -1,4 +1,4 @@
-"""Simulates a cluster: the live scheduler among simulated generators.
+"""Simulates a cluster: the live scheduler with simulated generators.
 
 setting         what a run is given
 world           due events in time order around `scheduler.Scheduler`, the same one that runs live

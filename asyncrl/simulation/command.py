@@ -1,4 +1,4 @@
-"""`asyncrl simulate`: its options, and how its results are printed."""
+"""Implements `asyncrl simulate`: its options, and the output of its results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rich.console import Console
 _MIN_TABLE_WIDTH = 104
 """Columns that the tables need; a narrower terminal wraps their lines."""
 _MIN_WIDE_WIDTH = 132
-"""The same with environments."""
 
 
 _OF_ONE_TURN = ("median", "sigma", "longest", "new_length", "regimes")
@@ -22,11 +21,7 @@ _OF_ONE_TURN = ("median", "sigma", "longest", "new_length", "regimes")
 def _environments(
     context: typer.Context, latency: float | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """The fields of a cluster that the options about environments give.
-
-    Raises:
-        UserError: options that do not go together.
-    """
+    """Return the fields of a cluster set by environment options. Raises UserError."""
     from asyncrl.errors import UserError
     from asyncrl.simulation.environments import Environments
 

@@ -1,14 +1,14 @@
 """Costs of decoding, scoring and training: from a roofline, or as measured in a run.
 
 Roofline: a decode step of n rows reads all weights and the KV of the rows, and multiplies n tokens
-with all weights. It takes the longer of the two times, plus a constant. Tokens of prompts and
-tokens to verify are fed in a step of the rows that decode, so they cost only the arithmetic for
-which the step would have no time. A training token costs three times a scored one: the forward
-pass, and twice that for the backward pass.
+with all weights. It takes the longer of the two times, plus a constant. Prompt tokens and tokens to
+verify are fed in a step of the decoding rows, so they cost only the arithmetic beyond the step's
+spare time. A training token costs three times a scored one: the forward pass, and twice that for
+the backward pass.
 
-Measured (`asyncrl.simulation.fit` makes it from the records of a run): a step costs a constant plus
-a constant per token fed. The number of tokens that a row gains in a step, by drafting from the
-cache, is a function of the number of rows.
+Measured (`asyncrl.simulation.fit` reads a run's records): a step costs a constant plus a constant
+per token fed. The number of tokens that a row gains in a step, by drafting from the cache, is a
+function of the number of rows.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from asyncrl.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator: the peaks of its data sheet, and the share of each that is reached."""
+    """One accelerator: the peaks of its data sheet, and the reached share of each."""
 
     name: str
     bytes_per_second: float
     flops_per_second: float
     """Dense, in the data type of the computation."""
     memory_bytes: float
-    """For weights, keys and values."""
     memory_efficiency: float = 0.7
     compute_efficiency: float = 0.5
 
@@ -41,14 +40,13 @@ class Model:
     name: str
     parameters: float
     kv_bytes_per_token: float
-    """Bytes of the keys and values of all layers."""
     bytes_per_parameter: float = 2.0
 
 
 H200 = Device("H200", 4.8e12, 9.89e14, 141e9)
-"""From the data sheet: 141 GB, 4.8 TB/s, 989 TFLOP/s in bfloat16 without sparsity."""
+"""141 GB, 4.8 TB/s, 989 TFLOP/s in bfloat16 without sparsity, by the data sheet."""
 H100 = Device("H100", 3.35e12, 9.89e14, 80e9)
-"""From the data sheet (SXM): 80 GB, 3.35 TB/s, 989 TFLOP/s in bfloat16 without sparsity."""
+"""80 GB, 3.35 TB/s, 989 TFLOP/s in bfloat16 without sparsity, by the data sheet (SXM)."""
 
 DEVICES = {"h200": H200, "h100": H100}
 MODELS = {
@@ -60,15 +58,12 @@ MODELS = {
 
 
 MAX_DRAFTS = 16
-"""Maximum number of tokens that a row drafts in one step."""
 
 
 def tokens_per_step(acceptance: float, drafts: int) -> float:
-    """Expected tokens of a row in a step in which it drafts a chain of `drafts` tokens.
+    """Return the expected tokens of a row in a step with a chain of `drafts` draft tokens.
 
-    Args:
-        acceptance: chance that a drafted token is accepted, given that those before it are.
-        drafts: length of the chain.
+    `acceptance` is the chance that a draft token is accepted, given that those before it are.
     """
     a = acceptance
     return 1.0 + (a * (1 - a**drafts) / (1 - a) if a < 1 else drafts)
@@ -81,15 +76,13 @@ class Cost:
     memory_seconds: float
     """Seconds to read all weights once."""
     token_seconds: float
-    """Seconds of the arithmetic of one token."""
     kv_seconds: float
     """Seconds to read the KV of one token of context."""
     step_seconds: float
-    """Constant seconds of a step."""
     train_token_seconds: float
     """Seconds of a token in training, on all devices of the trainer together."""
     swap_seconds: float
-    """Seconds in which a generator installs new weights and decodes nothing."""
+    """Seconds in which a generator installs new weights and does not decode."""
     stage_seconds: float = 0.0
     """Seconds in which a generator receives new weights while it decodes."""
     optimizer_seconds: float = 0.0
@@ -97,14 +90,11 @@ class Cost:
     message_seconds: float = 1e-3
 
     def decode(self, rows: float, context: float, drafting: int = 0) -> float:
-        """Seconds of a decode step.
+        """Return the seconds of a decode step with `rows` rows.
 
-        Drafts of old continuations use the free arithmetic; no other drafts are modelled.
-
-        Args:
-            rows: number of rows that decode.
-            context: tokens attended to, all rows together.
-            drafting: number of rows that draft from an old continuation of their own.
+        `context` counts the tokens attended to by all rows together, and `drafting` the rows that
+        draft from their own old continuation. Their drafts use the free arithmetic; other drafts
+        are not modelled.
         """
         fed = rows
         if drafting:
@@ -112,46 +102,38 @@ class Cost:
         return self.step(fed, context)
 
     def step(self, fed: float, context: float) -> float:
-        """Seconds of an engine step.
+        """Return the seconds of an engine step.
 
-        Args:
-            fed: tokens fed, those of prompts, of drafts and to be verified included.
-            context: tokens attended to by the rows that decode, all rows together.
+        `fed` counts all tokens fed, including prompts, drafts and tokens to verify; `context` those
+        attended to by the decoding rows together.
         """
         read = self.memory_seconds + self.kv_seconds * context
         return self.step_seconds + max(read, self.token_seconds * fed)
 
     def speed(self, rows: float) -> float:  # noqa: ARG002 - no other drafting is modelled
-        """Tokens that a row gains in a step by drafting from the cache, which is not modelled."""
+        """Return a row's tokens per step with drafts from the cache, which are not modelled."""
         return 1.0
 
     def redraft(self, rows: int, drafting: int, acceptance: float) -> float:
-        """Tokens that a row gains in a step while it drafts from its old continuation.
+        """Return a row's tokens per step while it drafts from its old continuation.
 
-        Args:
-            rows: number of rows that decode.
-            drafting: number of other rows that draft from old continuations; all of them share the
-                free tokens.
-            acceptance: chance that a drafted token is accepted.
+        `rows` rows decode and `drafting` others draft from old continuations; all share the free
+        tokens. `acceptance` is the chance that a draft token is accepted.
         """
         free = max(0.0, self.free_tokens - rows) / (drafting + 1)
         return tokens_per_step(acceptance, int(min(MAX_DRAFTS, free)))
 
     def prefill(self, tokens: float, rows: float, context: float) -> float:
-        """Seconds by which a decode step is longer that also feeds these tokens.
+        """Return the seconds that feeding these tokens adds to a decode step.
 
-        That is their arithmetic beyond what the step has time for while it reads the weights.
-
-        Args:
-            tokens: of prompts, or to be verified.
-            rows: number of rows that decode in the step.
-            context: tokens attended to by these rows.
+        This is their arithmetic beyond what fits while the step reads the weights. `tokens` are of
+        prompts or to be verified; `context` counts the tokens attended to by the decoding rows.
         """
         alone = self.step(rows, context) if rows else 0.0
         return self.step(rows + tokens, context) - alone
 
     def reward(self, rows: int) -> float:  # noqa: ARG002
-        """Seconds of the reward of one sample while so many rows decode; not modelled."""
+        """Return the seconds of a sample's reward while `rows` rows decode; not modelled."""
         return 0.0
 
     @property
@@ -162,63 +144,56 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCost:
-    """Costs as measured in a run."""
+    """Costs measured in a run."""
 
     step_seconds: float
-    """Constant seconds of a step."""
     token_seconds: float
-    """Seconds of each token fed, drafts included."""
+    """Seconds per token fed, drafts included."""
     rows: tuple[float, ...]
-    """Rows per step at which `speeds` and `fed` were measured, ascending."""
     speeds: tuple[float, ...]
     """Tokens that a row gained in a step."""
     fed: tuple[float, ...]
     """Tokens fed per row and step, drafts included."""
     train_token_seconds: float
-    """Seconds of a token in training."""
     optimizer_seconds: float
     """Seconds of the trainer after the last token of a step, publication included."""
     swap_seconds: float
-    """Seconds in which a generator installs new weights."""
     message_seconds: float
-    """Seconds of a message from one process to another."""
     reward_seconds: float
     """Seconds of one sample's reward while the engine is idle."""
     reward_steps: float
     """Engine steps during one reward while the engine decodes; both share an event loop."""
     stage_seconds: float = 0.0
-    """Seconds of staging. A fit cannot tell them from those of the messages before."""
+    """Seconds of staging. A fit cannot distinguish them from those of the messages before."""
 
     def decode(self, rows: float, context: float, drafting: int = 0) -> float:  # noqa: ARG002
-        """The context is ignored: attention at the run's context lengths is in the constants."""
+        """Ignore the context: attention at the run's context lengths is in the constants."""
         return self.step_seconds + self.token_seconds * rows * _between(self.rows, self.fed, rows)
 
     def speed(self, rows: float) -> float:
-        """Interpolated between the measured numbers of rows."""
+        """Interpolate between the measured numbers of rows."""
         return _between(self.rows, self.speeds, rows)
 
     def redraft(self, rows: int, drafting: int, acceptance: float) -> float:  # noqa: ARG002
-        """As many drafts as rows had in the run, but with the given acceptance."""
+        """Use the run's number of drafts per row, but the given acceptance."""
         drafts = _between(self.rows, self.fed, rows) - 1.0
         return max(self.speed(rows), tokens_per_step(acceptance, round(drafts)))
 
     def prefill(self, tokens: float, rows: float, context: float) -> float:  # noqa: ARG002
-        """Per token only."""
+        """Charge per token only."""
         return self.token_seconds * tokens
 
     def reward(self, rows: int) -> float:
-        """As measured while samples waited for their rewards."""
+        """Return the time measured while samples waited for their rewards."""
         if not rows:
             return self.reward_seconds
         return max(self.reward_seconds, self.reward_steps * self.decode(rows, 0.0))
 
 
 Costs = Cost | MeasuredCost
-"""Seconds of what generators and trainer do."""
 
 
 def _between(at: Sequence[float], values: Sequence[float], x: float) -> float:
-    """Interpolate linearly between the points; constant beyond them."""
     i = bisect_left(at, x)
     if i == 0 or i == len(at):
         return values[min(i, len(at) - 1)]
@@ -227,15 +202,10 @@ def _between(at: Sequence[float], values: Sequence[float], x: float) -> float:
 
 
 _USABLE = 0.9
-"""Share of a device's memory that weights, keys and values may take."""
 
 
 def kv_tokens(model: Model, device: Device, *, devices: int = 1) -> float:
-    """Tokens whose keys and values a generator of so many devices has room for.
-
-    Raises:
-        UserError: the weights do not fit.
-    """
+    """Return the KV capacity of a generator in tokens. Raises UserError if weights do not fit."""
     left = _USABLE * device.memory_bytes * devices - model.parameters * model.bytes_per_parameter
     if left <= 0:
         raise UserError(f"the weights of {model.name} do not fit {devices} {device.name}")
@@ -251,18 +221,10 @@ def roofline(
     step_seconds: float = 2e-3,
     swap_seconds: float = 1.0,
 ) -> Cost:
-    """The costs of a model.
+    """Compute a model's costs, with the same kind of device for generators and trainer.
 
-    Args:
-        model: what is trained.
-        device: the accelerator of generators and trainer.
-        trainer_devices: number of devices of the trainer.
-        devices_per_generator: number of devices of each generator.
-        step_seconds: constant seconds of a decode step.
-        swap_seconds: seconds in which a generator installs new weights.
-
-    Raises:
-        UserError: the trainer has no device.
+    `step_seconds` is the constant part of a decode step, and `swap_seconds` the time in which a
+    generator installs new weights. Raises UserError if the trainer does not have a device.
     """
     if trainer_devices <= 0:
         raise UserError("the simulated trainer needs at least one device")

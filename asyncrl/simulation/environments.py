@@ -1,7 +1,7 @@
-"""Simulated environments: the turns of each sample, and how long its environment takes to answer.
+"""Simulated environments: the turns of each sample, and the latency of its environment.
 
 A sample is a plan: turns of generated tokens with an observation behind each but the last. Plans
-depend on the seed and the sample alone. So every mode has the same ones, and a sample that is lost
+depend on the seed and the sample alone, so every mode has the same ones, and a sample that is lost
 or verified meets the same environment again.
 """
 
@@ -16,23 +16,20 @@ from typing import Literal
 from asyncrl.rollout.trajectory import SampleId
 
 GoBack = Literal["restore", "replay", "start over"]
-"""How an environment gets to before a turn that verification has changed: at once from a snapshot,
-by the accepted turns once more, or not at all."""
+"""The way in which an environment returns to before a turn that verification has changed: at once
+from a snapshot, by repeating the accepted turns, or not at all."""
 GO_BACK: tuple[GoBack, ...] = ("restore", "replay", "start over")
 _LONGEST = 100.0
-"""A latency is at most so many times the median."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one sample does."""
+    """The plan of one sample."""
 
     ends: tuple[int, ...]
-    """Generated tokens at the end of each turn; the last one is the sample's length."""
+    """Generated tokens at the end of each turn; the last number is the sample's length."""
     observations: tuple[int, ...]
-    """Tokens of the observation behind each turn but the last."""
     latencies: tuple[float, ...]
-    """Seconds until each of these is there."""
 
     @property
     def length(self) -> int:
@@ -40,7 +37,7 @@ class Plan:
         return self.ends[-1]
 
     def turn_of(self, generated: float) -> int:
-        """The turn that the last of so many tokens is of."""
+        """Return the turn of the last of `generated` tokens."""
         for turn, end in enumerate(self.ends):
             if generated <= end:
                 return turn
@@ -54,24 +51,19 @@ class Environments:
     latency: float
     """Median seconds of a step of an environment; log-normal."""
     latency_sigma: float = 1.0
-    """Standard deviation of the logarithm."""
     turns: float = 8.0
     """Median turns of a sample; log-normal, at least 1."""
     turns_sigma: float = 0.5
-    """Standard deviation of the logarithm."""
     max_turns: int = 64
-    """Most turns of a sample."""
     turn_tokens: float = 200.0
     """Median generated tokens of a turn; log-normal."""
     turn_sigma: float = 0.7
-    """Standard deviation of the logarithm."""
     observation_tokens: float = 200.0
     """Median tokens of an observation; log-normal with the same standard deviation."""
     go_back: GoBack = "replay"
-    """What happens when verification changes a turn."""
 
     def plan(self, sample: SampleId, seed: int) -> Plan:
-        """The turns of a sample."""
+        """Draw the turns of a sample."""
         rng = random.Random(f"{seed} {sample.group} {sample.sample}")  # noqa: S311 - a simulation
         turns = max(1, min(self.max_turns, round(_draw(rng, self.turns, self.turns_sigma))))
         tokens = [
@@ -88,14 +80,14 @@ class Environments:
         return Plan(tuple(accumulate(tokens)), observations, latencies)
 
     def mean_length(self, seed: int = 0, samples: int = 4000) -> tuple[float, float]:
-        """Mean generated and observed tokens of a sample."""
+        """Return the mean generated and observed tokens of a sample."""
         plans = [self.plan(SampleId(-1 - i, 0), seed) for i in range(samples)]
         generated = sum(plan.length for plan in plans)
         return generated / samples, sum(sum(plan.observations) for plan in plans) / samples
 
     @property
     def described(self) -> str:
-        """In a few words."""
+        """Return a short description."""
         return (
             f"environments that take {self.latency:g} s a turn (median), {self.turns:g} turns of "
             f"{self.turn_tokens:g} tokens with observations of {self.observation_tokens:g} "

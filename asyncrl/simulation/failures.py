@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated run: lost generators, lost trainers, and slow generators."""
+"""Failures of a simulated run: lost generators, lost trainers, and slow generators."""
 
 from __future__ import annotations
 
@@ -11,42 +11,41 @@ Scope = Literal["generator", "node"]
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """How often something is lost, and when it is back. The default loses nothing.
+    """Rates and durations of losses. The default loses nothing.
 
-    Losses are a Poisson process. A lost generator loses its samples, finished or not; what was on
-    its way to the trainer arrives. What is generated again gets the length that it had, since short
-    answers are lost less often. It comes back under a new name and without weights. A lost
-    trainer loses every step since its last checkpoint.
+    Losses are a Poisson process. A lost generator loses its samples, finished or not, but messages
+    under way to the trainer arrive. A regenerated sample keeps its length, since short answers are
+    lost less often. The generator comes back under a new name and without weights. A lost trainer
+    loses every step since its last checkpoint.
     """
 
     per_node_hour: float = 0.0
     """Losses of a generator, or of a node with all its generators, per node and hour."""
     scope: Scope = "node"
-    """What one loss takes: one `generator`, or all of a `node`."""
+    """The extent of one loss: one `generator`, or all of a `node`."""
     restart_seconds: float = 120.0
-    """From a loss until the replacement has joined, in seconds."""
+    """Seconds from a loss until the replacement has joined."""
     trainer_per_hour: float = 0.0
-    """Losses of the trainer, per hour."""
     checkpoint_every: int = 1
     """Steps between two checkpoints, to which a lost trainer returns."""
 
     @property
     def any(self) -> bool:
-        """Whether anything is ever lost."""
+        """True if losses occur."""
         return self.per_node_hour > 0 or self.trainer_per_hour > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Stragglers:
-    """Generators that are slower than the others, for the whole run. By default there are none."""
+    """Generators that are slower than the others for the whole run; none by default."""
 
     share: float = 0.0
-    """Of all generators, 0 to 1; rounded to whole generators."""
+    """Share of all generators, 0 to 1; rounded to whole generators."""
     factor: float = 2.0
-    """How many times as long everything takes that they compute."""
+    """Factor of the time of all their computation."""
 
     def slowness(self, generators: int, seed: int) -> list[float]:
-        """The factor of each generator."""
+        """Return each generator's factor."""
         slow = round(self.share * generators)
         rng = random.Random(f"stragglers {seed}")  # noqa: S311 - a simulation
         chosen = set(rng.sample(range(generators), slow))

@@ -1,4 +1,4 @@
-"""Fit the costs of a real run to the records in its directory.
+"""Fits the costs of a real run to the records in its directory.
 
     RUN/engine/GENERATOR.jsonl    counters of the engine (`asyncrl.generator.engine_log`)
     RUN/metrics.jsonl             step records: seconds of steps and of training, tokens
@@ -30,59 +30,49 @@ from asyncrl.simulation.lengths import Survival
 from asyncrl.wire.records.step import StepMetrics, TokenCounts
 
 WARM_UP = 3
-"""First steps of a run, which are left out: caches are empty and kernels are not chosen yet."""
+"""First steps of a run, left out because caches are empty and kernels are not chosen yet."""
 _ROW_BOUNDS = (0, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 1 << 30)
 """Intervals are pooled by rows per step, between each two of these bounds."""
 _DECODING = {SpanKind.GENERATING, SpanKind.VERIFYING, SpanKind.RUN_AHEAD}
 _MAX_NORMAL_QUEUE = 16
-"""Rewards that may wait without being a bottleneck: samples end, and are rewarded, in batches."""
+"""Rewards that may wait without being a bottleneck: samples end in batches."""
 _MIN_INTERVALS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What a simulation of the same machine and task needs from a run."""
+    """The measurements of a run that a simulation of the same machine and task needs."""
 
     name: str
-    """Of the run."""
     config: RunConfig
     cost: MeasuredCost
     lengths: tuple[int, ...]
-    """Response tokens of every finished sample."""
     step_seconds: float
-    """Mean over the steps after `WARM_UP`."""
     steps: int
-    """Number of steps of the run."""
     drift: float | None
     """Total variation per token at which the rule by blocks would reject as many tokens of whole
     answers as verification did; None if nothing was verified."""
     outside: float
-    """Share of tokens that were drawn outside the stored top K."""
+    """Share of tokens drawn outside the stored top K."""
     noise: float
     """Total variation per token at the noise floor; 0 if it was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """What an engine did between two lines of its log."""
+    """An engine's work between two lines of its log."""
 
     seconds: float
     steps: int
-    """Engine steps."""
     busy: float
-    """Seconds inside engine steps."""
     row_steps: int
-    """Number of rows, summed over steps: the tokens fed that were not drafts."""
+    """Rows summed over steps: the tokens fed that were not drafts."""
     drafted: int
-    """Tokens fed as drafts."""
     scored: int
-    """Tokens scored by verification."""
     generated: int
-    """Tokens generated."""
     rewarded: int
-    """Samples whose reward was computed."""
     rewards_queued: bool
-    """Whether more than `_MAX_NORMAL_QUEUE` samples waited for their reward at both ends."""
+    """True if more than `_MAX_NORMAL_QUEUE` samples waited for their reward at both ends."""
 
     @property
     def rows(self) -> float:
@@ -91,15 +81,7 @@ class Interval:
 
 
 def fit_run(directory: Path, warm_up: int = WARM_UP) -> Fit:
-    """Fit the costs of a run.
-
-    Args:
-        directory: of the run.
-        warm_up: number of steps to leave out at the beginning.
-
-    Raises:
-        UserError: the run has no such records, or too few steps.
-    """
+    """Fit the costs of a run without its first `warm_up` steps. Raises UserError."""
     if not (directory / "metrics.jsonl").exists():
         raise UserError(f"{directory} is not the directory of a run: it has no metrics.jsonl")
     steps = read_metrics(directory / "metrics.jsonl")
@@ -148,7 +130,7 @@ def fit_run(directory: Path, warm_up: int = WARM_UP) -> Fit:
 def _intervals(
     directory: Path, began: float, ended: float
 ) -> tuple[list[Interval], tuple[int, ...]]:
-    """The intervals of all generators between two times, and the lengths of finished samples."""
+    """Return all generators' intervals between two times, and lengths of finished samples."""
     found: list[Interval] = []
     lengths: list[int] = []
     for path in sorted((directory / "engine").glob("*.jsonl")):
@@ -181,7 +163,7 @@ def _intervals(
 
 
 def _step_cost(intervals: Iterable[Interval]) -> tuple[float, float]:
-    """(seconds of a step, seconds of a token fed) by least absolute deviations, at least 0."""
+    """Fit (seconds per step, seconds per token fed) by least absolute deviations, at least 0."""
     active = [i for i in intervals if i.steps > 0]
     x = np.array([[i.steps, i.row_steps + i.drafted + i.scored] for i in active], float)
     y = np.array([i.busy for i in active])
@@ -203,7 +185,7 @@ def _step_cost(intervals: Iterable[Interval]) -> tuple[float, float]:
 def _by_rows(
     intervals: Sequence[Interval],
 ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
-    """(rows per step, tokens gained per row, tokens fed per row), pooled by rows per step."""
+    """Pool (rows per step, tokens gained per row, tokens fed per row) by rows per step."""
     at, speeds, fed, weights = [], [], [], []
     for low, high in itertools.pairwise(_ROW_BOUNDS):
         pool = [i for i in intervals if i.steps > 0 and i.row_steps and low <= i.rows < high]
@@ -223,7 +205,7 @@ def _by_rows(
 
 
 def _training(steps: Sequence[StepMetrics]) -> tuple[float, float]:
-    """(seconds of a token in training, seconds of the optimizer step)."""
+    """Return (seconds per token in training, seconds of the optimizer step)."""
     seconds = np.array([step.times.train_seconds for step in steps])
     computed = np.array([step.batch.tokens_computed for step in steps], float)
     spread = computed.var()
@@ -235,7 +217,6 @@ def _training(steps: Sequence[StepMetrics]) -> tuple[float, float]:
 
 
 def _spans(directory: Path) -> tuple[dict[str, list[Span]], list[Span]]:
-    """The time lines of the generators, by name, and of the trainer."""
     generators: dict[str, list[Span]] = {}
     trainer: list[Span] = []
     for path in sorted((directory / "timeline").glob("*.jsonl")):
@@ -249,7 +230,7 @@ def _spans(directory: Path) -> tuple[dict[str, list[Span]], list[Span]]:
 def _overhead(
     spans: dict[str, list[Span]], intervals: Iterable[Interval], began: float, ended: float
 ) -> float:
-    """Seconds of decoding over seconds inside engine steps, 1 to 1.5."""
+    """Return seconds of decoding over seconds inside engine steps, 1 to 1.5."""
     busy = sum(i.busy for i in intervals)
     decoding = sum(
         max(0.0, min(span.end, ended) - max(span.start, began))
@@ -266,7 +247,7 @@ def _mean_of(spans: dict[str, list[Span]], kind: SpanKind) -> float:
 
 
 def _message_seconds(generators: dict[str, list[Span]], trainer: Iterable[Span]) -> float:
-    """Seconds of a message. New weights take two: trainer to controller to generator."""
+    """Return the seconds of a message. New weights take two, through the controller."""
     kind = SpanKind.TRANSFERRING_WEIGHTS
     published = {s.args.get("version"): s.end for s in trainer if s.kind == kind}
     taken = [
@@ -279,10 +260,10 @@ def _message_seconds(generators: dict[str, list[Span]], trainer: Iterable[Span])
 
 
 def _rewards(intervals: Iterable[Interval], overhead: float) -> tuple[float, float]:
-    """(seconds of a reward while the engine is idle, engine steps per reward while it decodes).
+    """Fit (seconds per reward with an idle engine, engine steps per reward while it decodes).
 
-    Fitted to the intervals in which samples always waited for their reward, where
-    samples rewarded = idle seconds / seconds of a reward + steps / steps per reward.
+    Uses the intervals in which samples always waited for their reward, where samples rewarded =
+    idle seconds / seconds of a reward + steps / steps per reward.
     """
     backlogged = [i for i in intervals if i.rewards_queued]
     y = np.array([i.rewarded for i in backlogged], float)
@@ -298,13 +279,13 @@ def _rewards(intervals: Iterable[Interval], overhead: float) -> tuple[float, flo
 
 
 def _outside(tokens: TokenCounts) -> float:
-    """Share of the tokens that were reported, accepted ones included, outside the top K."""
+    """Return the share of reported tokens, accepted ones included, outside the top K."""
     reported = tokens.generated + tokens.verified
     return tokens.outside_top_k / reported if reported else 0.0
 
 
 def _drift(last: StepMetrics, lengths: Sequence[int], outside: float, noise: float) -> float | None:
-    """The drift at which as many tokens of whole answers are rejected as verification did."""
+    """Return the drift at which the model rejects as many tokens as verification did."""
     verified, rejected = last.tokens.verified, last.tokens.rejected
     if not verified + rejected:
         return None

@@ -1,7 +1,4 @@
-"""The generators of a simulated run: their requests, their weights, and the loss of generators.
-
-What is due when, in a simulated run.
-"""
+"""The generators of a simulated run: requests, weights and losses; and the agenda of events."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ class FinishedReport(msgspec.Struct, frozen=True, gc=False):
     generator: str
     request: SimRequest
     finishes: int
-    """`request.finishes` when the message was sent."""
 
 
 class FromTrainer(msgspec.Struct, frozen=True, gc=False):
@@ -37,83 +33,71 @@ class FromTrainer(msgspec.Struct, frozen=True, gc=False):
 
 
 Due = events.Event | str | FinishedReport | FromTrainer | Callable[[], None]
-"""What is due: an event for the scheduler, the name of a generator whose next request is done, a
-report of a sample, events of the trainer, or something else that happens."""
+"""A due item: an event for the scheduler, the name of a generator whose next request is done, a
+report of a sample, events of the trainer, or a callback."""
 
 
 class Agenda:
-    """A heap of what is due; of things due at the same time, the first added comes first."""
+    """A heap of due items; at equal times, the first added comes first."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        """Simulated time, in seconds."""
         self._due: list[tuple[float, int, Due]] = []
         self._count = 0
 
     def at(self, when: float, due: Due) -> None:
-        """Add what is due at this time."""
+        """Schedule an item at this time."""
         self._count += 1
         heapq.heappush(self._due, (when, self._count, due))
 
     def after(self, seconds: float, due: Due) -> None:
-        """Add what is due in this many seconds."""
+        """Schedule an item in this many seconds."""
         self.at(self.now + seconds, due)
 
     def next(self) -> Due:
-        """Move on to what is due next."""
+        """Advance to the next due item."""
         self.now, _, due = heapq.heappop(self._due)
         return due
 
 
 _AT_ONCE = 1e-12
-"""Seconds; what is due within them is due now."""
+"""Tolerance in seconds within which an item is due."""
 
 
 MEASURED_SECONDS = 5.0
-"""Busy seconds that a speed is measured over, at least; as in `controller/inbox.py`."""
+"""Minimum busy seconds of a speed measurement; as in `controller/inbox.py`."""
 
 
 class Fleet:
-    """Advances generators to the time of what happens to them, and wakes them when they are done.
-
-    Args:
-        setting: of the run.
-        agenda: what is due when.
-        rng: source of the generators' randomness.
-    """
+    """Advances generators to the time of their events, and wakes them when they are done."""
 
     def __init__(self, setting: Setting, agenda: Agenda, rng: random.Random) -> None:
-        # With losses, lengths are kept: what is generated again gets the one that it had.
+        # With losses, lengths are kept: regenerated samples get their earlier length.
         self._setting = replace(setting, known=dict(setting.known))
         self._agenda, self._rng = agenda, rng
         self._slowness = setting.stragglers.slowness(setting.generators, setting.seed)
         self._generators: dict[str, SimGenerator] = {}
         self._names: list[str] = [""] * setting.generators
-        """Name of each generator that is alive; empty: it is lost."""
         self._numbers: dict[str, int] = {}
-        """Number of each generator, by name."""
         self._restarts = [0] * setting.generators
         self._wake_at: dict[str, float] = {}
-        """By generator: when its next request is done, if nothing changes."""
+        """Times at which each generator's next request is done, if nothing changes."""
         self._installs: dict[str, events.WeightsInstalled] = {}
-        """By generator: the end of its install."""
         self._verifies: dict[str, tuple[commands.VerifySamples, ...]] = {}
-        """By generator: what it verifies as soon as the weights of its install are swapped in."""
+        """Samples to verify, by generator, after the weights of its install are swapped in."""
         self.installs = Installs()
         self._message = setting.cost.message_seconds + setting.network.latency_seconds
         self._rewards_cost = setting.cost.reward(0) > 0
         self._rewards_free: dict[str, float] = {}
-        """By generator: time at which all rewards requested so far are computed."""
+        """Time, by generator, at which all requested rewards are computed."""
         self.lost = Tally()
-        """What lost generators did."""
         self.lost_tokens = 0.0
-        """Tokens that lost generators had."""
         self.losses = 0
 
     # ------------------------------------------------------- generators come and go
 
     def add(self, number: int) -> events.GeneratorJoined:
-        """A generator joins: at first with the initial weights, after a loss without any."""
+        """Add a generator: at first with the initial weights, after a loss without any."""
         restarts, setting = self._restarts[number], self._setting
         name = f"g{number}.{restarts}" if restarts else f"g{number}"
         version = -1 if restarts else 0
@@ -130,7 +114,7 @@ class Fleet:
         return events.GeneratorJoined(name, setting.slots, version)
 
     def environment_waits(self) -> list[events.EnvironmentWaits]:
-        """How many samples wait for their environment, of the generators where that has changed."""
+        """Return changed numbers of samples that wait for their environment."""
         changed = []
         for name, generator in self._generators.items():
             if isinstance(generator, TurnGenerator) and generator.away != generator.told_away:
@@ -139,7 +123,7 @@ class Fleet:
         return changed
 
     def lose(self, number: int) -> events.GeneratorLost | None:
-        """A generator is lost with its samples; None if it is lost already."""
+        """Lose a generator with its samples; return None if it is lost already."""
         name = self._names[number]
         if not name:
             return None
@@ -155,7 +139,7 @@ class Fleet:
         return events.GeneratorLost(name)
 
     def tally(self) -> Tally:
-        """What all generators did until now, lost ones included."""
+        """Sum the work of all generators until now, lost ones included."""
         generators = list(self._generators.values())
         for generator in generators:
             generator.advance(self._agenda.now)
@@ -167,7 +151,7 @@ class Fleet:
     # -------------------------------------------------------------------- requests
 
     def touch(self, name: str, touched: dict[str, SimGenerator]) -> SimGenerator:
-        """A generator, advanced to now; `plan` it again after the event."""
+        """Advance a generator to now; `plan` it again after the event."""
         generator = touched.get(name)
         if generator is None:
             generator = touched[name] = self._generators[name]
@@ -175,7 +159,7 @@ class Fleet:
         return generator
 
     def plan(self, generator: SimGenerator) -> None:
-        """Wake the generator when its next request is done."""
+        """Schedule the generator for when its next request is done."""
         self._plan(generator, generator.next_end())
 
     def _plan(self, generator: SimGenerator, end: float | None) -> None:
@@ -204,13 +188,13 @@ class Fleet:
         self._plan(generator, end)
 
     def verify(self, generator: SimGenerator, due: commands.VerifySamples) -> None:
-        """Verify samples; those that need no verification are reported at once."""
+        """Verify samples; those that do not need it are reported at once."""
         for request in generator.verify(due.samples, due.min_version):
             report = FinishedReport(generator.name, request, request.finishes)
             self._agenda.after(self._message, report)
 
     def finished(self, report: FinishedReport) -> events.SampleFinished | None:
-        """The event that a report makes; None if the sample was resumed or lost since."""
+        """Return the event of a report; None if the sample was resumed or lost since."""
         name, request = report.generator, report.request
         generator = self._generators.get(name)
         if generator is None or not generator.holds(request):
@@ -220,10 +204,9 @@ class Fleet:
         return events.SampleFinished(name, request.sample, request.length, request.oldest_version)
 
     def rewarded(self, report: FinishedReport) -> events.SampleRewarded | None:
-        """The event of a sample's reward; None if the sample was resumed or lost since.
+        """Return the event of a sample's reward; None if the sample was resumed or lost since.
 
-        Whether a group carries signal is drawn once for each group, and does not change when its
-        samples are verified.
+        The signal of a group is drawn once, and does not change when its samples are verified.
         """
         finished = self.finished(report)
         if finished is None:
@@ -253,7 +236,7 @@ class Fleet:
         self._agenda.at(end, event)
 
     def swap(self, event: events.WeightsInstalled) -> bool:
-        """Swap the weights in, and verify what is due; False if the install was given up."""
+        """Swap the weights in, and verify what is due; False if the install was abandoned."""
         if self._installs.get(event.generator) is not event:
             return False
         generator = self._generators[event.generator]
@@ -267,14 +250,14 @@ class Fleet:
         return True
 
     def speed(self, name: str) -> events.SpeedMeasured | None:
-        """How fast a generator was since it was measured last; None if it was hardly busy."""
+        """Return a generator's speed since the last measurement; None if it was hardly busy."""
         measured = self._generators[name].speed(MEASURED_SECONDS)
         return None if measured is None else events.SpeedMeasured(name, measured)
 
     def rewind(
         self, command: commands.RewindGenerator, touched: dict[str, SimGenerator]
     ) -> events.GeneratorRewound:
-        """The policies after a version are gone, with the installs that are under way."""
+        """Forget the policies after a version, and their installs under way."""
         name = command.generator
         self._installs.pop(name, None)
         self._verifies.pop(name, None)

@@ -1,4 +1,4 @@
-"""Lengths of answers, and how much of an answer verification accepts under a newer policy."""
+"""Lengths of answers, and the share of an answer that verification accepts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ _POINTS = 256
 """Points at which the survival of the longest answer is evaluated."""
 
 Lengths = Callable[[random.Random], int]
-"""Draws the number of tokens of one answer."""
 
 
 def lognormal(median: float, sigma: float, longest: int) -> Lengths:
-    """Log-normal lengths, at most `longest`; `sigma` is the standard deviation of the logarithm."""
+    """Draw log-normal lengths up to `longest`; `sigma` is the deviation of the logarithm."""
 
     def draw(rng: random.Random) -> int:
         return max(1, min(longest, round(median * math.exp(sigma * rng.gauss(0.0, 1.0)))))
@@ -30,14 +29,14 @@ def lognormal(median: float, sigma: float, longest: int) -> Lengths:
 
 
 def empirical(lengths: Sequence[int]) -> Lengths:
-    """Lengths drawn from those of a run."""
+    """Draw lengths from those of a run."""
     observed = tuple(lengths)
     return lambda rng: rng.choice(observed)
 
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """How long a prefix verification accepts, given the distance between two policies.
+    """The accepted prefix of a verification, given the distance between two policies.
 
     `token`: each token is accepted with probability 1 - TV. This is the token-by-token rule, and a
     lower bound for every rule.
@@ -52,15 +51,15 @@ class Survival:
     By both rules a token outside the stored top K ends the prefix if its identity changes. Drawn
     with the same noise from two distributions whose log-ratios are N(0, s^2), it changes with
     probability E max(0, d) for d ~ N(0, 2 s^2), which is sqrt(2) times their total variation.
-    Tokens outside are taken to be decisive ones. They hardly move the walk: their common
-    probability is a sum over many.
+    Tokens outside are assumed to be decisive. They hardly move the walk: their common probability
+    is a sum over many.
     """
 
     rule: Rule = "token"
     decisive: float = 0.25
     """Share of tokens that carry the drift. Measured: 0.27 to 0.85 (docs/modes.md)."""
     outside: float = 0.0
-    """Share of tokens that are drawn outside the stored top K."""
+    """Share of tokens drawn outside the stored top K."""
     noise: float = 0.0
     """Total variation per token under unchanged weights: half of `noise_floor.abs_mean`."""
 
@@ -69,14 +68,10 @@ class Survival:
     ) -> float:
         """Draw the number of tokens of an answer that verification accepts.
 
-        Policies drift by `drift` per step, always in the same direction, which is the worst case.
-        The noise is independent of the drift, so log-ratios add in their variances.
-
-        Args:
-            segments: (policy version, number of tokens), in order.
-            version: version of the policy that verifies.
-            drift: total variation per token and optimizer step.
-            rng: source of randomness.
+        `segments` are (policy version, number of tokens), in order; `version` verifies. Policies
+        drift by `drift`, the total variation per token and optimizer step, always in the same
+        direction, which is the worst case. The noise is independent of the drift, so log-ratios add
+        in their variances.
         """
         left = _exponential(rng)
         if self.rule == "block":
@@ -96,9 +91,10 @@ class Survival:
     def _walk_left(
         self, chance: float, segments: Sequence[tuple[int, float]], version: int, drift: float
     ) -> float:
-        """The variance at which the walk ends that survives with this probability.
+        """Return the variance at which the walk that survives with this probability ends.
 
-        Infinity if it survives all segments: most do, and to invert `survival` takes long.
+        Return infinity if it survives all segments, which is frequent, to avoid inverting
+        `survival`.
         """
         walked = sum(
             self._rates(drift * (version - drawn))[0] * tokens for drawn, tokens in segments
@@ -108,11 +104,10 @@ class Survival:
         return survival_inverse(chance) ** 2
 
     def expected(self, lengths: Sequence[int], distance: float) -> float:
-        """The expected share of all tokens of whole answers that verification accepts.
+        """Return the expected share of all tokens of whole answers that verification accepts.
 
-        Args:
-            lengths: tokens of each answer, at least one.
-            distance: total variation per token between the two policies, noise aside.
+        `lengths` are the tokens of each answer, at least one; `distance` is the total variation per
+        token between the two policies, without noise.
         """
         rate, cuts = self._rates(distance)
         if math.isinf(rate):
@@ -132,7 +127,7 @@ class Survival:
         return kept / sum(lengths)
 
     def _rates(self, drifted: float) -> tuple[float, float]:
-        """Per token: hazard or variance of the walk, by rule, and the chance of a cut outside."""
+        """Return, per token, the hazard or variance of the walk, and the chance of a cut."""
         return _rates(self.rule, self.decisive, self.outside, self.noise, drifted)
 
 
@@ -152,18 +147,17 @@ def _rates(
 
 
 def _exponential(rng: random.Random) -> float:
-    """A draw from the exponential distribution of mean 1."""
     return -math.log(1.0 - rng.random())
 
 
 def survival(v: float) -> float:
-    """Probability that a prefix with accumulated standard deviation v survives, rule `block`."""
+    """Return the survival of a prefix with accumulated standard deviation v, rule `block`."""
     tail = _NORMAL.cdf(-v / 2.0)
     return (2.0 + v * v / 2.0) * tail - v * _NORMAL.pdf(v / 2.0)
 
 
 def survival_inverse(probability: float) -> float:
-    """The v with `survival(v) == probability`, by bisection; `survival` is decreasing."""
+    """Return v with `survival(v) == probability`, by bisection; `survival` is decreasing."""
     low, high = 0.0, 40.0
     for _ in range(50):
         middle = (low + high) / 2.0

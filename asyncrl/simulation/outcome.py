@@ -1,4 +1,4 @@
-"""What a simulated run comes to: counts at the beginning of each step, and their differences."""
+"""The outcome of a simulated run: counts at the beginning of each step, and their differences."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ class Outcome:
     """Results of a simulated run, over the steps after the first `warm_up` ones."""
 
     step_seconds: float
-    """Mean seconds of a step."""
     tokens_per_second: float
-    """Response tokens trained on."""
     generator_idle: float
-    """Share of the generators' time in which they neither decode nor score, 0 to 1; a lost
-    generator is idle until it is back."""
+    """Share of the generators' time without decoding or scoring, 0 to 1; a lost generator is idle
+    until it is back."""
     trainer_idle: float
-    """Share of the trainer's time in which it processes no group, 0 to 1."""
+    """Share of the trainer's time without a group to process, 0 to 1."""
     staleness_mean: float
     """Mean over the tokens trained on, in steps."""
     staleness_max: int
@@ -28,22 +26,18 @@ class Outcome:
     regenerated: float
     """Tokens rejected by verification over tokens trained on."""
     mean_length: float
-    """Response tokens of a sample."""
     events: int
-    """Events that the scheduler was told, in the whole run."""
     told: dict[str, float] = field(default_factory=dict)
-    """Events that the scheduler was told, per second, by type."""
+    """Scheduler events per second, by type."""
     commanded: dict[str, float] = field(default_factory=dict)
-    """Commands that it issued, per second, by type."""
+    """Scheduler commands per second, by type."""
     data_bytes_per_second: float = 0.0
-    """Bytes of trajectories into the trainer."""
     weights_seconds_mean: float = 0.0
-    """From the publication of a version until a generator has installed it: the mean over
-    generators and versions, in the whole run. Generators that join later do not count."""
+    """Seconds from a version's publication until a generator has installed it: the mean over
+    generators and versions, in the whole run, without generators that join later."""
     weights_seconds_max: float = 0.0
-    """The longest of these."""
     generators_lost: int = 0
-    """In the whole run, like all that follows."""
+    """Number of generators lost in the whole run. All that follows is for the whole run, too."""
     trainers_lost: int = 0
     groups_failed: int = 0
     """Groups that no step trained on, because `max_attempts` generators were lost with them."""
@@ -52,14 +46,13 @@ class Outcome:
     left_over: float = 0.0
     """Groups that were begun for a step and taken by a later one, per step."""
     lost: float = 0.0
-    """Tokens lost with generators, in the whole run, over tokens trained on in the whole run."""
+    """Tokens lost with generators over tokens trained on, in the whole run."""
     environment_idle: float = 0.0
     """Share of the generators' time in which nothing decodes while samples wait for environments;
     part of `generator_idle`. 0 without environments, like all that follows."""
     slots_used: float = 0.0
-    """Share of the slots' time in which a sample decodes."""
     turns_discarded: float = 0.0
-    """Actions behind a rejection over all actions that environments were given."""
+    """Actions behind a rejection over all actions given to environments."""
     prefilled_again: float = 0.0
     """Samples that came back without their KV, over all actions."""
 
@@ -70,33 +63,26 @@ class Mark:
 
     seconds: float
     trained: float
-    """Seconds in which the trainer computed."""
     told: Counter[type]
-    """Events, by type."""
     commanded: Counter[type]
-    """Commands, by type."""
     data_bytes: float
-    """Of trajectories."""
     tally: Tally
-    """All that generators count."""
 
 
 def rates(before: Counter[type], after: Counter[type], seconds: float) -> dict[str, float]:
-    """How many of each type came per second between two counts, by the types' names."""
+    """Return events per second between two counts, by type name."""
     counts = {kind.__name__: count for kind, count in (after - before).items()}
     return {name: counts[name] / seconds for name in sorted(counts)}
 
 
 @dataclass(slots=True)
 class Installs:
-    """How long weights took from their publication to the generators."""
+    """Times of weights from their publication to their install."""
 
     published: dict[int, float] = field(default_factory=dict)
-    """Time at which each version was published."""
     seconds: list[float] = field(default_factory=list)
-    """Of each install."""
 
     def installed(self, version: int, now: float) -> None:
-        """A generator has installed a version."""
+        """Record that a generator has installed a version."""
         if version in self.published:
             self.seconds.append(now - self.published[version])

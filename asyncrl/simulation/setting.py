@@ -1,4 +1,4 @@
-"""What a simulated run is given."""
+"""The inputs of a simulated run."""
 
 from __future__ import annotations
 
@@ -16,28 +16,24 @@ from asyncrl.simulation.network import Network
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What a cluster and the runs on it have in common."""
+    """The common conditions of a cluster and its runs."""
 
     prompt_tokens: float = 200
-    """Tokens of every prompt."""
     drift: float = 3e-4
-    """Total variation per token and optimizer step."""
     redraft: float = 0.7
     """Chance that a token of the old continuation is accepted as a draft after a rejection; 0: the
     old continuation is not used. No other drafting is modelled, in any mode."""
     new_length: float = 0.0
     """Chance that a rejected answer gets another length, drawn among those longer than what stays.
-    0 is the best case: the new answer is as long as the old one. 1 is the worst: the old length
-    says nothing of it."""
+    0 is the best case: the new answer is as long as the old one. 1 is the worst: the old length is
+    uninformative."""
     seed: int = 0
     network: Network = field(default_factory=Network)
-    """Between nodes. The trainer has nodes of its own."""
     failures: Failures = field(default_factory=Failures)
-    """What is lost, and how often."""
     stragglers: Stragglers = field(default_factory=Stragglers)
-    """Which share of the generators is slow."""
     environments: Environments | None = None
-    """Of samples of several turns, which have their own lengths; None: a sample is one turn."""
+    """Environments of samples of several turns, which have their own lengths; None: a sample is one
+    turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +43,20 @@ class Setting(Conditions):
     config: SchedulerConfig
     generators: int
     slots: int
-    """Of each generator."""
     steps: int
     cost: Costs
     lengths: Lengths
-    """Draws the length of an answer."""
     known: dict[SampleId, int] = field(default_factory=dict)
-    """Lengths of answers that are not drawn unless they are rejected, to repeat a real run."""
+    """Lengths of answers that are drawn only after a rejection, to repeat a real run."""
     survival: Survival = field(default_factory=Survival)
-    """How much of a sample verification accepts."""
     signal_share: float = 1.0
     """Share of the groups that carry signal; with `scheduler.dynamic_sampling` only."""
     weights_bytes: float = 0.0
-    """Of one version."""
     generators_per_node: int = 8
     """Generator i is on node i // generators_per_node."""
     trainer_nodes: int = 1
-    """Nodes of the trainer, each of which takes in its share of the trajectories."""
     sessions: int = 0
-    """Most samples that a generator has while some wait for their environment."""
+    """Maximum number of samples of a generator while some wait for their environment."""
     kv_tokens: float = math.inf
     """Tokens whose keys and values a generator has room for; used with environments only."""
 

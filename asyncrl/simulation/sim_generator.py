@@ -2,9 +2,9 @@
 
 Between two changes every active request advances by the same number of tokens a step (one, or more
 if the cache drafts). So one *progress* counter, in tokens, serves all requests: a request is done
-when the counter has grown by the number of tokens that it has left. A request that drafts from its
-own old continuation advances faster by a constant factor. A change (a request more or less, new
-weights, a prefill) costs O(log requests).
+when the counter has grown by its remaining tokens. A request that drafts from its own old
+continuation is faster by a constant factor. A change (a request more or less, new weights, a
+prefill) costs O(log requests).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from asyncrl.simulation.setting import Setting
 from asyncrl.simulation.sim_request import SimRequest, Tally
 
 _DRAWS = 1000
-"""Most draws of a length that is longer than an accepted prefix."""
 
 
 class SimGenerator:
@@ -33,15 +32,7 @@ class SimGenerator:
         slowness: float = 1.0,
         version: int = 0,
     ) -> None:
-        """A generator that has installed `version`; -1: none, so it decodes nothing.
-
-        Args:
-            name: of the generator.
-            setting: of the run.
-            rng: source of its randomness.
-            slowness: how many times as long as usual everything takes that it computes.
-            version: policy version that it decodes with.
-        """
+        """Create a generator with `version`; -1: none. `slowness` multiplies computation times."""
         self.name, self.version = name, version
         self.paused_until = math.inf if version < 0 else 0.0
         self.tally = Tally()
@@ -60,19 +51,18 @@ class SimGenerator:
         self._active = 0
         self._drafting = 0
         self._context = 0.0
-        """Tokens attended to, all active requests together."""
+        """Tokens attended to by all active requests together."""
         self._progress = 0.0
         """Tokens that an active request has generated since the generator began."""
         self._measured = 0.0, 0.0
-        """Busy seconds and progress when its speed was measured last."""
         self._clock = 0.0
         self._pace: float | None = None
-        """Seconds in which each active request generates one token; None if that has changed."""
+        """Seconds per token of each active request; None if that has changed."""
 
     # -------------------------------------------------------------------- time
 
     def advance(self, now: float) -> None:
-        """Decode up to the time `now`."""
+        """Decode up to time `now`."""
         clock, active = self._clock, self._active
         if active:
             start = max(clock, self.paused_until)
@@ -86,11 +76,7 @@ class SimGenerator:
             self._clock = now
 
     def speed(self, seconds: float) -> float | None:
-        """Tokens for each active request per second since the last call that gave a number.
-
-        Args:
-            seconds: None if it was busy for less than this.
-        """
+        """Return tokens per second and request since the last result; None if hardly busy."""
         busy, progress = self._measured
         if self.tally.busy - busy < seconds:
             return None
@@ -98,7 +84,7 @@ class SimGenerator:
         return (self._progress - progress) / (self.tally.busy - busy)
 
     def next_end(self) -> float | None:
-        """Time at which the next request is done if nothing changes; None if none decodes."""
+        """Return the time of the next end if nothing changes; None if no request decodes."""
         if self.paused_until == math.inf:
             return None
         ends = self._ends
@@ -112,7 +98,6 @@ class SimGenerator:
         return None
 
     def _token_seconds(self) -> float:
-        """Seconds in which each active request generates one token."""
         pace = self._pace
         if pace is None:
             cost, active = self._cost, self._active
@@ -121,7 +106,7 @@ class SimGenerator:
         return pace
 
     def _prefill(self, tokens: float) -> None:
-        """Feed this many tokens in a decode step; decoding pauses for what they add to it."""
+        """Feed this many tokens in a decode step, and pause decoding for the added time."""
         seconds = self._slowness * self._cost.prefill(tokens, self._active, self._context)
         self.paused_until = max(self.paused_until, self._clock) + seconds
         self.tally.busy += seconds
@@ -137,10 +122,7 @@ class SimGenerator:
         self._add(SimRequest(sample, length, priority))
 
     def finish_next(self) -> SimRequest | None:
-        """Finish the request that `next_end` says is done now; it is held from now on.
-
-        None only of generators with environments: what happened was another thing.
-        """
+        """Finish and hold the request that is done now; None if another event was due."""
         request = heapq.heappop(self._ends)[3]
         self._leave(request)
         request.round_off()
@@ -152,11 +134,7 @@ class SimGenerator:
         return request
 
     def verify(self, samples: tuple[SampleId, ...], min_version: int) -> list[SimRequest]:
-        """Verify samples with tokens below `min_version`; each resumes from its accepted prefix.
-
-        Returns:
-            Held samples that need no verification.
-        """
+        """Verify samples with tokens below `min_version`; return held ones that do not need it."""
         scored, unchanged = 0.0, []
         for sample in samples:
             request = self._held.get(sample) or self._requests.get(sample)
@@ -183,7 +161,7 @@ class SimGenerator:
         return unchanged
 
     def _accept(self, request: SimRequest) -> float:
-        """Cut a request to the accepted prefix; returns the number of tokens that were scored."""
+        """Cut a request to the accepted prefix; return the number of scored tokens."""
         generated = request.generated
         setting = self._setting
         kept = setting.survival.kept(request.segments, self.version, setting.drift, self._rng)
@@ -203,10 +181,9 @@ class SimGenerator:
         return generated
 
     def _length_above(self, kept: float, otherwise: int) -> int:
-        """Draw the length of a response whose first `kept` tokens stay: what follows is new.
+        """Draw the length of a response whose first `kept` tokens stay.
 
-        Lengths are drawn until one is longer; `otherwise` stands for those that are hardly ever
-        drawn.
+        Lengths are drawn until one is longer; `otherwise` is returned after `_DRAWS` draws.
         """
         for _ in range(_DRAWS):
             length = self._setting.lengths(self._rng)
@@ -220,11 +197,11 @@ class SimGenerator:
         return self._active
 
     def holds(self, request: SimRequest) -> bool:
-        """Whether the request is finished, and neither resumed nor released since."""
+        """Return True if the request is finished, and neither resumed nor released since."""
         return self._held.get(request.sample) is request
 
     def held(self, sample: SampleId) -> SimRequest:
-        """A finished sample that is held. Raises KeyError if it is not."""
+        """Return a finished sample that is held. Raises KeyError if it is not."""
         return self._held[sample]
 
     def release(self, samples: tuple[SampleId, ...]) -> None:
@@ -250,11 +227,7 @@ class SimGenerator:
         self.paused_until = max(self.paused_until, self._clock) + self._cost.swap_seconds
 
     def rewind(self, version: int) -> int:
-        """The policies after `version` are gone; see `SimRequest.rewind`.
-
-        Returns:
-            The version that it has; -1 if that is gone. It then decodes nothing until an install.
-        """
+        """Forget policies after `version`; return the installed version, -1 if it is gone."""
         for request in self._interrupt():
             self._enter(request)
         for request in (*self._requests.values(), *self._held.values()):
@@ -264,14 +237,14 @@ class SimGenerator:
         return self.version
 
     def unfinished_tokens(self) -> float:
-        """Tokens of all samples that it has, finished or not."""
+        """Count the tokens of all samples, finished or not."""
         for request in self._interrupt():
             self._enter(request)
         samples = (*self._requests.values(), *self._held.values())
         return sum(request.generated for request in samples)
 
     def _interrupt(self) -> list[SimRequest]:
-        """Take all requests out of their slots; what they have belongs to the current version."""
+        """Take all requests out of their slots; their tokens belong to the current version."""
         running = [request for request in self._requests.values() if request.decoding]
         for request in running:
             self._leave(request)
@@ -302,7 +275,6 @@ class SimGenerator:
             self._take(request)
 
     def _take(self, request: SimRequest) -> None:
-        """Give a request a free slot."""
         if not request.prefilled:
             self._prefill(self._setting.prompt_tokens + request.generated + request.observed)
             request.prefilled = True
@@ -341,7 +313,6 @@ class SimGenerator:
             heapq.heappush(self._ahead, (-sample.group, -sample.sample, count, request))
 
     def _leave(self, request: SimRequest) -> None:
-        """Take a request out of its slot; the tokens of the attempt are of the current version."""
         request.decoding = False
         self._pace = None
         self._active -= 1

@@ -1,4 +1,4 @@
-"""A sample at a simulated generator, and what a generator counts."""
+"""Samples at simulated generators, and the generators' counters."""
 
 from __future__ import annotations
 
@@ -15,38 +15,34 @@ class SimRequest:
     length: int
     """Tokens of the finished answer; a rejection changes it."""
     priority: int = 0
-    """As in `StartSample`: 0 if due, above 0 if it runs ahead."""
+    """0 if due, above 0 if it runs ahead, as in `StartSample`."""
     segments: list[tuple[int, float]] = field(default_factory=list)
     """(policy version, tokens), in order, of its closed attempts."""
     generated: float = field(init=False, default=0.0)
-    """Sum of the tokens of `segments`; those of the current attempt are not included."""
+    """Sum of the tokens of `segments`, without the current attempt."""
     drafted: float = 0.0
-    """Tokens of its old continuation that are left to draft from."""
+    """Remaining tokens of its old continuation to draft from."""
     scoring: float = 0.0
     """Progress until its verification is over, which takes a slot for one step."""
     speedup: float = 1.0
-    """Its speed relative to other requests while it has tokens to draft from."""
+    """Relative speed while it has tokens to draft from."""
     began: float = 0.0
-    """The progress counter when its current attempt began."""
     attempt: int = 0
     """Number of its current attempt, an uninterrupted time in a slot; heap entries of earlier
     attempts are outdated."""
     decoding: bool = False
-    """Whether it has a slot."""
     prefilled: bool = False
-    """Whether its KV exists; if not, it is computed when the request gets a slot."""
+    """True if its KV exists; otherwise the KV is computed when the request gets a slot."""
     finishes: int = 0
-    """How many times it finished; a report of an earlier time is outdated."""
+    """Number of times it finished; a report of an earlier time is outdated."""
     rewarded_at: float = 0.0
-    """Time at which it has its reward; 0 if no reward was requested."""
+    """Time of its reward; 0 if no reward was requested."""
     observed: float = 0.0
-    """Tokens of environments in its context."""
     unknown: bool = False
-    """Whether it has tokens of a policy that was lost with its trainer and that no verification
-    has judged."""
+    """True if it has tokens of a policy that was lost with its trainer, which verification has not
+    judged."""
 
     def __post_init__(self) -> None:
-        """Count the tokens that it begins with."""
         if self.segments:
             self.generated = sum(tokens for _, tokens in self.segments)
 
@@ -59,11 +55,11 @@ class SimRequest:
 
     @property
     def goal(self) -> int:
-        """Generated tokens at which it leaves its slot."""
+        """Number of generated tokens at which it leaves its slot."""
         return self.length
 
     def progress_left(self) -> float:
-        """How far the progress counter has to grow until it has so many."""
+        """Progress that is left until this number."""
         left = max(0.0, self.goal - self.generated)
         if not self.drafted:
             return self.scoring + left
@@ -71,7 +67,7 @@ class SimRequest:
         return self.scoring + drafted / self.speedup + left - drafted
 
     def grow(self, progress: float, version: int) -> float:
-        """Add the tokens of this much progress as a segment; returns their number."""
+        """Add the tokens of this much progress as a segment; return their number."""
         if self.scoring:
             scoring = min(progress, self.scoring)
             self.scoring -= scoring
@@ -89,12 +85,12 @@ class SimRequest:
         return tokens
 
     def replace(self, version: int, tokens: float) -> None:
-        """Have this many tokens, all of this version, instead of those that it had."""
+        """Replace all tokens by this number of tokens of one version."""
         self.segments = [(version, tokens)]
         self.generated = tokens
 
     def round_off(self) -> None:
-        """Have exactly `goal` tokens; sums of fractions of tokens come only close."""
+        """Set the token count to exactly `goal`, since sums of fractions only come close."""
         missing = self.goal - self.generated
         if missing:
             version, tokens = self.segments[-1]
@@ -102,9 +98,9 @@ class SimRequest:
             self.generated = sum(tokens for _, tokens in self.segments)
 
     def rewind(self, version: int) -> None:
-        """The policies after `version` are gone: tokens of theirs are those of an unknown policy.
+        """Assign the tokens of policies after `version` to an unknown policy.
 
-        They are as far from `version` as they were, in another direction than later policies: a
+        They are as far from `version` as before, but in another direction than later policies: a
         distance of n steps becomes one of n more steps.
         """
         if any(drawn > version for drawn, _ in self.segments):
@@ -116,28 +112,24 @@ class SimRequest:
 
 @dataclass(slots=True)
 class Tally:
-    """Counters of what a generator did."""
+    """Counters of a generator's work."""
 
     busy: float = 0.0
     """Seconds of decoding and scoring."""
     useful: float = 0.0
-    """Tokens decoded."""
     rejected: float = 0.0
-    """Tokens rejected by verification."""
     preempted: int = 0
-    """Requests that lost their slot to due work."""
     rows: float = 0.0
-    """Slot-seconds in which requests decoded; counted with environments only, as all below."""
+    """Slot-seconds in which requests decoded; counted with environments only, like all below."""
     environment: float = 0.0
     """Seconds in which nothing decoded while samples waited for their environment."""
     turns: int = 0
-    """Actions that were given to environments."""
     turns_discarded: int = 0
-    """Of these, those behind a rejection."""
+    """Those of `turns` that were behind a rejection."""
     prefilled_again: int = 0
     """Samples that came back from their environment and had lost their KV."""
 
     def add(self, other: Tally) -> None:
-        """Add what another generator did."""
+        """Add the counters of another generator."""
         for one in fields(self):
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))

@@ -1,13 +1,13 @@
 """A simulated generator whose samples have several turns, with an environment behind each.
 
 At the end of a turn a sample leaves its slot and waits for its environment. It keeps its KV while
-there is room; those that have waited longest lose it first. When the observation is there, it waits
-for a slot again and is fed the observation, or everything if its KV is gone: also after an install,
-since KV of old weights is never reused.
+there is room; samples that have waited longest lose it first. With the observation, it waits for a
+slot again and is fed the observation, or everything if its KV is gone, which is also the case after
+an install, since KV of old weights is never reused.
 
-Verification judges generated tokens only. If it changes turn t, all turns behind it are gone, and
-the environment goes back to before t (`environments.GoBack`): at once, or by the accepted turns
-once more, which the sample waits for at the end of turn t if they take longer than that turn.
+Verification judges generated tokens only. If it changes turn t, all later turns are gone, and the
+environment goes back to before t (`environments.GoBack`): at once, or by repeating the accepted
+turns, which the sample waits for at the end of turn t if they take longer than that turn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncrl.simulation.sim_generator import SimGenerator
 from asyncrl.simulation.sim_request import SimRequest
 
 _AT_ONCE = 1e-9
-"""Seconds; what is due within them is due now."""
+"""Tolerance in seconds within which an event is due."""
 
 
 @dataclass(slots=True)
@@ -32,11 +32,11 @@ class TurnRequest(SimRequest):
 
     plan: Plan = field(kw_only=True)
     turn: int = 0
-    """That is being generated, or whose observation is awaited."""
+    """The turn being generated, or whose observation is awaited."""
     away_until: float | None = None
-    """When its observation is there; None: it does not wait for one."""
+    """Time of its observation; None if it does not wait for one."""
     ready_at: float = 0.0
-    """When its environment has gone back and can take the next action."""
+    """Time when its environment has gone back and can take the next action."""
     kept: float = 0.0
     """Tokens of KV that it keeps while it waits."""
 
@@ -46,13 +46,13 @@ class TurnRequest(SimRequest):
         return self.plan.ends[self.turn]
 
     def observe(self) -> None:
-        """The observation behind the present turn is there: the next turn begins."""
+        """Begin the next turn, after the observation behind the present one."""
         self.away_until = None
         self.observed += self.plan.observations[self.turn]
         self.turn += 1
 
     def go_to(self, generated: float) -> None:
-        """It has so many tokens left, and is in the turn that these end in."""
+        """Keep `generated` tokens, and return to the turn in which they end."""
         self.turn = self.plan.turn_of(generated)
         self.observed = float(sum(self.plan.observations[: self.turn]))
 
@@ -70,24 +70,21 @@ class TurnGenerator(SimGenerator):
         slowness: float = 1.0,
         version: int = 0,
     ) -> None:
-        """As `SimGenerator`, with the environments of the samples."""
         super().__init__(name, setting, rng, slowness=slowness, version=version)
         self._environments = environments
         self._away: list[tuple[float, int, TurnRequest]] = []
-        """Heap of (when the observation is there, tie-breaker, request); may be outdated."""
+        """Heap of (time of the observation, tie-breaker, request); entries may be outdated."""
         self._keeping: dict[SampleId, TurnRequest] = {}
-        """Those that wait and keep their KV, in the order in which they began to."""
+        """Waiting requests that keep their KV, longest wait first."""
         self._kept = 0.0
         """Tokens of their KV."""
         self.away = 0
-        """Samples that wait for their environment."""
         self.told_away = 0
-        """How many the scheduler knows of."""
 
     # -------------------------------------------------------------------- time
 
     def advance(self, now: float) -> None:
-        """Decode up to the time `now`; count what stands still meanwhile."""
+        """Decode up to time `now`, and count the idle time."""
         seconds = now - max(self._clock, min(now, self.paused_until))
         if seconds > 0:
             if self._active:
@@ -97,7 +94,7 @@ class TurnGenerator(SimGenerator):
         super().advance(now)
 
     def next_end(self) -> float | None:
-        """When a turn ends or an observation is there, if nothing changes; None if neither."""
+        """Return the time of the next end of a turn or observation if nothing changes, or None."""
         away = self._away
         while away and away[0][2].away_until != away[0][0]:
             heapq.heappop(away)
@@ -115,7 +112,7 @@ class TurnGenerator(SimGenerator):
         self._add(TurnRequest(sample, plan.length, priority, plan=plan))
 
     def finish_next(self) -> SimRequest | None:
-        """What `next_end` says happens now; the request, if it is finished."""
+        """Handle the event of `next_end`; return the request if it is finished."""
         if self._away and self._away[0][0] <= self._clock + _AT_ONCE:
             self._come_back(heapq.heappop(self._away)[2])
             return None
@@ -130,7 +127,6 @@ class TurnGenerator(SimGenerator):
         return None
 
     def _send_away(self, request: TurnRequest) -> None:
-        """The action goes to the environment."""
         latency = request.plan.latencies[request.turn]
         request.away_until = max(self._clock, request.ready_at) + latency
         self._count += 1
@@ -140,14 +136,12 @@ class TurnGenerator(SimGenerator):
         self._keep(request)
 
     def _keep(self, request: TurnRequest) -> None:
-        """It keeps its KV while it waits, as far as there is room."""
         request.kept = self._setting.prompt_tokens + request.generated + request.observed
         self._keeping[request.sample] = request
         self._kept += request.kept
         self._make_room()
 
     def _come_back(self, request: TurnRequest) -> None:
-        """The observation is there."""
         self.away -= 1
         keeps = self._forget_kv(request)
         request.observe()
@@ -160,24 +154,22 @@ class TurnGenerator(SimGenerator):
         self._fill()
 
     def _forget_kv(self, request: TurnRequest) -> bool:
-        """It keeps no KV as one that waits any more; whether it did."""
+        """Drop the KV of a waiting request; return True if it had some."""
         if self._keeping.pop(request.sample, None) is None:
             return False
         self._kept = max(0.0, self._kept - request.kept)
         return True
 
     def _make_room(self) -> None:
-        """Those that have waited longest lose their KV until all fits."""
+        """Drop the KV of those that have waited longest until the rest fits."""
         while self._keeping and self._context + self._kept > self._setting.kv_tokens:
             self._forget_kv(next(iter(self._keeping.values())))
 
     def _wait(self, request: SimRequest) -> None:
-        """Have it wait for a slot, unless it waits for its environment."""
         if not isinstance(request, TurnRequest) or request.away_until is None:
             super()._wait(request)
 
     def _take(self, request: SimRequest) -> None:
-        """Give it a free slot, unless it waits for its environment."""
         if isinstance(request, TurnRequest) and request.away_until is not None:
             return  # an outdated entry
         super()._take(request)
@@ -218,7 +210,7 @@ class TurnGenerator(SimGenerator):
         return scored + judged
 
     def _start_over(self, request: TurnRequest) -> float:
-        """A sample whose environment cannot go back is not judged: it begins again, always."""
+        """Restart a sample whose environment cannot go back; it is never judged."""
         self.tally.rejected += request.generated
         self.tally.turns_discarded += request.turn + (request.away_until is not None)
         request.unknown = False
@@ -229,7 +221,6 @@ class TurnGenerator(SimGenerator):
         return 0.0
 
     def _come_to_nothing(self, request: TurnRequest) -> None:
-        """What it waited for does not count any more."""
         if request.away_until is not None:
             request.away_until = None
             self.away -= 1
@@ -244,12 +235,12 @@ class TurnGenerator(SimGenerator):
         super().release(samples)
 
     def install(self, version: int) -> None:
-        """Install new weights. Those that wait lose their KV."""
+        """Install new weights. Waiting samples lose their KV."""
         self._drop_kept()
         super().install(version)
 
     def rewind(self, version: int) -> int:
-        """The policies after `version` are gone, and so is the KV of those that wait."""
+        """Forget the policies after `version`, and the KV of waiting samples."""
         self._drop_kept()
         return super().rewind(version)
 

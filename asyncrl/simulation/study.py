@@ -1,4 +1,4 @@
-"""Compare modes in the simulator, and map where each one is right."""
+"""Compares modes in the simulator, and maps where each one is right."""
 
 from __future__ import annotations
 
@@ -32,24 +32,22 @@ MODES: Mapping[str, tuple[Mapping[str, Any], float]] = {
     "verify, k=1": ({"on_update": "verify", "max_off_policy_steps": 1}, 2.0),
     "verify, k=2": ({"on_update": "verify", "max_off_policy_steps": 2}, 2.0),
 }
-"""By name: settings of the scheduler, and how many whole steps run-ahead may cover. `verify` is the
-default of a run."""
+"""Scheduler settings by mode, and the number of whole steps that run-ahead may cover. `verify` is a
+run's default."""
 
 SESSIONS = 4
-"""Open environments of a generator, in times of its slots, if their number is not given."""
+"""Default number of a generator's open environments, as a multiple of its slots."""
 BALANCE = 0.9
-"""If the trainer's size is not given, it is chosen so that the trainer would be busy for this share
-of the time if generators were never idle."""
+"""Share of the time for which the trainer would be busy if generators were never idle; it
+determines the trainer's size if that is not given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster(Conditions):
-    """What is simulated: a machine, a model and its answers."""
+    """The simulated cluster: a machine, a model and its answers."""
 
     model: str = "7b"
-    """A key of `cost.MODELS`."""
     device: str = "h200"
-    """A key of `cost.DEVICES`."""
     generators: int = 256
     slots: int = 64
     """Rows that a generator decodes at once."""
@@ -61,32 +59,29 @@ class Cluster(Conditions):
     median: float = 1000.0
     """Median tokens of an answer; lengths are log-normal."""
     sigma: float = 1.0
-    """Standard deviation of the logarithm of the length."""
     longest: int = 16384
-    """Maximum tokens of an answer."""
     rule: Rule = "token"
-    """How verification is modelled: `token` (the worst case) or `block`; see `lengths.Survival`."""
+    """Model of verification: `token` (the worst case) or `block`; see `lengths.Survival`."""
     outside: float = 0.0
-    """Share of tokens that are drawn outside the stored top K."""
     noise: float = 0.0
-    """Total variation per token that engines show under unchanged weights."""
+    """Total variation per token of engines under unchanged weights."""
     signal_share: float | None = None
-    """Share of the groups that carry signal: each mode has dynamic sampling. None: as `scheduler`
-    says, and all groups carry signal."""
+    """Share of groups with a signal, under dynamic sampling in each mode. None: all groups carry
+    signal, and `scheduler` decides."""
     groups_per_step: int | None = None
     """None: as many as fill every slot once."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """Bounds and sizes that the modes do not set, such as group_size."""
     trainer_devices: float | None = None
-    """None: as many as balance training with generation, see `BALANCE`."""
+    """None: enough to balance training with generation, see `BALANCE`."""
     gpus_per_generator: int = 1
     """GPUs of each generator, which share its weights and its work (tensor parallel)."""
     fit: Fit | None = None
     """Costs and lengths of a real run, instead of the roofline and the log-normal."""
     sessions: int | None = None
-    """Most samples that a generator has while some wait; None: `SESSIONS` times its slots."""
+    """Maximum number of a generator's samples while some wait; None: `SESSIONS` times its slots."""
     kv_room: float | None = None
-    """Tokens of KV that a generator has room for; None: what the device has."""
+    """Tokens of KV that a generator can hold; None: what the device can."""
 
     @property
     def step_groups(self) -> int:
@@ -110,11 +105,7 @@ class Cluster(Conditions):
         return self.roofline()[0] if self.fit is None else self.fit.cost
 
     def kv_tokens(self) -> float:
-        """Tokens of KV that a generator has room for; infinity for one that a run was fitted to.
-
-        Raises:
-            UserError: the model or the device is unknown, or the model does not fit.
-        """
+        """Return a generator's KV capacity in tokens; infinity with a fit. Raises UserError."""
         if self.kv_room is not None:
             return self.kv_room
         if self.fit is not None:
@@ -123,11 +114,7 @@ class Cluster(Conditions):
         return kv_tokens(MODELS[self.model], DEVICES[self.device], devices=self.gpus_per_generator)
 
     def roofline(self) -> tuple[Cost, float]:
-        """Costs from the roofline, and the number of devices of the trainer.
-
-        Raises:
-            UserError: the model or the device is unknown.
-        """
+        """Return roofline costs, and the number of the trainer's devices. Raises UserError."""
         for name, known in ((self.model, MODELS), (self.device, DEVICES)):
             if name not in known:
                 raise _unknown(name, known)
@@ -175,7 +162,7 @@ class Cluster(Conditions):
         return self.run(replaced(self.scheduler, **settings, max_runahead_groups=runahead))
 
     def configured(self) -> Outcome:
-        """Simulate the settings of `scheduler` as they are."""
+        """Simulate the settings of `scheduler` unchanged."""
         return self.run(self.scheduler)
 
     def run(self, scheduler: SchedulerConfig) -> Outcome:
@@ -200,7 +187,7 @@ class Cluster(Conditions):
         return World(setting).run(self.warm_up, end)
 
     def title(self) -> str:
-        """Describe what is simulated, in one sentence."""
+        """Describe the simulation in one sentence."""
         drift = f"total variation {self.drift:.2g} per token and step, acceptance by {self.rule}"
         if self.outside:
             drift += f", {100 * self.outside:.3g}% of the tokens outside the top K"
@@ -233,7 +220,7 @@ def _unknown(name: str, known: Iterable[str]) -> UserError:
 
 
 def conditions(network: Network, failures: Failures, stragglers: Stragglers) -> str:
-    """Describe what is not ideal; empty if everything is."""
+    """Describe the conditions that are not ideal; empty if all are."""
     text = ""
     if network.bandwidth_gbit is not None:
         way = "a chain" if network.fan_out == 1 else f"a tree of fan-out {network.fan_out}"
@@ -254,10 +241,9 @@ def conditions(network: Network, failures: Failures, stragglers: Stragglers) -> 
 def cluster(config: RunConfig | None, fit: Fit | None, **changes: Any) -> Cluster:
     """Make a cluster from the configuration and the costs of runs.
 
-    Args:
-        config: sizes and the scheduler's settings; None: those of `fit`, or the defaults.
-        fit: costs and lengths of a real run; None: the roofline and a log-normal.
-        changes: fields of `Cluster` that override these.
+    The sizes and scheduler settings are those of `config`, else of `fit`, else the defaults.
+    Without `fit`, costs come from the roofline and lengths from a log-normal. `changes` override
+    fields of `Cluster`.
     """
     fields: dict[str, Any] = {}
     if fit is not None:
@@ -287,7 +273,7 @@ def cluster(config: RunConfig | None, fit: Fit | None, **changes: Any) -> Cluste
 
 
 def replaced(scheduler: SchedulerConfig, **changes: Any) -> SchedulerConfig:
-    """A validated copy with changes; settings that the `on_update` does not have are reset."""
+    """Return a validated copy; settings that do not apply to the `on_update` are reset."""
     fields = scheduler.model_dump() | changes
     if fields["on_update"] != "verify":
         fields["max_runahead_groups"] = None
@@ -306,11 +292,8 @@ class Place:
     """One place on the map of regimes."""
 
     median: float
-    """Median tokens of an answer."""
     drift: float
-    """Total variation per token and optimizer step."""
     outcomes: dict[str, Outcome]
-    """By mode."""
 
 
 REGIME_MODES = ("sync", "verify", "verify, k=1", "verify, k=2", "keep(4)")
@@ -335,11 +318,11 @@ def regime(
 
 
 NEAR = 0.85
-"""Share of the speed of the fastest bound on staleness that a stricter bound must reach."""
+"""Share of the fastest staleness bound's speed that a stricter bound must reach."""
 
 
 def right_choice(place: Place) -> str:
-    """The strictest of `verify` with k = 0, 1, 2 that has `NEAR` the speed of the fastest."""
+    """Return the strictest of `verify` with k = 0, 1, 2 with `NEAR` the fastest speed."""
     modes = [mode for mode in ("verify", "verify, k=1", "verify, k=2") if mode in place.outcomes]
     fastest = min(place.outcomes[mode].step_seconds for mode in modes)
     return next(m for m in modes if place.outcomes[m].step_seconds * NEAR <= fastest)

@@ -1,4 +1,4 @@
-"""The simulator's results as tables."""
+"""Formats the simulator's results as tables."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _of_environments(cluster: Cluster, outcome: Outcome) -> list[str]:
 
 
 def regime_table(places: Sequence[Place]) -> Table:
-    """Show the speed over `sync` and the share of regenerated tokens, for each mode and place."""
+    """Tabulate speed over `sync` and share of regenerated tokens, by mode and place."""
     result = Table(
         title="speed over sync / share regenerated, by median length and drift",
         caption=f"right: the strictest of k = 0, 1, 2 with {NEAR:.0%} of the speed of the fastest",

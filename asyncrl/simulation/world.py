@@ -2,8 +2,8 @@
 
     scheduler ── commands ──► generators (`fleet`), trainer (`sim_trainer`) ── events ──► scheduler
 
-The trainer processes groups one after the other, each as soon as it has arrived, and does the
-optimizer step when all groups of the declared step are processed.
+The trainer processes groups one after the other as they arrive, and does the optimizer step when
+all groups of the declared step are processed.
 """
 
 from __future__ import annotations
@@ -28,22 +28,20 @@ class SimTrainer:
     """Processes the groups of its current step as they arrive."""
 
     free_at: float = 0.0
-    """Time at which the groups that it has are processed."""
+    """Time at which the present groups are processed."""
     busy: float = 0.0
-    """Seconds spent on groups."""
     groups: dict[int, float] = field(default_factory=dict)
     """Time at which each delivered group of the current step is processed."""
     declared: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Groups of the declared steps that are not trained yet."""
     step: int = 0
-    """The current step; groups of later steps wait."""
     waiting: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    """By step: (group, seconds) of the groups that wait for it."""
+    """(group, seconds) of the groups that wait, by step."""
     lineage: int = 0
-    """How many trainers were lost before it; what those sent counts no more."""
+    """Number of trainers lost before; their messages no longer count."""
 
     def take(self, group: int, step: int, seconds: float, now: float) -> None:
-        """Take a group that arrives at the time `now`."""
+        """Take a group that arrives at time `now`."""
         if step != self.step:
             self.waiting.setdefault(step, []).append((group, seconds))
             return
@@ -52,7 +50,7 @@ class SimTrainer:
         self.groups[group] = self.free_at
 
     def end_of_step(self, now: float) -> tuple[float, tuple[int, ...]] | None:
-        """(time, groups) of the last group of the current step; None while it is not declared."""
+        """Return (time, groups) of the last group of the current step; None if not declared."""
         groups = self.declared.pop(self.step, None)
         if groups is None:
             return None
@@ -65,7 +63,7 @@ class SimTrainer:
             self.take(group, self.step, seconds, now)
 
     def lose(self, now: float, checkpoint_every: int) -> None:
-        """It is lost; the next one has nothing but the newest checkpoint."""
+        """Lose the trainer; the next one has only the newest checkpoint."""
         self.lineage += 1
         self.step = self.step // checkpoint_every * checkpoint_every
         self.busy -= max(0.0, self.free_at - now)
@@ -76,17 +74,13 @@ class SimTrainer:
 
 
 REPORT_SECONDS = 0.5
-"""Between two reports of how many samples wait for their environment."""
+"""Interval between two reports of the number of samples that wait for their environment."""
 DAY_SECONDS = 86400.0
-"""A simulated run that finishes no step for a day does not go on."""
+"""A simulated run ends if it does not finish a step for a day."""
 
 
 class World:
-    """One simulated run, from the first join to its end. Use once.
-
-    Raises:
-        UserError: from `run`, if the run cannot go on because too much is lost.
-    """
+    """One simulated run. Use once; `run` raises UserError if too much is lost."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -98,22 +92,21 @@ class World:
         self._fleet = Fleet(setting, self._agenda, rng)
         self._trainer = SimTrainer()
         self._intake_free = 0.0
-        """Time at which the trainer's links have taken in all trajectories that were sent."""
+        """Time at which the trainer's links have taken in all trajectories sent so far."""
         self._told: Counter[type] = Counter()
         self._commanded: Counter[type] = Counter()
         self._data_bytes = 0.0
         self._delivered: dict[int, list[tuple[int, float, int]]] = {}
-        """By step, one entry per group: (largest staleness, sum of staleness, response tokens)."""
+        """(largest staleness, sum of staleness, response tokens) of each group, by step."""
         self._marks: dict[int, Mark] = {}
-        """When each step began for the first time."""
         self._ended: commands.FinishRun | None = None
         self._message = setting.cost.message_seconds + setting.network.latency_seconds
-        # Losses are drawn apart, so that other draws do not depend on them.
+        # Losses use a separate generator, so that other draws do not depend on them.
         self._loss_rng = random.Random(f"failures {setting.seed}")  # noqa: S311 - a simulation
         self._trainer_rng = random.Random(f"trainer failures {setting.seed}")  # noqa: S311
 
     def run(self, warm_up: int = 2, end: int | None = None) -> Outcome:
-        """Simulate the run; the outcome covers the steps from `warm_up` on, up to `end`."""
+        """Simulate the run; the outcome covers the steps from `warm_up` up to `end`."""
         setting = self._setting
         for number in range(setting.generators):
             self._tell(self._fleet.add(number))
@@ -128,7 +121,6 @@ class World:
         return self._sum_up(min(warm_up, setting.steps - 1), last)
 
     def _play(self) -> None:
-        """Process what is due, in time order, until the run ends."""
         self._tell(events.TrainerJoined(0))
         agenda = self._agenda
         self._expect_loss()
@@ -170,7 +162,7 @@ class World:
             self._tell(due)
 
     def _tell_finished(self, report: FinishedReport) -> None:
-        """Tell that a sample is finished, and with dynamic sampling its reward once it is known."""
+        """Report a finished sample, and with dynamic sampling its reward once it is known."""
         event = self._fleet.finished(report)
         if event is None:
             return
@@ -180,7 +172,6 @@ class World:
             self._agenda.at(known, lambda: self._tell_reward(report))
 
     def _report_environments(self) -> None:
-        """The generators report how many samples wait for their environment, as in a run."""
         self._agenda.after(REPORT_SECONDS, self._report_environments)
         for waits in self._fleet.environment_waits():
             self._tell(waits)
@@ -231,7 +222,6 @@ class World:
     # ------------------------------------------------------------------ losses
 
     def _expect_loss(self) -> None:
-        """Schedule the next loss of a generator or node, if there are any."""
         rate = self._setting.failures.per_node_hour * self._setting.nodes / 3600
         if rate:
             self._agenda.after(self._loss_rng.expovariate(rate), self._lose_unit)
@@ -242,7 +232,6 @@ class World:
             self._agenda.after(self._trainer_rng.expovariate(rate), self._lose_trainer)
 
     def _lose_unit(self) -> None:
-        """A generator, or all of a node, is lost and comes back later."""
         setting = self._setting
         if setting.failures.scope == "generator":
             numbers = [self._loss_rng.randrange(setting.generators)]
@@ -261,7 +250,7 @@ class World:
         self._expect_loss()
 
     def _lose_trainer(self) -> None:
-        """The trainer is lost; the next one returns to the newest checkpoint."""
+        """Lose the trainer; the next one returns to the newest checkpoint."""
         failures, agenda = self._setting.failures, self._agenda
         self._trainer.lose(agenda.now, failures.checkpoint_every)
         for step in [step for step in self._delivered if step >= self._trainer.step]:
@@ -279,7 +268,6 @@ class World:
     # ----------------------------------------------------------------- trainer
 
     def _deliver(self, command: commands.DeliverGroup, touched: dict[str, SimGenerator]) -> None:
-        """Give a group to the trainer once all its rewards are computed."""
         setting, now = self._setting, self._agenda.now
         tokens, arrives = 0.0, now
         segments: list[tuple[int, float]] = []
@@ -306,7 +294,6 @@ class World:
         self._delivered.setdefault(command.step, []).append((oldest, weighted, round(response)))
 
     def _train(self) -> None:
-        """Schedule the end of the current step, if the step is declared."""
         trainer, now = self._trainer, self._agenda.now
         ended = trainer.end_of_step(now)
         if ended is not None:
@@ -317,7 +304,7 @@ class World:
             )
 
     def _publish(self, version: int) -> None:
-        """Weights begin to leave the trainer's node, and the controller is told."""
+        """Start the transfer of weights from the trainer's node, and tell the controller."""
         self._fleet.installs.published[version] = self._agenda.now
         told = FromTrainer(self._trainer.lineage, (events.WeightsPublished(version),))
         self._agenda.after(self._message, told)
@@ -363,7 +350,6 @@ class World:
         )
 
     def _of_environments(self, began: Mark, ended: Mark) -> dict[str, float]:
-        """What there is to say of environments, if there are any."""
         if self._setting.environments is None:
             return {}
         setting, first, last = self._setting, began.tally, ended.tally
@@ -377,7 +363,7 @@ class World:
         }
 
     def _without_signal(self) -> float:
-        """Groups that were left out, over those that were trained on or left out."""
+        """Return the number of groups left out, over those trained on or left out."""
         view = self._scheduler.snapshot()
         both = view.groups_consumed + view.groups_without_signal
         return view.groups_without_signal / max(1, both)

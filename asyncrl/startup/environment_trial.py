@@ -1,8 +1,8 @@
-"""One environment is made and reset before a run starts, as a generator does it.
+"""Makes and resets one environment before a run starts, as a generator does.
 
-Most mistakes of an environment show in its first `reset`: a signature, an import inside it, a
-server that is not there, messages that the chat template refuses, a prompt that is too long. What
-takes its time is not waited for, and what was made is closed.
+Most mistakes of an environment show in its first `reset`: a wrong signature, an import, an
+unavailable server, messages that the chat template refuses, a prompt that is too long. A slow
+`reset` is not awaited, and the environment is closed.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ from asyncrl.wire.messages.frames import encode_tokens
 from asyncrl.wire.messages.to_generator import PromptPayload
 
 _TRIAL_SECONDS = 30.0
-"""Longest wait for the first `reset`; a run is not refused for one that takes longer."""
+"""Time limit of the first `reset`; a run is not refused for exceeding it."""
 
 
 def try_environment(config: RunConfig, task: Task) -> list[str]:
-    """Begin one sample of the first row; lines to say about it. There is an environment.
+    """Begin one sample of the first row and return lines about it. There is an environment.
 
-    On other machines nothing is tried: theirs may have what this one lacks.
-
-    Raises:
-        RewardError: the environment cannot be loaded, or its `reset` failed and `rewards.on_error`
-            is `stop`.
+    Nothing is tried for other machines: they may have what this one lacks. Raises RewardError if
+    the environment cannot be loaded, or if its `reset` failed and `rewards.on_error` is `stop`.
     """
     traits: Traits | None = None
     said: list[str] = []
@@ -53,7 +50,7 @@ def try_environment(config: RunConfig, task: Task) -> list[str]:
 
 
 async def _first_sample(config: RunConfig, task: Task) -> Traits | None:
-    """What an environment can do; None: its `reset` takes long. Raises RewardError."""
+    """Return an environment's traits, or None if its `reset` is slow. Raises RewardError."""
     tried = config.model_copy(
         update={
             "environment": config.environment.model_copy(update={"workers": 1}),
@@ -84,7 +81,6 @@ async def _first_sample(config: RunConfig, task: Task) -> Traits | None:
 
 
 def _warnings(config: RunConfig, task: Task, traits: Traits | None) -> list[str]:
-    """What goes together and is hardly meant."""
     found = _unseen_tools(config, task, traits)
     scheduler, environment = config.scheduler, config.environment
     if traits is not None and not traits.goes_back and scheduler.on_update == "verify":
@@ -112,7 +108,6 @@ def _warnings(config: RunConfig, task: Task, traits: Traits | None) -> list[str]
 
 
 def _unseen_tools(config: RunConfig, task: Task, traits: Traits | None) -> list[str]:
-    """A warning if the model is not told which tools there are."""
     template = getattr(task.tokenizer, "chat_template", None)
     if traits is None or not traits.tools:
         return []

@@ -1,10 +1,10 @@
-"""What `auto` settings are on a run's devices, decided at its start and written to config.yaml.
+"""Resolves `auto` settings from a run's devices at its start, for config.yaml.
 
 trainer.dtype            by the compute capability of the trainer's GPUs
 cache.max_draft_tokens   by whether drafts can pay on the engines' GPUs
 
-Each function returns the configuration and a line for people, which is empty where nothing
-was chosen or everything runs on a CPU, as it always did.
+Each function returns the configuration and a line for the user, which is empty if nothing was
+chosen or everything runs on a CPU.
 """
 
 from __future__ import annotations
@@ -17,20 +17,17 @@ from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
 from asyncrl.trainer.checkpoint.format.files import dtype_of_run
 
 _VISITS = 2
-"""How often a run's steps must see each prompt for drafts to pay: in the last pass all samples can
-be drafted from those of earlier ones."""
+"""Visits of each prompt from which drafts pay: in the last pass all samples can be drafted from
+earlier ones."""
 
 
 def with_trainer_dtype(config: RunConfig, gpus: GpuPlan | None) -> tuple[RunConfig, str]:
     """Resolve `trainer.dtype: auto` by the trainer's devices.
 
-    It stays `auto` where only the trainer's process sees its device, which then resolves it
-    (`asyncrl.trainer.scoring.for_own_device`): with other launchers than the local one, and where a
-    torch for CUDA may find a GPU that neither nvidia-smi nor /proc shows, as on Tegra.
-
-    Args:
-        config: of the run.
-        gpus: of each process of a local run; None: there are none, or the launcher places them.
+    It stays `auto` if only the trainer's process sees its device and resolves it there
+    (`asyncrl.trainer.scoring.for_own_device`): with launchers other than the local one, and if a
+    torch for CUDA may find a GPU that neither nvidia-smi nor /proc shows, as on Tegra. `gpus` are
+    those of a local run, None if there are none or the launcher places them.
     """
     if config.trainer.dtype != "auto":
         return config, ""
@@ -58,10 +55,7 @@ def with_trainer_dtype(config: RunConfig, gpus: GpuPlan | None) -> tuple[RunConf
 
 
 def with_recorded_dtype(config: RunConfig) -> RunConfig:
-    """With `trainer.dtype: auto` as the checkpoints of the run that is resumed have it.
-
-    Under another one it would be another run; what a user names is compared, and refused.
-    """
+    """Replace `trainer.dtype: auto` by the dtype of the resumed run's checkpoints."""
     found = dtype_of_run(config.directory / "checkpoints")
     if config.trainer.dtype != "auto" or found is None:
         return config
@@ -70,7 +64,7 @@ def with_recorded_dtype(config: RunConfig) -> RunConfig:
 
 
 def visits_of(config: RunConfig, prompts: int) -> float:
-    """How often a run's steps see each of so many prompts."""
+    """Return how often a run's steps see each of `prompts` prompts."""
     return config.run.steps * config.scheduler.groups_per_step / max(1, prompts)
 
 

@@ -1,4 +1,4 @@
-"""Opens the launcher that a run's configuration names, with the addresses that go with it."""
+"""Opens the configured launcher, and resolves the addresses that belong to it."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ from asyncrl.wire import RuntimeDirectory
 
 @dataclass(frozen=True, slots=True)
 class Launching:
-    """A launcher, and where the processes that it starts meet."""
+    """A launcher, and the addresses at which its processes meet."""
 
     launcher: Launcher
     control_address: str
-    """Where the controller listens; the system chooses the port of `tcp://HOST:*`."""
+    """The controller's address; the system chooses the port of `tcp://HOST:*`."""
     data_address: str
-    """Where the trainer listens; empty: at its node's address, which it tells."""
+    """The trainer's address; empty: that of its node, which the trainer reports."""
     model_path: str
     engine_device: Literal["cpu", "cuda"] | None
-    """As in `TrainerSpec`."""
     on_lost: Callable[[Callable[[AsyncrlError], None]], None]
-    """Has a function called, from another thread, if the launcher loses its cluster."""
+    """Registers a callback for the loss of the launcher's cluster; it is called from another
+    thread."""
     use: Callable[[RunConfig], None] = lambda _config: None
-    """Has processes started with another configuration from now on, where they cannot read that of
-    the run's folder."""
+    """Sets the configuration of processes started from now on, for launchers whose processes cannot
+    read the run's folder."""
     agents: AgentsLauncher | None = None
-    """The launcher, if it is that of agents."""
 
 
 async def open_launcher(
@@ -56,8 +55,7 @@ async def open_launcher(
 ) -> Launching:
     """Open the launcher; `closing` ends it.
 
-    Raises:
-        UserError: there is no such cluster, or it cannot carry the run.
+    Raises UserError if the cluster does not exist or cannot carry the run.
     """
     config = prepared.config
     if config.launcher.kind != "local":
@@ -133,11 +131,7 @@ def _absolute(path: str) -> str:
 
 
 def slots_of(config: RunConfig) -> tuple[Slot, ...]:
-    """The places of a run's processes on a Ray cluster: the trainer's ranks, then the generators.
-
-    Raises:
-        UserError: the engines of a mixed fleet want different numbers of GPUs.
-    """
+    """Return a run's slots on a Ray cluster, trainer ranks first. Raises UserError."""
     settings, needs = config.launcher.ray, needs_of(config, any_gpu=True)
     trainer, generator = settings.trainer, settings.generator
     auto = all(engine.device == "auto" for engine in config.engines)

@@ -1,9 +1,9 @@
-"""A process that loads a model without its weights: which does it need, and which are there?
+"""Loads a model without its weights, in a separate process, and compares the tensors.
 
     python -m asyncrl.startup.loading_trial FOLDER
 
-transformers itself loads the tensors that the files name, without memory and without reading them
-(on the device `meta`), so that its renamings, fusions and ties are those of the real load. The last
+transformers itself loads the tensors that the files name on the device `meta`, without memory and
+without reading them, so that its renamings, fusions and ties are those of a real load. The last
 line of the output is a `Loaded` as JSON.
 """
 
@@ -24,32 +24,26 @@ SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
     *("intermediate_size", "num_key_value_heads", "head_dim", "max_position_embeddings"),
 )
-"""Numbers of a model's configuration, by the names that most families have."""
+"""Numbers of a model's configuration, under the names that most families use."""
 
 
 _LAYERS_A_TENSOR = 10
-"""A model with more layers for each tensor of its files than this is not tried."""
+"""A model with more layers than this per tensor of its files is not tried."""
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """What came of it."""
+    """The result of a trial."""
 
     error: str = ""
-    """Why it cannot be loaded; empty: it can."""
     needed: int = 0
-    """Tensors of the model."""
     missing: list[str] = []
-    """Tensors that the model needs and no file has."""
     unexpected: list[str] = []
-    """Tensors that the files have and the model does not."""
     mismatched: list[str] = []
     """Tensors of another shape, with both shapes."""
     not_numbers: list[str] = []
-    """Weights that the files have as integers, with their type."""
+    """Weights that are integers in the files, with their type."""
     head: list[str] = []
-    """Tensors of the output embeddings."""
     sizes: dict[str, int] = {}
-    """`SIZES`, where the family has them under that name or its own."""
 
 
 _DTYPES = {
@@ -132,12 +126,7 @@ def _sizes(config: Any) -> dict[str, int]:
 
 
 def _wrong_numbers(described: dict[str, Any], tensors: int) -> str:
-    """What is wrong with the numbers of config.json, before transformers reads it.
-
-    Args:
-        described: what it holds.
-        tensors: of all weight files.
-    """
+    """Say what is wrong with the numbers of config.json, before transformers reads it."""
     text = described.get("text_config")
     settings = described | (text if isinstance(text, dict) else {})
     sizes = {name: settings[name] for name in SIZES if isinstance(settings.get(name), int)}
@@ -153,13 +142,12 @@ def _wrong_numbers(described: dict[str, Any], tensors: int) -> str:
 
 
 def _wrong_sizes(sizes: dict[str, int]) -> str:
-    """Which numbers are too small; empty: none."""
     wrong = [f"{name} is {value:,}" for name, value in sizes.items() if value < 1]
     return f"{', '.join(wrong)}, and must be at least 1" if wrong else ""
 
 
 def _not_numbers(model: Any, headers: dict[str, Any]) -> list[str]:
-    """Parameters that are integers or truth values in the files, where they have the same name."""
+    """Return parameters that are integers or booleans in the files under the same name."""
     names = {name for name, _ in model.named_parameters()}
     return [
         f"{name} ({one['dtype']})"
@@ -169,7 +157,7 @@ def _not_numbers(model: Any, headers: dict[str, Any]) -> list[str]:
 
 
 def _sentence(error: Exception, described: dict[str, Any]) -> str:
-    """One line about an error of transformers, with the setting that a bare value comes from."""
+    """Summarise an error of transformers, with the setting from which a bare value comes."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     if isinstance(error, KeyError) and (place := _place_of(error.args[0], described)):
@@ -178,7 +166,7 @@ def _sentence(error: Exception, described: dict[str, Any]) -> str:
 
 
 def _place_of(value: object, described: dict[str, Any]) -> str:
-    """The setting that has this value, with dots; empty: none."""
+    """Return the dotted name of the setting with this value, or an empty string."""
     for name, one in described.items():
         inner = _place_of(value, one) if isinstance(one, dict) else ""
         if inner or one == value:

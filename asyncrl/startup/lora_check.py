@@ -1,4 +1,4 @@
-"""Refuse an adapter that cannot be trained or served, before any process starts."""
+"""Refuses an adapter that cannot be trained or served, before any process starts."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from asyncrl.trainer.base.lora_config import FINER_ENGINES, LoraConfig
 from asyncrl.trainer.lora.files import PREFIX, TENSORS, why_not_started_from
 
 MAX_SERVED_RANK = 512
-"""Of an adapter that vLLM 0.32.0 keeps apart."""
+"""Largest rank of an adapter that vLLM 0.32.0 can serve."""
 _OUTER_DOTS = 2
-"""Names of embeddings and heads have no more dots than this, those of layers in blocks have."""
+"""Names of embeddings and heads have at most this many dots; those of layers in blocks have
+more.
+"""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-"""In names of tensors that the loaded model holds as parts of larger ones, not as layers."""
+"""Matches tensors that the loaded model holds as parts of larger ones, not as layers."""
 _PARTS = {"A.weight": 1, "B.weight": 0}
-"""By the end of a tensor's name: which of its sides is one of the adapted matrix."""
+"""The side of a tensor that it shares with the adapted matrix, by the end of its name."""
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""What reading the header of a damaged file raises."""
 
 
 def check_peft(config: RunConfig) -> None:
-    """Refuse a run that needs peft where it is not installed. Raises UserError."""
+    """Refuse a run that needs peft if it is not installed. Raises UserError."""
     if config.trainer.lora.enabled and importlib.util.find_spec("peft") is None:
         raise UserError(
             "trainer.lora.rank is above 0, but peft is not installed: pip install 'asyncrl[lora]', "
@@ -66,11 +67,7 @@ def check_serving(config: RunConfig) -> None:
 
 
 def with_adapter(config: RunConfig, model: Path) -> RunConfig:
-    """The configuration with the adapter's directory as an absolute path.
-
-    Raises:
-        UserError: it is no adapter that training can start from, or the model has no such layers.
-    """
+    """Return the configuration with the adapter's absolute path. Raises UserError if unfit."""
     _check_targets(config.trainer.lora, model)
     given = config.trainer.lora.adapter
     if given is None:
@@ -90,7 +87,6 @@ def with_adapter(config: RunConfig, model: Path) -> RunConfig:
 
 
 def _check_targets(config: LoraConfig, model: Path) -> None:
-    """Refuse names of layers that no block of the model's files has."""
     if isinstance(config.targets, str):
         return
     try:
@@ -117,7 +113,7 @@ def _check_targets(config: LoraConfig, model: Path) -> None:
 
 
 def _why_not_of(adapter: Path, model: Path) -> str | None:
-    """Why an adapter is not one of this model, by the shapes in their files; None: it may be."""
+    """Say why an adapter does not fit this model, from the shapes in their files, or None."""
     file = adapter / TENSORS
     if (why := why_not_whole(file)) is not None:
         return f"{file} {why}; save or export the adapter again"
@@ -142,6 +138,6 @@ def _why_not_of(adapter: Path, model: Path) -> str | None:
 
 
 def _shapes(files: list[Path]) -> dict[str, list[int]]:
-    """Shapes of the tensors of safetensors files, by name. Raises some of `_DAMAGED`."""
+    """Return tensor shapes of safetensors files by name. Raises some of `_DAMAGED`."""
     tensors = [named for file in files for named in header_of(file).items()]
     return {name: list(one["shape"]) for name, one in tensors}

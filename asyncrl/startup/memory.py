@@ -1,4 +1,4 @@
-"""What memory the trainer of a run will need, and whether its device has that.
+"""Estimates the trainer's memory, and checks that its device has it.
 
 memory     trainer: 61 GiB of GPU 1 (80 GiB): moments 22 GiB, weights 17 GiB, gradients 12 GiB, ...
 """
@@ -33,25 +33,23 @@ _MIB = 2**20
 
 
 class Device(NamedTuple):
-    """Where the trainer computes."""
+    """The device on which the trainer computes."""
 
     name: str
     bytes: int | None
-    """None: not known."""
     on_gpu: bool
     ranks: int = 1
-    """Of the trainer, which share it."""
 
     @property
     def room(self) -> int | None:
-        """Bytes that a rank's step may need by estimate; None: not known."""
+        """Return the bytes that a rank's step may need by estimate; None if unknown."""
         if self.bytes is None:
             return None
         return int(FULL * self.bytes) if self.on_gpu else self.bytes // self.ranks
 
 
 def device_of(config: RunConfig, gpus: GpuPlan | None) -> Device | None:
-    """The trainer's device; None where another launcher places it."""
+    """Return the trainer's device; None if another launcher places it."""
     if config.launcher.kind != "local":
         return None
     if gpus is None or not gpus.trainer:
@@ -62,7 +60,7 @@ def device_of(config: RunConfig, gpus: GpuPlan | None) -> Device | None:
 
 
 def local_model(path: str) -> Path | None:
-    """The folder of a model by its path or id on the hub; None: it is not on this machine."""
+    """Return a model's folder by path or hub id; None if it is not on this machine."""
     if Path(path).is_dir():
         return Path(path)
     return hub.cached_model(path) if hub.is_id(path) else None
@@ -71,14 +69,11 @@ def local_model(path: str) -> Path | None:
 def shape_of(
     config: RunConfig, model: Path, count: int | None, sizes: Mapping[str, int] | None = None
 ) -> ModelShape | None:
-    """Of a model directory, with its critic; None: no config.json, or not that of a transformer.
+    """Return the shape of a model with its critic; None if it is not a known transformer.
 
-    Args:
-        config: of the run.
-        model: the directory.
-        count: parameters of the model; None: not known.
-        sizes: numbers of config.json by their usual names, for families with other names (GPT-2,
-            OPT), as `check_files` returns them.
+    `count` is the number of parameters, None if unknown. `sizes`, as `check_files` returns them,
+    hold numbers of config.json by their usual names, for families that use other names (GPT-2,
+    OPT).
     """
     try:
         found = json.loads((model / "config.json").read_bytes())
@@ -95,10 +90,10 @@ def shape_of(
 
 
 def memory_of(config: RunConfig, shape: ModelShape, *, on_gpu: bool) -> StepMemory:
-    """What the trainer of a run needs.
+    """Estimate the memory of the trainer.
 
-    With `trainer.dtype: auto`, a GPU is taken to be of capability 8.0 or above: the machine that
-    asks need not see it.
+    With `trainer.dtype: auto`, a GPU is assumed to have capability 8.0 or above: this machine may
+    not see it.
     """
     trainer = config.trainer.for_device(BFLOAT16_CAPABILITY if on_gpu else None)
     on_cpu = not on_gpu
@@ -110,12 +105,12 @@ def memory_of(config: RunConfig, shape: ModelShape, *, on_gpu: bool) -> StepMemo
 
 
 def samples_of(config: RunConfig) -> Samples:
-    """The largest samples that a run may have."""
+    """Return the largest samples that a run may have."""
     return Samples(config.engine.max_model_len, config.scheduler.group_size)
 
 
 def critic_parameters(config: RunConfig, policy: int) -> int:
-    """Parameters of the value model next to the policy's."""
+    """Return the number of the value model's parameters, in addition to the policy's."""
     critic = config.trainer.critic
     if not has_critic(config.trainer.algorithm) or critic.shared_trunk:
         return 0
@@ -123,10 +118,10 @@ def critic_parameters(config: RunConfig, policy: int) -> int:
 
 
 def memory_comment(config: RunConfig) -> str:
-    """A line of YAML's comments: what a training step needs, if the model is on this machine.
+    """Return a YAML comment with a training step's memory, if the model is on this machine.
 
-    The device is taken to be a GPU unless the configuration or the installed torch says otherwise:
-    the machine that asks need not be the one that trains.
+    A GPU is assumed unless the configuration or the installed torch says otherwise: another machine
+    may do the training.
     """
     path = config.model.path
     here = local_model(path)
@@ -140,7 +135,7 @@ def memory_comment(config: RunConfig) -> str:
 
 
 def memory_text(needs: StepMemory, device: Device | None) -> str:
-    """One line for people: what is needed, where, and of which kinds."""
+    """Describe the memory of a step: how much, where, and of which kinds."""
     kinds = ", ".join(f"{name} {size(count)}" for name, count in needs.kinds())
     where = "" if device is None else f" of {device.name}"
     if device is not None and device.bytes is not None:
@@ -152,12 +147,10 @@ def memory_text(needs: StepMemory, device: Device | None) -> str:
 
 
 def refuse_too_large(config: RunConfig, shape: ModelShape, device: Device) -> None:
-    """Refuse a step that this device has too little memory for.
+    """Refuse a step for which this device has too little memory.
 
-    A GPU must have `FULL` of what is estimated; a host what is needed however the estimate errs.
-
-    Raises:
-        UserError: with the settings that would help.
+    A GPU must have `FULL` of the estimate; a host must have what is needed even if the estimate
+    errs. Raises UserError with the settings that would help.
     """
     needs = memory_of(config, shape, on_gpu=device.on_gpu)
     room, least = device.room, needs.device if device.on_gpu else needs.least
@@ -186,7 +179,7 @@ def refuse_too_large(config: RunConfig, shape: ModelShape, device: Device) -> No
 
 
 def size(count: float) -> str:
-    """Bytes for people.
+    """Format bytes for the user.
 
     Example:
         >>> size(3 * 2**30), size(70 * 2**30), size(5 * 2**20)

@@ -1,8 +1,8 @@
-"""Refuse model files that cannot be the whole model, and prompts that it has no tokens for.
+"""Refuses incomplete model files, and prompts with tokens that the model does not have.
 
-A download that was cut off, a bad conversion or a clone without Git LFS would otherwise show as a
-traceback in a process that has started, on a cluster after minutes, or not at all: transformers
-makes up weights that the files lack.
+A truncated download, a bad conversion or a clone without Git LFS would otherwise show as a
+traceback in a running process, after minutes on a cluster, or not at all: transformers initialises
+weights that the files lack.
 """
 
 from __future__ import annotations
@@ -39,17 +39,12 @@ from asyncrl.wire.transport.atomic_files import write_atomically
 _ADAPTER = "adapter_config.json"
 _AGAIN = "; download or save the model again"
 _SHOWN = 5
-"""Names of tensors in an error."""
 _TRIAL_SECONDS = 300.0
 _OTHER_FORMATS = ("pytorch_model*.bin", "*.pth", "*.gguf", "consolidated*.safetensors")
 
 
 def description_of(directory: Path, setting: str) -> dict[str, Any]:
-    """What config.json says, of a nested model its text part; empty if it is not here.
-
-    Raises:
-        ModelError: it is no JSON; `setting` is the one that names the directory.
-    """
+    """Return config.json, or its text part if nested; empty if missing. Raises ModelError."""
     file = directory / "config.json"
     try:
         found = json.loads(file.read_bytes()) if file.is_file() else {}
@@ -60,18 +55,11 @@ def description_of(directory: Path, setting: str) -> dict[str, Any]:
 
 
 def check_files(model: Path, setting: str = "model.path", *, needs_head: bool = True) -> Loaded:
-    """Refuse a directory that does not hold a whole causal language model. A hub id is none.
+    """Refuse a directory that does not hold a complete causal language model.
 
-    Args:
-        model: the directory.
-        setting: of the user's, which named it.
-        needs_head: the output embeddings are used (a critic has its own).
-
-    Returns:
-        What transformers makes of the directory without reading weights.
-
-    Raises:
-        ModelError: names folder, file and tensor.
+    Return what transformers finds in it without reading weights. A hub id is not a directory.
+    `setting` is the user's, which names the directory. With `needs_head`, the output embeddings are
+    used (a critic has its own). Raises ModelError with folder, file and tensor.
     """
     if not (model / "config.json").is_file():
         return Loaded()  # an id of the hub, or what `check_directory` refuses
@@ -102,11 +90,7 @@ def check_files(model: Path, setting: str = "model.path", *, needs_head: bool = 
 
 
 def check_numbers(model: Path) -> None:
-    """Refuse weights that are not finite, by reading them all. (A trainer does so when it loads.)
-
-    Raises:
-        ModelError: names the file and tensors.
-    """
+    """Refuse weights that are not finite, by reading them all. Raises ModelError."""
     import torch
     from safetensors import safe_open
 
@@ -126,7 +110,7 @@ def check_numbers(model: Path) -> None:
 
 
 def unexpected_line(model: Path, found: Loaded) -> str | None:
-    """A sentence about tensors that the model does not use; None: there are none."""
+    """Return a sentence about tensors that the model does not use, or None."""
     if not found.unexpected:
         return None
     return (
@@ -150,7 +134,7 @@ def check_vocabulary(model: Path, task: Task) -> None:
 
 
 def _check_weight_files(model: Path, setting: str) -> None:
-    """Refuse weights that are not there or not whole, and a second source of them."""
+    """Refuse missing or incomplete weights, and a second source of weights."""
     if (model / _ADAPTER).is_file():
         raise ModelError(
             f"{setting}: {model} holds a PEFT adapter next to the model ({_ADAPTER}), and "
@@ -173,7 +157,6 @@ def _check_weight_files(model: Path, setting: str) -> None:
 
 
 def _check_description(model: Path, setting: str) -> None:
-    """Refuse kinds of models that config.json names and that cannot be trained."""
     file = model / "config.json"
     try:
         found = json.loads(file.read_bytes())
@@ -196,14 +179,13 @@ def _check_description(model: Path, setting: str) -> None:
 
 
 def _is_known(description: dict[str, Any]) -> bool:
-    """Transformers has a model of this type, whose own code in the folder is not needed."""
+    """Return True if transformers has this model type, so the folder's own code is not needed."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return description.get("model_type") in CONFIG_MAPPING_NAMES
 
 
 def _instead_of(model: Path) -> str:
-    """What to do where there are weights of another format."""
     for pattern in _OTHER_FORMATS:
         if other := sorted(model.glob(pattern)):
             return (
@@ -223,7 +205,7 @@ def _also(unexpected: Sequence[str]) -> str:
 
 
 def _loaded(model: Path) -> Loaded:
-    """What `loading_trial` says; kept, as it depends on config.json and the headers only."""
+    """Return the result of `loading_trial`, cached by config.json and the headers."""
     seen = hashlib.blake2b(digest_size=16)
     for part in (
         importlib.metadata.version("transformers"),
@@ -245,7 +227,7 @@ def _loaded(model: Path) -> Loaded:
 
 
 def tried(model: Path) -> Loaded:
-    """What `loading_trial` says, in a process of its own."""
+    """Run `loading_trial` in a separate process and return its result."""
     command = [sys.executable, "-P", "-m", "asyncrl.startup.loading_trial", str(model)]
     try:
         done = subprocess.run(
@@ -261,7 +243,7 @@ def tried(model: Path) -> Loaded:
 
 
 def why_not_whole(file: Path) -> str | None:
-    """What is wrong with a safetensors file, by its size; None: nothing. Raises OSError."""
+    """Say what is wrong with a safetensors file's size, or return None. Raises OSError."""
     if is_pointer(file):
         return POINTER_ADVICE
     try:

@@ -1,7 +1,7 @@
-"""Refuse what cannot train, before anything is made or started.
+"""Refuses, before a process starts, inputs that cannot be trained on.
 
-Rows that a reward cannot judge, an algorithm that does not suit the run, sequences that are longer
-than the model reads, and a critic of another vocabulary.
+These are rows that a reward cannot judge, an unsuitable algorithm, sequences longer than the model
+reads, and a critic with another vocabulary.
 """
 
 from __future__ import annotations
@@ -30,14 +30,10 @@ _NEED_ANSWERS = ("arithmetic", "exact_match", "math_verify")
 
 
 def check_rows(config: RunConfig, task: Task) -> list[str]:
-    """Look at every row that is trained on or held out, once for each reward.
+    """Check every training and held-out row, once for each reward.
 
-    Returns:
-        Warnings about tests that a program can pass without being right, one for each reward.
-
-    Raises:
-        DataError: a row has no answer or no tests, a reward needs them, and a failed reward ends
-            the run.
+    Return a warning for each reward whose tests a wrong program can pass. Raises DataError if a row
+    lacks an answer or tests that a reward needs, and a failed reward ends the run.
     """
     warnings = []
     for function in config.rewards.functions:
@@ -57,7 +53,7 @@ def check_rows(config: RunConfig, task: Task) -> list[str]:
 
 
 def _tests_of(config: RunConfig, function: RewardFunctionConfig, prompt: Prompt) -> list[Test]:
-    """The tests that a reward judges a row's programs by. Raises DataError, see `check_rows`."""
+    """Return the tests by which a reward judges a row's programs. Raises DataError."""
     why, tests, column = None, list[Test](), function.args.get("tests", TESTS)
     if function.name in _NEED_ANSWERS and prompt.example.get("answer") is None:
         why = "it has no reference answer; name its field with task.answer_field"
@@ -74,15 +70,10 @@ def _tests_of(config: RunConfig, function: RewardFunctionConfig, prompt: Prompt)
 
 
 _SECONDS = 120.0
-"""Longest wait for it; it imports torch."""
 
 
 def check_algorithm(config: RunConfig) -> None:
-    """Load and try the class of `trainer.algorithm`, if it is one of the user's.
-
-    Raises:
-        UserError: it cannot be used; the message says why.
-    """
+    """Load and try the class of `trainer.algorithm`, if it is the user's. Raises UserError."""
     name = config.trainer.algorithm
     if not is_own(name):
         return
@@ -110,20 +101,20 @@ def check_algorithm(config: RunConfig) -> None:
 
 
 _BY_LENGTH = {"dynamic", "longrope", "su"}
-"""Kinds of rotary embedding that have other angles in long sequences; su is longrope's old name."""
+"""Rotary embeddings whose angles differ in long sequences; su is longrope's former name."""
 _ORIGINAL = "original_max_position_embeddings"
 
 
 def check_builtin_positions(config: RunConfig) -> None:
-    """Refuse what no built-in model reads, before one is made. Raises UserError."""
+    """Refuse sequences too long for all built-in models, before one is made. Raises UserError."""
     if config.model.path.startswith("builtin:"):
         _check(config, POSITIONS)
 
 
 def check_positions(config: RunConfig, model: Path) -> None:
-    """Refuse what the embedded engine's model does not read. Raises UserError.
+    """Refuse sequences too long for the embedded engine's model. Raises UserError.
 
-    vLLM and SGLang have rules of their own for models whose positions are scaled.
+    vLLM and SGLang have their own rules for models with scaled positions.
     """
     described = description_of(model, "model.path")
     if any(engine.kind == "torch" for engine in config.engines):
@@ -134,7 +125,7 @@ def check_positions(config: RunConfig, model: Path) -> None:
 
 
 def _check_angles(config: RunConfig, described: dict[str, Any]) -> None:
-    """Refuse lengths at which rotary angles are those of a batch, not of a position."""
+    """Refuse lengths at which rotary angles depend on the batch instead of the position."""
     wanted = config.engine.max_model_len
     found = described.get("rope_parameters") or described.get("rope_scaling") or {}
     for one in (found, *found.values()):  # of some models one for each kind of layer
@@ -166,16 +157,11 @@ _SETTING = "trainer.critic.model"
 
 
 def with_critic(config: RunConfig, model_path: str, tokenizer: Any) -> RunConfig:
-    """The configuration with the critic's directory as an absolute path.
+    """Return the configuration with the critic's directory as an absolute path.
 
-    Args:
-        config: of the run.
-        model_path: directory of the policy, or its id on the hub.
-        tokenizer: the policy's.
-
-    Raises:
-        UserError: the critic is no model directory, has another vocabulary or tokenizer than the
-            policy, or reads shorter sequences than the run has.
+    `model_path` and `tokenizer` are the policy's. Raises UserError if the critic is not a model
+    directory, has another vocabulary or tokenizer than the policy, or reads shorter sequences than
+    the run has.
     """
     given = config.trainer.critic.model
     if given is None:

@@ -1,7 +1,7 @@
-"""Refuse settings that this machine or the user's reward functions cannot satisfy.
+"""Refuses settings that this machine or the user's reward functions cannot satisfy.
 
-These checks look at the machine, so they cannot be made where a configuration is read. They run
-before the model is made, before any data is read and before a process or a run folder exists.
+These checks need the machine, so they are not part of reading a configuration. They run before the
+model is made, data is read, and a process or a run folder exists.
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ from asyncrl.user_code.loading import check_name
 
 
 def check_machine(config: RunConfig) -> None:
-    """Refuse engines and numbers of threads that this machine does not have.
-
-    Raises:
-        UserError: the message names the setting and what this machine has.
-    """
+    """Refuse engines and numbers of threads that this machine lacks. Raises UserError."""
     _check_engine(config)
     check_peft(config)
     check_serving(config)
@@ -98,13 +94,10 @@ def _check_tracing() -> None:
 def check_rewards(config: RewardConfig) -> None:
     """Load every reward function and check its arguments.
 
-    Functions of the user's own are loaded in a reward worker, never in this process. A judge is
-    asked a trial question, a reward server for a trial score.
-
-    Raises:
-        RewardError: there is no such function, it does not take the given arguments, or its module
-            fails while it is imported.
-        UserError: a server does not answer, or refuses.
+    The user's functions are loaded in a reward worker, never in this process. A judge is asked a
+    trial question, a reward server for a trial score. Raises RewardError if a function does not
+    exist or does not take the given arguments, or if its module fails to import; UserError if a
+    server does not answer, or refuses.
     """
     for function in config.functions:
         if function.name in BUILTIN:
@@ -128,11 +121,10 @@ def check_rewards(config: RewardConfig) -> None:
 
 
 def check_environment(config: RunConfig) -> None:
-    """Load the environment in a worker of its own and check its arguments.
+    """Load the environment in its own worker and check its arguments.
 
-    Raises:
-        RewardError: there is none of that name, it does not take the given arguments, or its module
-            fails while it is imported.
+    Raises RewardError if it does not exist or does not take the given arguments, or if its module
+    fails to import.
     """
     if config.environment.name is not None:
         environment = config.environment.model_copy(update={"workers": 1})

@@ -1,21 +1,19 @@
-"""Find every mistake of the user's that can be found before a run starts.
-
-How a generator and the trainer divide the memory of a GPU that they share.
+"""Checks and prepares the inputs of a run, and divides a GPU that is shared.
 
     |<---------------------------------- 98% of the GPU ---------------------------------->|
     | trainer: its step, as 92% of this part | weights | KV | the engine's process | left  |
 
-The trainer gets what its step needs (`trainer.model.memory_estimate`), and the engine the rest, but
-no more KV than its slots can fill. vLLM and SGLang are told the size of their KV, so neither
-measures what is free, and both may start before, after or while the trainer does. They go on
-generating while the trainer computes: no memory is handed to and fro.
+The trainer gets the memory of its step (`trainer.model.memory_estimate`), and the engine the rest,
+but not more KV than its slots can fill. vLLM and SGLang receive the size of their KV, so they do
+not measure free memory and may start before, after or during the trainer's start. They keep
+generating while the trainer computes: memory is never handed over.
 
-The share that they are told besides is checked against free memory at their start:
+Both engines also check a share of the memory at their start:
 
     vLLM    utilization * total <= free               free may lack all of the trainer's part
     SGLang  KV <= free now - (1 - fraction) * free at its start
 
-so vLLM is told the share of its own part, and SGLang the share of everything but its process.
+so vLLM receives the share of its own part, and SGLang the share of everything but its process.
 """
 
 from __future__ import annotations
@@ -68,32 +66,30 @@ from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
 from asyncrl.trainer.model.memory_estimate import FULL, GIB, ModelShape, StepMemory, remedies
 
 USABLE = 0.98
-"""Of what nvidia-smi gives; the driver keeps the rest to itself."""
+"""Usable share of the memory that nvidia-smi reports; the driver keeps the rest."""
 _PROCESS = int(1.5 * GIB)
-"""Of an engine besides weights, KV and `engine.logits_mib`: CUDA's context, graphs, activations."""
+"""Memory of an engine besides weights, KV and `engine.logits_mib`: CUDA context, graphs,
+activations."""
 _ROOM = 1.1
-"""KV beyond what all slots can fill, for blocks that are not whole and steps in flight."""
+"""Factor of the KV that all slots can fill, for partial blocks and steps in flight."""
 _FINER = 10_000
-"""Shares are given to four decimals."""
 _WRITTEN = "(a run writes both to its config.yaml when it starts)"
-"""For whoever resumes from a config.yaml, and has set neither the KV nor the share."""
+"""Hint for users who resume from a config.yaml and have set neither the KV nor the share."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineNeeds:
-    """Bytes of a generator's engine on the GPU that it shares."""
+    """Memory of a generator's engine on the GPU that it shares, in bytes."""
 
     weights: int
-    """With `engine.weight_staging: device` twice."""
+    """Weights, twice with `engine.weight_staging: device`."""
     request: int
-    """KV of one request of the greatest length."""
     slots: int
-    """Requests that run at once."""
     process: int
 
     @classmethod
     def of(cls, shape: ModelShape, engine: EngineConfig, drafts: int) -> EngineNeeds:
-        """From the settings of one generator; `drafts` are tokens that a row may draft."""
+        """Compute the needs of one generator; `drafts` is the number of draft tokens per row."""
         width = 4 if engine.weights_dtype(on_cpu=False) == "float32" else 2
         copies = 2 if engine.weight_staging == "device" else 1
         heads = max(1, shape.kv_heads // engine.gpus)
@@ -104,12 +100,12 @@ class EngineNeeds:
 
     @property
     def without_kv(self) -> int:
-        """Weights and process."""
+        """Bytes of weights and process."""
         return self.weights + self.process
 
     @property
     def most_kv(self) -> int:
-        """KV that can be of use."""
+        """Largest useful KV in bytes."""
         return int(_ROOM * self.slots * self.request)
 
 
@@ -124,30 +120,23 @@ class Division:
 
     @property
     def fits(self) -> bool:
-        """Whether both sides have what they were given, with KV for one request at least."""
+        """Return True if both sides fit, with KV for one request at least."""
         used = self.trainer + self.engine.without_kv + self.kv
         return self.kv >= self.engine.request and used <= USABLE * self.total
 
     @property
     def utilization(self) -> float:
-        """The engine's part, as a share that vLLM asks to be free (`request_memory`)."""
+        """Return the engine's share, which vLLM requires to be free (`request_memory`)."""
         return math.ceil(_FINER * (self.engine.without_kv + self.kv) / self.total) / _FINER
 
     @property
     def fraction(self) -> float:
-        """Of SGLang (`_profile_available_bytes`): all but what its process needs besides."""
+        """Return SGLang's share (`_profile_available_bytes`): all but its process."""
         return math.floor(_FINER * (1 - self.engine.process / self.total)) / _FINER
 
 
 def divide(total: int, trainer: StepMemory, engine: EngineNeeds, kv: int | None = None) -> Division:
-    """Divide a GPU.
-
-    Args:
-        total: bytes of the GPU.
-        trainer: what its step needs.
-        engine: what the generator's engine needs.
-        kv: bytes of KV, where that is given; None: what is left, as far as slots can use it.
-    """
+    """Divide `total` bytes of a GPU; a `kv` of None means all that is left and can be used."""
     mine = math.ceil(trainer.device / FULL)
     left = int(USABLE * total) - mine - engine.without_kv
     return Division(total, mine, engine, min(left, engine.most_kv) if kv is None else kv)
@@ -156,19 +145,11 @@ def divide(total: int, trainer: StepMemory, engine: EngineNeeds, kv: int | None 
 def with_shared_gpu(
     config: RunConfig, gpus: GpuPlan | None, shape: ModelShape | None
 ) -> tuple[RunConfig, str | None]:
-    """The configuration with the division of a shared GPU, and a line for people.
+    """Return the configuration with the division of a shared GPU, and a line for the user.
 
-    Args:
-        config: of the run.
-        gpus: of each process; None: there are none.
-        shape: of the model; None: not known.
-
-    Returns:
-        The configuration, in which `launcher.colocate` is decided and the engine has its sizes, and
-        the line; None where nothing is shared.
-
-    Raises:
-        UserError: both do not fit, or vLLM or SGLang would have to guess.
+    The configuration has `launcher.colocate` decided and the engine's sizes set. The line is None
+    if no GPU is shared. `gpus` and `shape` are None if there are none or it is unknown. Raises
+    UserError if both sides do not fit, or if vLLM or SGLang would have to guess.
     """
     if gpus is None or not gpus.trainer or not gpus.generators[0]:
         return config, None
@@ -195,12 +176,12 @@ def with_shared_gpu(
 
 
 def drafts_of(config: RunConfig) -> int:
-    """Tokens that a row may draft."""
+    """Return the number of tokens that a row may draft."""
     return config.cache.draft_tokens if config.cache.enabled else 0
 
 
 def _given_kv(engine: EngineConfig, needs: EngineNeeds, total: int) -> int | None:
-    """KV as the user has set it, or what the share that was set leaves; None: neither is set."""
+    """Return the KV from the user's setting or share; None if neither is set."""
     if engine.kind == "torch":
         return needs.slots * needs.request
     if engine.kind == "vllm":
@@ -216,11 +197,7 @@ def _given_kv(engine: EngineConfig, needs: EngineNeeds, total: int) -> int | Non
 
 
 def _told(config: RunConfig, engine: EngineConfig, found: Division) -> RunConfig:
-    """The configuration in which the engine has the sizes of a division.
-
-    Raises:
-        UserError: a share that is set does not go with the size of KV that is set.
-    """
+    """Return the configuration with the engine's sizes of a division. Raises UserError."""
     if engine.kind == "torch":  # allocates its slots at its start, and asks nothing
         return config
     gib = math.floor(1000 * found.kv / GIB) / 1000
@@ -264,7 +241,6 @@ def _fraction(given: SglangConfig, found: Division) -> float:
 
 
 def _not_divided(engine: EngineConfig, gpus: GpuPlan, shape: ModelShape | None) -> str:
-    """The line where sizes are not known. Raises UserError: an engine would have to guess."""
     what = f"the memory of {gpus.trainer[0]}" if shape is not None else "the size of the model"
     ours = engine.vllm if engine.kind == "vllm" else engine.sglang
     if engine.kind != "torch" and ours.kv_cache_gib is None:
@@ -298,7 +274,6 @@ def _too_small(
     found: Division,
     trainer: StepMemory,
 ) -> str:
-    """What each side needs, and what would fit."""
     needs, ways = found.engine, []
     kv = max(found.kv, needs.request)
     room = int(FULL * (USABLE * found.total - needs.without_kv - kv))
@@ -334,20 +309,17 @@ class Prepared:
 
     config: RunConfig
     model_path: str
-    """A local model directory."""
     task: Task
     gpus: GpuPlan | None = None
-    """Of each process; None: there are none to hand out."""
+    """The GPUs of each process; None if none are assigned."""
 
 
 def prepare(config: RunConfig, console: Console) -> Prepared:
     """Check the machine and the rewards, make or find the model, load the data.
 
-    Says in seven lines what the run is about to do; one more with an environment, and up to three
-    on GPUs. Creates no run folder.
-
-    Raises:
-        UserError: this machine, the model, the data or a reward cannot be used.
+    Prints seven lines about the run, one more with an environment, and up to three on GPUs. It does
+    not create a run folder. Raises UserError if the machine, the model, the data or a reward cannot
+    be used.
     """
     check_machine(config)
     check_builtin_positions(config)
@@ -415,7 +387,7 @@ def _with_drafts(config: RunConfig, gpus: GpuPlan | None, prompts: int) -> tuple
 def _memory(
     config: RunConfig, gpus: GpuPlan | None, shape: ModelShape | None
 ) -> tuple[StepMemory | None, Device | None]:
-    """What the trainer needs and where. Raises UserError: its device has less."""
+    """Return the trainer's memory and its device. Raises UserError if the device has less."""
     device = device_of(config, gpus)
     if shape is None:
         return None, device
@@ -425,7 +397,6 @@ def _memory(
 
 
 def _check_prompts(config: RunConfig, task: Task) -> None:
-    """Refuse prompts that leave no room for a response."""
     room = config.engine.max_model_len - config.sampling.max_tokens
     sets = held_out_sets(task).values()
     for prompt in itertools.chain(task.train, *sets):

@@ -1,4 +1,4 @@
-"""Seven lines that say what a run is about to do; more with an environment or a shared GPU.
+"""Writes seven lines about a starting run; more with an environment or a shared GPU.
 
 model      /models/qwen3-1.7b: qwen3, 1.7 billion parameters
 data       gsm8k.jsonl: 7,200 prompts to train on, 273 held out; 100 steps of 16 prompts x 8 samples
@@ -32,16 +32,11 @@ from asyncrl.wire.weights.layout import SHARED_MEMORY
 _PROCESS = 0.6 * 2**30
 """Bytes of a process that has loaded torch, measured on a CPU (PSS)."""
 _TRAINED, _MOMENTS = 8, 8
-"""Bytes a parameter: weights and gradients, and Adam's two moments, which ranks share; float32."""
+"""Bytes per parameter in float32: weights and gradients; and Adam's moments, which ranks share."""
 
 
 def model_line(config: RunConfig, model: str) -> str:
-    """The model's name, family and size.
-
-    Args:
-        config: of the run.
-        model: directory, or an id of the hub whose files are not here yet.
-    """
+    """Describe name, family and size of `model`, a directory or a hub id not yet downloaded."""
     found = Path(model) / "config.json"
     family = json.loads(found.read_bytes()).get("model_type", "") if found.is_file() else ""
     count = parameters(Path(model))
@@ -50,7 +45,7 @@ def model_line(config: RunConfig, model: str) -> str:
 
 
 def data_line(config: RunConfig, task: Task) -> str:
-    """Where the prompts come from, how many there are, and how many a step takes."""
+    """Describe the source and number of the prompts, and the size of a step."""
     scheduler, steps = config.scheduler, config.run.steps
     source = config.task.path if config.task.kind == "dataset" else f"built-in {config.task.kind}"
     per_step = f"{scheduler.groups_per_step:,} prompts x {scheduler.group_size:,} samples"
@@ -63,7 +58,7 @@ def data_line(config: RunConfig, task: Task) -> str:
 
 
 def shared_prompts(task: Task) -> list[str]:
-    """A warning for each set of `evaluation.sets` with prompts that are also trained on."""
+    """Return a warning for each set of `evaluation.sets` that shares prompts with training."""
     if not task.evaluation_sets:
         return []
     trained = {prompt.tokens.tobytes() for prompt in task.train}
@@ -80,7 +75,7 @@ def shared_prompts(task: Task) -> list[str]:
 
 
 def mode_line(config: RunConfig) -> str:
-    """How old a sample's tokens may be, and what that promises."""
+    """Describe the allowed age of a sample's tokens, and the resulting guarantee."""
     mode, steps = config.scheduler.on_update, config.scheduler.max_off_policy_steps
     lag = f"up to {steps:,} step{'' if steps == 1 else 's'} off-policy"
     if mode == "verify":
@@ -100,7 +95,7 @@ def mode_line(config: RunConfig) -> str:
 
 
 def training_line(config: RunConfig) -> str:
-    """What the gradient estimates, of which groups, and what is done about stale tokens."""
+    """Describe the gradient's estimator, the groups, and the treatment of stale tokens."""
     trainer, stale = config.trainer, config.scheduler.max_off_policy_steps > 0
     found = estimate_of(trainer, stale=stale)
     inexact = _inexact(config)
@@ -124,7 +119,7 @@ def training_line(config: RunConfig) -> str:
 
 
 def _inexact(config: RunConfig) -> list[str]:
-    """Settings that change which tokens or samples are trained on, without a correction."""
+    """Return settings that change the trained tokens or samples without a correction."""
     found = ["cache.reuse: lenient"] if config.cache.reuse == "lenient" else []
     if config.scheduler.sample_deadline_seconds is not None:
         found.append("scheduler.sample_deadline_seconds")
@@ -132,12 +127,10 @@ def _inexact(config: RunConfig) -> list[str]:
 
 
 def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -> str:
-    """Which processes there will be, where, and the memory that they need at least.
+    """Describe the processes, their devices, and the memory that they need at least.
 
-    Args:
-        config: of the run.
-        gpus: of each process; None: the launcher places them, or there are none.
-        count: parameters of the model; None: not known yet.
+    `gpus` is None if the launcher places them or there are none; `count`, the number of parameters,
+    is None if unknown.
     """
     launcher, ranks = config.launcher, config.trainer.ranks
     on_cpu = launcher.kind == "local" and (gpus is None or not gpus.generators[0])
@@ -172,13 +165,13 @@ def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -
 
 
 def memory_line(needs: StepMemory | None, device: Device | None) -> str:
-    """What memory a training step will need, by kind; None: it is not known yet."""
+    """Describe the memory of a training step by kind; None if it is unknown."""
     text = "not known before the model is here" if needs is None else memory_text(needs, device)
     return f"{'memory':<10} {text}"  # numbers, and whole: what is cut off may be what matters
 
 
 def turns_line(config: RunConfig, traits: Traits | None) -> str:
-    """How samples of several turns come about; traits None: the environment was not tried."""
+    """Describe samples of several turns; `traits` is None if the environment was not tried."""
     environment = config.environment
     back = "not tried"
     if traits is not None:
@@ -197,7 +190,7 @@ def turns_line(config: RunConfig, traits: Traits | None) -> str:
 
 
 def results_line(config: RunConfig) -> str:
-    """Where the results are."""
+    """Describe the place of the results."""
     return _line("results", f"{config.directory}: report.html, result.json, checkpoints/")
 
 
@@ -218,12 +211,6 @@ def _names(gpus: Sequence[Gpu]) -> str:
 
 
 def _counted(count: int) -> str:
-    """A number of parameters for people.
-
-    Example:
-        >>> _counted(3_159_296), _counted(70_553_706_496)
-        ('3.2 million', '70.6 billion')
-    """
     for unit, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"

@@ -1,1 +1,1 @@
-"""How users watch and steer an active run: control socket, commands, status stream, signals."""
+"""Users' access to an active run: control socket, commands, status stream, signals."""

@@ -1,4 +1,4 @@
-"""User requests to an active run: both ends of `asyncrl status|watch|stop|pause|resume|...`."""
+"""Both ends of the socket for `asyncrl status|watch|stop|pause|resume|...`."""
 
 from __future__ import annotations
 
@@ -25,20 +25,15 @@ from asyncrl.wire.transport.refusals import Refusals
 logger = logging.getLogger(__name__)
 
 REPLY_SECONDS = 10.0
-"""Longest wait of the command line for the controller's reply."""
 
 _REQUEST_BYTES = 1 << 16
-"""Longest request that the controller accepts."""
 _QUEUED_REQUESTS = 100
-"""Requests, and replies that nobody reads, that may wait for each peer."""
 
 _AT_ONCE = 200
-"""Requests that are being answered at the same time."""
 
 _HUB = "user"
 
 Answer = Callable[[str, control.Request], Awaitable[control.Reply | msgspec.Raw]]
-"""What a peer's request is answered."""
 
 _ENDINGS = {
     "done": "is done",
@@ -46,19 +41,15 @@ _ENDINGS = {
     "failed": "failed",
     None: "was killed",
 }
-"""`RunState.ended` in words."""
 
 
 def control_key_file(run: Path) -> Path:
-    """The file of the key with which users talk to the controller of the run in this folder.
-
-    The key is good for that socket only. It is made at each start of the run.
-    """
+    """Return the file of the key for the run's control socket, made anew at each start."""
     return run / "control.key"
 
 
 def user_hub(address: str, key: RunKey, refusals: Refusals) -> Hub[control.Request]:
-    """The socket on which the controller takes the requests of users."""
+    """Open the socket on which the controller takes the requests of users."""
     return Hub(
         address,
         key.hub(_HUB),
@@ -74,10 +65,10 @@ async def serve_control(
     answer: Callable[[control.Request], Awaitable[control.Reply | msgspec.Raw]],
     view: Callable[[], control.ViewReply],
 ) -> None:
-    """Answer requests and show the run to those who watch, until cancelled.
+    """Answer requests and show the run to watchers, until cancelled.
 
-    A request that fails is refused. One that takes long (a checkpoint) holds up no other. At most
-    `_AT_ONCE` are being answered.
+    A request that fails is refused. A slow one (a checkpoint) does not delay others; at most
+    `_AT_ONCE` are answered at once.
     """
     audience = Audience(hub, view)
 
@@ -119,15 +110,14 @@ async def _answer(
 def ask(run: Path, request: control.Request) -> control.Reply:
     """Send a request to the controller of a run and wait for the reply.
 
-    Raises:
-        UserError: the run is not active, or its sockets cannot be trusted.
-        NoReply: the controller did not answer in time.
+    Raises UserError if the run is not active or its sockets cannot be trusted, and NoReply if the
+    controller does not answer in time.
     """
     return asyncio.run(send_order(run, request))
 
 
 async def send_order(run: Path, request: control.Request) -> control.Reply:
-    """As `ask`, for callers with an event loop."""
+    """Send an order like `ask`, for callers with an event loop."""
     address, key = _door(run)
     try:
         return await send_request(address, key, request, _patience(run, request))
@@ -137,19 +127,18 @@ async def send_order(run: Path, request: control.Request) -> control.Reply:
 
 
 def _patience(run: Path, request: control.Request) -> float:
-    """Longest wait for the answer, in seconds; to `checkpoint`, until it is on the disk."""
+    """Return the seconds to wait for an answer; `checkpoint` is answered after the write."""
     if not isinstance(request, control.CheckpointRequest):
         return REPLY_SECONDS
     return REPLY_SECONDS + load_config(run / "config.yaml").launcher.checkpoint_seconds
 
 
 def open_line(run: Path) -> Line[control.Reply]:
-    """A connection to the controller of a run, for many requests. Raises UserError, as `ask`."""
+    """Connect to the controller of a run, for many requests. Raises UserError, as `ask`."""
     return _line(*_door(run))
 
 
 def _door(run: Path) -> tuple[str, RunKey]:
-    """Where the controller of a run takes requests, and the key for it. Raises UserError."""
     state = read_state(run)
     if state is None or not is_alive(run):
         ended = _ENDINGS[None if state is None else state.ended]

@@ -6,9 +6,9 @@ third     exit now
 
 SIGHUP only counts as a first one: when a terminal is closed, both the kernel and the shell send it.
 
-The handlers are Python's own and not the event loop's, so that they also run while the loop is
-busy. Whenever the run is ended, its folder can be resumed: every checkpoint is complete or absent,
-and each step's record is one write.
+The handlers are Python's own instead of the event loop's, so that they also run while the loop is
+busy. A run that has ended can always be resumed: every checkpoint is complete or absent, and each
+step's record is one write.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stoppable(Protocol):
-    """What the signals end: the controller."""
+    """The controller, as the signals end it."""
 
     async def stop(self) -> None:
         """Finish the current step, then end the run."""
@@ -43,11 +43,9 @@ class Stoppable(Protocol):
 class Interrupts:
     """The signals that one run has received.
 
-    Args:
-        run: is stopped by the first signal and fails by the second.
-        kill: kills the run's processes. Called from a signal handler or another thread.
-        clean_up: removes what an immediate exit would leave behind, quickly.
-        say: tells the user what happens.
+    The first signal stops `run`, the second makes it fail. `kill` ends the run's processes, and may
+    be called from a signal handler or another thread. `clean_up` quickly removes what an immediate
+    exit would leave behind. `say` informs the user.
     """
 
     def __init__(
@@ -69,8 +67,7 @@ class Interrupts:
     def handled(self) -> Iterator[None]:
         """Handle the signals inside the block. Call from the main thread, in a running loop.
 
-        Raises:
-            Interrupted: at the end of the block, if a second signal came in it.
+        Raises Interrupted at the end of the block if it received a second signal.
         """
         loop = asyncio.get_running_loop()
 
@@ -118,7 +115,6 @@ class Interrupts:
             self._run.fail(error)
 
     def _exit(self) -> None:
-        """Exit now, whatever waits or blocks."""
         try:
             self._kill()
             self._clean_up()

@@ -1,4 +1,4 @@
-"""Which settings `asyncrl set` changes while a run trains, from when on, and why not the others."""
+"""Decides which settings `asyncrl set` may change during a run, and when they take effect."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from asyncrl.suggestions import nearest, shortened
 
 
 def check_is_safe(key: str, config: RunConfig) -> When:
-    """From when on a live run has a setting that is changed now.
+    """Return when a change of this setting takes effect in a live run.
 
-    Raises:
-        ConfigError: there is no such setting.
-        UserError: a live run does not take it; the message says why, and what to do instead.
+    Raises ConfigError for an unknown setting, and UserError, with the reason and an alternative,
+    for one that a live run cannot change.
     """
     if key in LIVE:
         return RULES[key].when
@@ -38,7 +37,7 @@ def check_is_safe(key: str, config: RunConfig) -> When:
 
 
 def _similar(key: str, known: dict[str, bool]) -> str:
-    """A setting with a similar name: the whole, or the last part in any section."""
+    """Return a setting with a similar name: the whole, or the last part in any section."""
     last = key.rpartition(".")[2]
     same = [one for one in known if one.rpartition(".")[2] == last]
     if same:
@@ -47,7 +46,6 @@ def _similar(key: str, known: dict[str, bool]) -> str:
 
 
 def _keys(model: type[BaseModel], outer: str = "") -> list[tuple[str, bool]]:
-    """Every key below a model, and whether it is a section."""
     found = []
     for name, field in model.model_fields.items():
         inner: Any = field.annotation

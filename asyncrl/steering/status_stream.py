@@ -1,12 +1,11 @@
-"""Those who watch a run: all are sent the same bytes, once a second, without asking again.
+"""Streams the run's status to all watchers: the same bytes, once a second.
 
     WatchRequest ──► the newest view, and a place in the audience for WATCH_SECONDS
     once a second ──► one view is made and encoded, and sent to the whole audience
 
-Without an audience nothing is made. A watcher that is gone is forgotten when it is sent something;
-one that takes nothing, when its time is over. Until then at most one view per second waits for it.
-
-What the controller tells users of a run: made once in a while, encoded once, for all of them.
+Views are made only if there is an audience. A watcher that is gone is forgotten at the next view,
+one that does not read when its time is over. Until then at most one view per second is queued for
+it.
 """
 
 from __future__ import annotations
@@ -26,12 +25,10 @@ from asyncrl.wire.messages import control
 
 
 class EncodedOnce:
-    """A reply that is made and encoded at most once in an interval, however many ask.
+    """A reply that is made and encoded at most once in an interval, however many clients ask.
 
-    Args:
-        make: makes it.
-        seconds: length of the interval, and the greatest age of what `reply` gives.
-        clock: monotonic seconds.
+    `make` makes it; `seconds` is the interval, and the maximum age of the result of `reply`;
+    `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -48,13 +45,13 @@ class EncodedOnce:
 
     @property
     def seconds_left(self) -> float:
-        """Until it is old; 0 if it is, or has never been made."""
+        """Return the seconds until it is old; 0 if it is, or was never made."""
         if self._encoded is None:
             return 0.0
         return max(0.0, self._made_at + self._seconds - self._clock())
 
     def reply(self) -> msgspec.Raw:
-        """The same bytes for all who ask in one interval."""
+        """Return the same bytes for all requests of one interval."""
         if self._encoded is None or not self.seconds_left:
             made_at = self._clock()
             self._encoded = msgspec.Raw(msgspec.msgpack.encode(self._make()))
@@ -62,12 +59,12 @@ class EncodedOnce:
         return self._encoded
 
     def forget(self) -> None:
-        """Something has changed that the next one who asks has to see."""
+        """Drop the reply, since the next client has to see a change."""
         self._encoded = None
 
 
 def status_reply(config: RunConfig, fleet: Fleet, view: RunView) -> control.StatusReply:
-    """The answer to `asyncrl status`."""
+    """Return the answer to `asyncrl status`."""
     processes = {
         worker.name: {
             "state": worker.state,
@@ -88,33 +85,29 @@ def status_reply(config: RunConfig, fleet: Fleet, view: RunView) -> control.Stat
 
 
 def view_reply(view: RunView) -> control.ViewReply:
-    """What `asyncrl watch` is sent."""
+    """Return the message for `asyncrl watch`."""
     return control.ViewReply(msgspec.to_builtins(view))
 
 
 logger = logging.getLogger(__name__)
 
 VIEW_SECONDS = 1.0
-"""Between two views."""
 MAX_WATCHERS = 1000
 _TURN = 25
-"""Watchers that are sent a view before other tasks get a turn."""
+"""Number of watchers that are sent a view before other tasks get a turn."""
 
 
 class Sender(Protocol):
     """The socket of users (`wire.Hub`)."""
 
     def send_to_all(self, peers: Iterable[str], body: msgspec.Raw) -> list[str]:
-        """Send to many; returns those who cannot be sent anything."""
+        """Send to many; return those that cannot be reached."""
 
 
 class Audience:
-    """Who watches, and until when.
+    """The watchers, and the end of each one's time.
 
-    Args:
-        hub: sends.
-        view: makes what is shown.
-        clock: monotonic seconds.
+    `hub` sends, `view` makes the message, and `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -127,14 +120,13 @@ class Audience:
         self._clock = clock
         self._view = EncodedOnce(view, VIEW_SECONDS, clock)
         self._until: dict[str, float] = {}
-        """When each one's time is over."""
         self._somebody = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._until)
 
     def join(self, peer: str) -> control.Refused | msgspec.Raw:
-        """A watcher asks, for the first time or again. Returns what it is answered."""
+        """Add or renew a watcher, and return its answer."""
         if peer not in self._until and len(self._until) >= MAX_WATCHERS:
             return control.Refused(
                 f"{MAX_WATCHERS} watch this run already; `asyncrl status` works without a place"

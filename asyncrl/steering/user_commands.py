@@ -1,10 +1,10 @@
-"""Orders of the user that change a run: carried out, acknowledged and recorded in orders.jsonl.
+"""Carries out, acknowledges and records (orders.jsonl) user orders that change a run.
 
     request ──► carried out ──► line of orders.jsonl ──► Accepted, with the step ──► user
     --resume ──► lines of orders.jsonl ──► the configuration that the run is resumed with
 
 An order that cannot be carried out raises UserError; it changes nothing and is not recorded. Every
-order that is acknowledged is on the disk, unless the disk is full, which is said.
+acknowledged order is on the disk, unless the disk is full, which the reply says.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 ORDERS = "orders.jsonl"
 _MODE, _RUNAHEAD = "scheduler.on_update", "scheduler.max_runahead_groups"
-"""A mode that does not verify has no run-ahead, so an order of the first changes both."""
+"""A mode without verification does not run ahead, so an order of the first changes both."""
 Order = (
     control.PauseRequest
     | control.ResumeRequest
@@ -43,26 +43,23 @@ Order = (
     | control.SetRequest
 )
 """Requests that are recorded: all that change something. `scale` and `set` stay in force in a
-resumed run; the others are done once."""
+resumed run; the others apply once."""
 
 
 class Effect(NamedTuple):
-    """What an order does, in words that say from when on."""
+    """The effect of an order, in words that include its beginning."""
 
     text: str
     step: int | None = None
-    """Trained steps when it takes effect; None: as many as are trained now."""
+    """Number of trained steps when it takes effect; None: now."""
     before: Value | msgspec.UnsetType = msgspec.UNSET
-    """As in `OrderRecord`."""
 
 
 class Orders:
     """Carries out orders and records them.
 
-    Args:
-        run: the run's folder.
-        trained_steps: how many steps the run has trained.
-        refusal: why this order cannot be carried out now; None if it can.
+    `run` is the run's folder, `trained_steps` counts its trained steps, and `refusal` says why an
+    order cannot be carried out now (None: it can).
     """
 
     def __init__(
@@ -75,7 +72,7 @@ class Orders:
         self._busy: set[type] = set()
 
     def add(self, kind: type[Any], carry_out: Callable[[Any], Awaitable[str | Effect]]) -> None:
-        """Have orders of a kind carried out by this; it says what happens, or raises UserError."""
+        """Register a handler for a kind of order; it returns a description or raises UserError."""
         self._handlers[kind] = carry_out
 
     async def answer(self, order: Order) -> control.Reply:
@@ -118,7 +115,7 @@ class Orders:
 
 
 def read_orders(run: Path) -> list[OrderRecord]:
-    """The orders of a run, in the order in which they were given. Damaged lines are left out."""
+    """Return the orders of a run, in order, without damaged lines."""
     return _read(run / ORDERS)[0]
 
 
@@ -129,17 +126,12 @@ def _read(path: Path) -> tuple[list[OrderRecord], list[RecordError]]:
 def with_orders(
     config: RunConfig, overrides: Sequence[str], say: Callable[[str], None] = logger.warning
 ) -> RunConfig:
-    """The configuration with which a run is resumed: its orders stay in force.
+    """Return the configuration of a resumed run: `config` with its orders in force.
 
-    Args:
-        config: as it was given.
-        overrides: settings that the user has named again, `KEY=VALUE`. Such a value takes back the
-            orders of its setting, unless it is one that an order has replaced: then the user
-            repeats the command that the run began with.
-        say: tells the user which orders are taken back or cannot be read.
-
-    Raises:
-        UserError: the orders cannot be read.
+    `overrides` are settings that the user has named again, `KEY=VALUE`. Such a value takes back the
+    orders of its setting, unless an order has replaced exactly this value: then the user repeats
+    the command that the run began with. `say` reports orders that are taken back or cannot be read.
+    Raises UserError if the orders cannot be read.
     """
     path = config.directory / ORDERS
     try:
@@ -161,18 +153,16 @@ def with_orders(
 
 
 def last_scale(run: Path) -> int | None:
-    """The number of generators that was ordered last; None: there was no such order."""
+    """Return the number of generators in the last such order, or None."""
     numbers = [int(one.arguments["generators"]) for one in read_orders(run) if one.order == "scale"]
     return numbers[-1] if numbers else None
 
 
 class _Replay:
-    """Gives a configuration the orders of its run again, one after the other.
+    """Applies the orders of a run to a configuration again, one after the other.
 
-    Args:
-        config: as it was given. It may be the run's own copy, which has the orders as well.
-        named: settings that the user has named again.
-        say: tells the user something.
+    `config` may be the run's own copy, which includes the orders. `named` are settings that the
+    user has named again. `say` informs the user.
     """
 
     def __init__(self, config: RunConfig, named: set[str], say: Callable[[str], None]) -> None:
@@ -182,12 +172,11 @@ class _Replay:
         self._named = named
         self._say = say
         self._before: dict[str, list[Value]] = {}
-        """Values that orders have replaced, by setting."""
         self._most: int | None = None
-        """Generators that the user has ordered last, where agents come and go."""
+        """The last ordered number of generators, with agents, which come and go."""
 
     def values(self) -> dict[str, Any]:
-        """The configuration with the orders so far."""
+        """Return the configuration with the orders so far."""
         changes = {step: settings for step, settings in self._changes.items() if settings}
         self._values["run"]["changes"] = changes
         launcher = self._values["launcher"]
@@ -197,7 +186,7 @@ class _Replay:
         return self._values
 
     def scale(self, record: OrderRecord) -> None:
-        """The number of generators. With agents it is a bound: they come when they come."""
+        """Apply a number of generators. With agents it is an upper bound."""
         generators = int(record.arguments["generators"])
         if self._values["launcher"]["kind"] == "agents":
             self._most = generators
@@ -205,7 +194,7 @@ class _Replay:
             self._values["launcher"]["generators"] = generators
 
     def set(self, record: OrderRecord) -> None:
-        """A setting, from the step on from which it was in force."""
+        """Apply a setting from the step on from which it was in force."""
         key, text = str(record.arguments["key"]).strip(), str(record.arguments["value"])
         value = parse_yaml(text, source=f"the value of {key}")
         holds = self._holds(record, key, f"set {key}={text}")
@@ -225,7 +214,6 @@ class _Replay:
             del changed[_RUNAHEAD]
 
     def _holds(self, record: OrderRecord, key: str, words: str) -> bool:
-        """Whether an order stays in force; says why not."""
         if record.before is not msgspec.UNSET:
             self._before.setdefault(key, []).append(record.before)
         order = f"the order `asyncrl {words}` of step {record.step}"
@@ -244,12 +232,11 @@ class _Replay:
 
 
 def _name_of(kind: type) -> str:
-    """`ScaleRequest` is `scale`."""
+    """Return the name of a request: `ScaleRequest` is `scale`."""
     words = kind.__name__.removesuffix("Request")
     return re.sub(r"(?<!^)([A-Z])", r"-\1", words).lower()
 
 
 def _append(path: Path, record: OrderRecord) -> None:
-    """Append one line. Raises OSError."""
     with contextlib.closing(JsonlWriter(path)) as writer:
         writer.append([record])

@@ -1,11 +1,11 @@
-"""`asyncrl watch`: the live view, attached to a run that was started elsewhere.
+"""Implements `asyncrl watch`: the live view of a run that was started elsewhere.
 
     watch ── WatchRequest, again every ASK_SECONDS ──► controller
       ▲                                                   │
       └──── ViewReply, once a second, the same for all ◄──┘
 
-A watcher that is killed, stopped or slow costs the run nothing. It runs on the machine of the
-controller, so it gives way to whatever trains there.
+A watcher that is killed, stopped or slow does not cost the run anything. It runs on the
+controller's machine, with low priority.
 """
 
 from __future__ import annotations
@@ -31,18 +31,13 @@ from asyncrl.wire.errors import NoReply
 from asyncrl.wire.messages import control
 
 ASK_SECONDS = control.WATCH_SECONDS / 3
-"""Between two requests of a watcher."""
 _NICE = 15
 _LOOK_SECONDS = 1.0
-"""Between two looks at whether the run is active, while nothing comes."""
+"""Interval between two checks that the run is active, while no view arrives."""
 
 
 async def watch(run: Path, console: Console) -> None:
-    """Show a run until it ends, or until the user ends this.
-
-    Raises:
-        UserError: the run is not active, or its sockets cannot be trusted.
-    """
+    """Show a run until it ends or the user interrupts. Raises UserError if it is not active."""
     with contextlib.closing(Watching(run)) as watching:
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
         config = load_config(run / "config.yaml")
@@ -65,11 +60,7 @@ class Watching:
         self._silent = 0
 
     async def view(self, log: Callable[[str], None]) -> RunView | None:
-        """The next view; None once the run has ended. Waits for as long as nothing comes.
-
-        Raises:
-            AsyncrlError: the controller refuses.
-        """
+        """Wait for the next view; None once the run has ended. Raises AsyncrlError if refused."""
         while True:
             await self._ask()
             with contextlib.suppress(NoReply):
@@ -89,14 +80,12 @@ class Watching:
                     return None
 
     async def _ask(self) -> None:
-        """Ask for views, if it is time to."""
         now = monotonic()
         if now >= self._ask_at:
             self._ask_at = now + ASK_SECONDS
             await self._line.send(control.WatchRequest())
 
     def _open_again(self) -> bool:
-        """Replace the connection. False: the run has ended."""
         self._line.close()
         self._silent, self._ask_at = 0, float("-inf")
         try:

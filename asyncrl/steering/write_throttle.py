@@ -1,4 +1,4 @@
-"""A file that many events change is not written for each of them."""
+"""Throttles the writes of a file that many events change."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ import asyncio
 from collections.abc import Callable
 
 BURST = 8
-"""Writes of a second that happen at once."""
 SECONDS = 1.0
 
 
 class PacedWrites:
-    """Writes at once, or a second later with what else came until then.
+    """Writes at once, or a second later together with further changes.
 
     A write waits for the disk, and the event loop with it. A thousand generators become ready
     within seconds.
-
-    Args:
-        write: writes the file.
     """
 
     def __init__(self, write: Callable[[], None]) -> None:
@@ -26,7 +22,7 @@ class PacedWrites:
         self._is_due = False
 
     def __call__(self) -> None:
-        """Write what there is now, soon. Called in an event loop."""
+        """Write the present state soon. Called in an event loop."""
         if self._written == BURST:
             self._is_due = True
             return

@@ -1,1 +1,1 @@
-"""Tasks: prompts with answers, built-in or your own, and the built-in model."""
+"""Tasks provide prompts with answers, built-in or the user's, and the built-in model."""

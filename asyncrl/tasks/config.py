@@ -11,7 +11,7 @@ from asyncrl.plain_values import Arguments
 from asyncrl.wire.transport.paths import MAX_TOKENS, FunctionName, InputPath
 
 MAX_DIGITS = 6
-"""Most digits of a summand of the built-in task."""
+"""Most digits in a summand of the built-in task."""
 
 _DATASET_ONLY = ("path", "subset", "evaluation_path", "id_field", "map")
 
@@ -36,7 +36,7 @@ _OF_THE_RUN = {
 
 
 class ModelConfig(BaseModel):
-    """Which model is trained."""
+    """The model to train."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -46,7 +46,7 @@ class ModelConfig(BaseModel):
 
 
 class TaskConfig(BaseModel):
-    """Where prompts and answers come from."""
+    """The source of prompts and answers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -60,21 +60,21 @@ class TaskConfig(BaseModel):
     split: str = "train"
     """Dataset only: training split of a hub dataset or saved folder."""
     prompt_field: str = "prompt"
-    """Dataset only: field with the prompt, a text or a list of chat messages."""
+    """Dataset only: field with the prompt, which is a text or a list of chat messages."""
     answer_field: str | None = "answer"
     """Dataset only: field with the reference answer; null if the rewards need none."""
     id_field: str | None = None
     """Dataset only: field with a unique id; null: the examples are numbered."""
 
     map: FunctionName | None = None
-    """Dataset only: a function of your own that is applied to every example before anything else,
-    `my.module:function` or `path/to/file.py:function`. It takes the example as a dict and returns a
-    dict, or nothing to leave the example out. It must return the same every time, because a resumed
-    run calls it again. It has 10 s for each example."""
+    """Dataset only: your own function, applied first to every example, `my.module:function` or
+    `path/to/file.py:function`. It takes the example as a dict and returns a dict, or None to leave
+    the example out. It must be deterministic, because a resumed run calls it again. Its time limit
+    is 10 s per example."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
-    """Dataset only: what happens to a row that cannot be used: not JSON, without the fields, with
-    an id that is there already. `refuse`: the run does not start. `skip`: such rows are left out,
-    counted and listed; the ids of the others do not change."""
+    """Dataset only: how to treat an unusable row: not JSON, without the fields, or with a duplicate
+    id. `refuse`: the run does not start. `skip`: such rows are left out, counted and listed; the
+    ids of the others do not change."""
 
     train_size: int | None = Field(default=None, ge=1, le=10**9)
     """Number of training prompts. null: 2048 for `arithmetic`, every example for `dataset`."""
@@ -83,28 +83,28 @@ class TaskConfig(BaseModel):
     evaluation_split: str = "test"
     """Dataset only: split of `evaluation_path`, unless that is a file."""
     evaluation_size: int | None = Field(default=None, ge=0, le=10**9)
-    """Number of held-out prompts: split off `path`, or the most used of `evaluation_path`. null:
-    512, but at most a tenth of the examples where they are split off."""
+    """Number of held-out prompts: split off `path`, or the maximum taken from `evaluation_path`.
+    null: 512, but at most a tenth of the examples where they are split off."""
 
     digits: tuple[int, int] = (2, 3)
     """Arithmetic only: fewest and most digits of a summand. The built-in model learned 2 to 3."""
 
     chat_template: Literal["auto", "always", "never"] = "auto"
-    """Whether prompts go through the tokenizer's chat template. `auto`: if it has one. `always`: a
-    tokenizer without one is an error. `never`."""
+    """When prompts use the tokenizer's chat template. `auto`: if it has one. `always`: a tokenizer
+    without one is an error. `never`."""
     chat_template_kwargs: Arguments = {}
-    """Variables of the chat template, such as `{enable_thinking: false}`. They hold for training
-    and held-out prompts and for the turns of environments. One that the template does not use is an
-    error."""
+    """Variables of the chat template, such as `{enable_thinking: false}`. They apply to training
+    and held-out prompts and to the turns of environments. A variable that the template does not use
+    is an error."""
     chat_template_date: date | None = None
-    """The day that chat templates which name today's date are given (`strftime_now`). null: the day
-    on which the run began, also when it is resumed."""
+    """The date for chat templates that use today's date (`strftime_now`). null: the day on which
+    the run began, also when it is resumed."""
     system_prompt: str | None = None
     """Put before every prompt: as a system message, or as plain text without a chat template."""
     max_prompt_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Longest prompt in tokens, chat template included; null: no limit."""
     too_long: Literal["refuse", "filter"] = "refuse"
-    """What happens to longer prompts. `refuse`: the run does not start. `filter`: they are left out
+    """How to treat longer prompts. `refuse`: the run does not start. `filter`: they are left out
     and counted."""
 
     @field_validator("chat_template_kwargs")

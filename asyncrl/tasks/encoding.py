@@ -1,4 +1,4 @@
-"""Turn questions into tokens with the model's tokenizer and chat template."""
+"""Turns questions into tokens with the model's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -18,27 +18,24 @@ from asyncrl.tasks.templates.variables import template_variables
 log = logging.getLogger(__name__)
 
 Messages = list[dict[str, Any]]
-"""Chat messages with `role` and `content`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt before it is tokenised."""
+    """A prompt before tokenisation."""
 
     prompt_id: str
     content: str | Messages
-    """The text, or the chat messages, before system prompt and chat template."""
+    """The text or chat messages, before system prompt and chat template."""
     example: dict[str, Any]
-    """Handed to the rewards: see `Prompt.example`."""
     where: str
-    """File and line, for errors."""
 
 
 class PromptEncoder:
     """Turns questions into prompts: system prompt, chat template, tokens, length limit."""
 
     def __init__(self, tokenizer: Any, config: TaskConfig) -> None:
-        """Raises DataError: there is no chat template, or not the variables, that are set."""
+        """Raises DataError if a configured chat template or variable does not exist."""
         self._tokenizer = tokenizer
         self._config = config
         has_template = bool(getattr(tokenizer, "chat_template", None))
@@ -52,12 +49,11 @@ class PromptEncoder:
         self._template = ChatTemplate(tokenizer, variables) if used and has_template else None
 
     def encode(self, questions: Sequence[Question]) -> tuple[list[Prompt], int]:
-        """Prompts in order, and the number of questions that were left out as too long.
+        """Return prompts in order, and the number of questions left out as too long.
 
-        Raises:
-            DataError: a prompt is empty, chat messages meet a tokenizer without a template, the
-                template fails for a prompt or takes more than its limits, or a prompt is longer
-                than `max_prompt_tokens` with `too_long: refuse`.
+        Raises DataError if a prompt is empty, chat messages meet a tokenizer without a template,
+        the template fails for a prompt or exceeds its limits, or a prompt is longer than
+        `max_prompt_tokens` with `too_long: refuse`.
         """
         if not questions:
             return [], 0

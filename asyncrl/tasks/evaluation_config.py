@@ -14,7 +14,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 class EvaluationSetConfig(BaseModel):
-    """One named held-out set. What it does not say is as in `task`."""
+    """One named held-out set. Omitted settings are those of `task`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -31,7 +31,7 @@ class EvaluationSetConfig(BaseModel):
     id_field: str | None = None
     """Field with a unique id; null: the examples are numbered."""
     map: FunctionName | None = None
-    """A function for each example, as `task.map`, which is not applied to these sets."""
+    """A function for each example, like `task.map`, which does not apply to these sets."""
     prompts: int | None = Field(default=None, ge=1, le=10**6)
     """Number of prompts, from the start of the set; null: `evaluation.prompts`."""
     samples: int | None = Field(default=None, ge=1, le=10**4)
@@ -54,7 +54,7 @@ class EvaluationConfig(BaseModel):
     before and after training."""
     hold_seconds: float = Field(default=60.0, ge=0, le=WEEK_SECONDS)
     """Longest time for which a generator keeps the weights of an `every` evaluation when newer ones
-    are there and held-out samples are unfinished; then the evaluation is given up."""
+    are available and held-out samples are unfinished; then the evaluation is abandoned."""
     sets: dict[str, EvaluationSetConfig] = {}
     """Further held-out sets by name, evaluated with the task's own, which is named `held_out`."""
     keep_best: bool = False
@@ -65,8 +65,8 @@ class EvaluationConfig(BaseModel):
     `sets` if the task has no held-out prompts."""
     max_unscored_share: float = Field(default=0.02, ge=0, lt=1)
     """Largest share of a set's samples that may be left out because their reward failed for a
-    reason that says nothing about the policy, such as a reward server that is down. With more, the
-    evaluation is incomplete: it has no accuracy."""
+    reason unrelated to the policy, such as a reward server that is down. Above it, the evaluation
+    is incomplete: it does not have an accuracy."""
     timeout_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
     """Longest wait for the next sample of an evaluation before or after training, or of `asyncrl
     eval`."""

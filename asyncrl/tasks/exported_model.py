@@ -1,4 +1,4 @@
-"""Checkpoints as Hugging Face directories: `asyncrl export`, and where a model is asked for."""
+"""Exports checkpoints as Hugging Face directories, for `asyncrl export` and as input models."""
 
 from __future__ import annotations
 
@@ -21,21 +21,12 @@ def export_run(
     *,
     merge: bool = False,
 ) -> tuple[Path, bool]:
-    """Export a checkpoint of a run.
+    """Export a checkpoint of a run; return the directory, and True if it is new.
 
-    Args:
-        run: its folder.
-        step: which; None: the newest whole one.
-        output: where to; None: RUN/exports/step-NNNNNN.
-        dtype: of the weights; None: as they are trained.
-        merge: of a run with LoRA, write the merged model and not the adapter.
-
-    Returns:
-        The directory, and whether it is there only now.
-
-    Raises:
-        UserError: there is no such checkpoint, it is damaged or of another format, or something
-            else is where it would be written.
+    Defaults: `step` is the newest whole checkpoint, `output` is RUN/exports/step-NNNNNN, and
+    `dtype` that of training. With `merge`, a LoRA run exports the merged model instead of the
+    adapter. Raises UserError if the checkpoint is missing, damaged or of another format, or if the
+    output exists and is something else.
     """
     checkpoints = run / "checkpoints"
     try:
@@ -63,14 +54,10 @@ def export_run(
 
 
 def model_of(checkpoint: Path, say: Callable[[str], None]) -> Path:
-    """The model of a checkpoint, exported to its place in the run's folder unless it is there.
+    """Return the model of a checkpoint `step-NNNNNN`, exported into the run's folder if needed.
 
-    Args:
-        checkpoint: a folder `step-NNNNNN`.
-        say: shows a sentence to the user.
-
-    Raises:
-        UserError: it is damaged or of another format, or cannot be exported there.
+    `say` shows a sentence to the user. Raises UserError if the checkpoint is damaged or of another
+    format, or cannot be exported there.
     """
     place = default_place(checkpoint)
     try:
@@ -83,7 +70,7 @@ def model_of(checkpoint: Path, say: Callable[[str], None]) -> Path:
 
 
 def describe(exported: Path) -> str:
-    """What an export is, for the terminal."""
+    """Describe an export for the terminal."""
     import msgspec
 
     from asyncrl.trainer.checkpoint.export_files import ExportRecord

@@ -1,8 +1,7 @@
-"""Load the task that the configuration describes, tokenised with the model's own tokenizer.
+"""Loads the configured task, tokenised with the model's own tokenizer.
 
-The user's own questions: examples of a dataset, checked, and split into training and held-out.
-
-`tasks.data.questions` makes them of the dataset's rows, which `asyncrl.tasks.data.sources` reads.
+The user's questions, which `tasks.data.questions` makes from a dataset's rows, are checked and
+split into training and held-out.
 """
 
 from __future__ import annotations
@@ -34,19 +33,12 @@ _HELD_OUT_SHARE = 10
 def dataset_questions(
     config: TaskConfig, seed: int, *, whole_rows: bool = False
 ) -> tuple[list[Question], list[Question]]:
-    """Training and evaluation questions. The split depends on the seed and the examples only.
+    """Return training and evaluation questions, split by the seed and the examples only.
 
-    Training examples whose prompt is also held out are dropped; the log says how many.
-
-    Args:
-        config: of the task.
-        seed: of the run.
-        whole_rows: examples are the same only if their whole rows are: an environment makes
-            different samples of rows whose prompts are equal.
-
-    Raises:
-        DataError: the dataset is missing or empty, an example lacks a field, or the held-out
-            examples leave none to train on.
+    Training examples whose prompt is also held out are dropped and counted in the log. With
+    `whole_rows`, examples are equal only if their whole rows are, since an environment makes
+    different samples from rows with equal prompts. Raises DataError if the dataset is missing or
+    empty, an example lacks a field, or the held-out examples leave none to train on.
     """
     assert config.path is not None  # noqa: S101 - TaskConfig refuses kind: dataset without a path
     questions = read_questions(config, config.path, config.split, setting="task.path")
@@ -77,7 +69,7 @@ def dataset_questions(
 
 
 def _refuse_shared_ids(train: Sequence[Question], evaluation: Sequence[Question]) -> None:
-    """An id that a user gave in both files would name two prompts."""
+    """Refuse ids that occur in both of the user's files, since they would name two prompts."""
     places = {question.prompt_id: question.where for question in evaluation}
     for question in train:
         if question.prompt_id in places:
@@ -129,16 +121,10 @@ def load_task(
 ) -> LoadedTask:
     """Read, split and tokenise the examples.
 
-    Args:
-        config: of the task.
-        model_path: what `resolve_model` returned.
-        seed: of the run.
-        sets: further held-out sets, by name (`evaluation.sets`).
-        whole_rows: see `dataset_questions`.
-
-    Raises:
-        DataError: an example cannot be used; the message names file and line.
-        ModelError: the model has no tokenizer or no end-of-sequence token.
+    `model_path` is the result of `resolve_model`, `sets` are the further held-out sets of
+    `evaluation.sets`, and `whole_rows` is as in `dataset_questions`. Raises DataError, naming file
+    and line, if an example is unusable, and ModelError if the model lacks a tokenizer or an
+    end-of-sequence token.
     """
     if config.kind == "arithmetic":
         train_questions, evaluation_questions = arithmetic_questions(config, seed)
@@ -172,7 +158,6 @@ def load_task(
 def _read_set(
     name: str, chosen: EvaluationSetConfig, task: TaskConfig, encoder: PromptEncoder
 ) -> tuple[list[Prompt], int]:
-    """The prompts of a named held-out set, and how many were too long."""
     own = chosen.model_dump(exclude={"prompts", "samples"}, exclude_none=True)
     cleared = {"kind": "dataset", "subset": None, "id_field": None, "map": None}
     settings = task.model_copy(update=cleared | own)

@@ -1,4 +1,4 @@
-"""Find the model to train: the built-in one, trained on first use and cached, or the user's."""
+"""Finds the model to train: the user's, or a built-in one, trained on first use and cached."""
 
 from __future__ import annotations
 
@@ -36,13 +36,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 
 def resolve_model(config: ModelConfig, progress: Progress | None) -> str:
-    """What the engines and the trainer load: a directory after a check, or a hub id.
+    """Return the model that engines and trainer load: a checked directory or a hub id.
 
-    Without the hub, an id becomes the directory of the model in the hub's cache.
-
-    Raises:
-        ModelError: there is no such directory, the directory lacks config.json, the tokenizer or
-            the weights, or the path is no hub id either.
+    Without the hub, an id becomes the model's directory in the hub's cache. Raises ModelError if
+    the directory is missing or lacks config.json, the tokenizer or the weights, and the path is not
+    a hub id.
     """
     path = config.path
     if path == BUILTIN_ARITHMETIC:
@@ -78,7 +76,7 @@ def resolve_model(config: ModelConfig, progress: Progress | None) -> str:
 
 
 def _of_checkpoint(directory: Path, progress: Progress | None) -> Path:
-    """The exported model, if this is a checkpoint of a run or the folder `model` of one."""
+    """Return the exported model if this is a checkpoint of a run, or the folder `model` of one."""
     if directory.name == "model" and not any(directory.glob("*.safetensors")):
         directory = directory.parent if is_checkpoint(directory.parent) else directory
     if not is_checkpoint(directory):
@@ -94,10 +92,9 @@ def _of_checkpoint(directory: Path, progress: Progress | None) -> Path:
 
 
 def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/asyncrl`, by default `~/.cache/asyncrl`.
+    """Return `$XDG_CACHE_HOME/asyncrl`, by default `~/.cache/asyncrl`.
 
-    Raises:
-        ModelError: this user has no home folder.
+    Raises ModelError if the user does not have a home folder.
     """
     base = os.environ.get("XDG_CACHE_HOME")
     try:
@@ -112,13 +109,10 @@ def default_cache_dir() -> Path:
 def ensure_builtin_model(
     cache_dir: Path, progress: Progress | None = None, recipe: WarmStart = RECIPE
 ) -> Path:
-    """The built-in model's directory. If it is not cached, it is trained first (half a minute).
+    """Return the built-in model's directory; train it first (half a minute) if it is not cached.
 
     The model is saved to a temporary directory and renamed, so an interrupted or concurrent call
-    leaves nothing incomplete.
-
-    Raises:
-        ModelError: the cache directory cannot be written.
+    leaves nothing incomplete. Raises ModelError if the cache directory is not writable.
     """
     place = cache_dir / f"{recipe.task}-{_recipe_hash(recipe)}"
     if place.is_dir():
@@ -178,7 +172,7 @@ def _make(directory: Path, recipe: WarmStart, progress: Progress | None) -> None
 
 @contextlib.contextmanager
 def no_transformers_bars() -> Iterator[None]:
-    """Hide the progress bars that transformers shows while it saves or loads a model."""
+    """Hide the progress bars of transformers for saving and loading models."""
     from transformers.utils import logging as transformers_logging
 
     shown = transformers_logging.is_progress_bar_enabled()
@@ -207,14 +201,10 @@ def _recipe_hash(recipe: WarmStart) -> str:
 
 
 def check_directory(directory: Path, setting: str = "model.path") -> None:
-    """Refuse a folder that is no model directory.
+    """Refuse an existing folder that is not a model directory.
 
-    Args:
-        directory: exists.
-        setting: of the user's, which named it.
-
-    Raises:
-        ModelError: it lacks config.json or the tokenizer. (`model_check` looks at the weights.)
+    Raises ModelError, naming the user's `setting`, if config.json or the tokenizer is missing.
+    (`model_check` checks the weights.)
     """
     if not (directory / "config.json").is_file():
         if (directory / "adapter_config.json").is_file():

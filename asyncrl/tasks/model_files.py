@@ -1,8 +1,8 @@
-"""The weights of a model directory: which files count, and what their headers say.
+"""Finds the weight files of a model directory and reads their headers.
 
-Repositories hold more than one copy: Mistral's `consolidated.safetensors`, old shards beside a new
-file, `model.fp16.safetensors`, an adapter. Here, as in transformers, `model.safetensors` counts, or
-the files that the index names. Nothing but headers is read.
+Repositories may hold several copies: Mistral's `consolidated.safetensors`, old shards beside a new
+file, `model.fp16.safetensors`, an adapter. As in transformers, `model.safetensors` counts, or the
+files that the index names. Only headers are read.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from typing import Any
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 100 * 2**20
-"""Bytes; the safetensors format allows no longer header."""
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
-"""What reading a damaged file raises."""
 
 
 BYTES = {
@@ -29,14 +27,13 @@ BYTES = {
     **dict.fromkeys(("I32", "F32"), 4),
     **dict.fromkeys(("I64", "F64"), 8),
 }
-"""Of a number, by the type's name in a header. Others are not loaded."""
+"""Bytes per number, by the type's name in a header. Other types are not loaded."""
 
 
 def weight_files(model: Path) -> list[Path]:
-    """The files of a model directory that are loaded; whether they exist is not checked.
+    """Return the weight files that are loaded, whether or not they exist.
 
-    Raises:
-        ValueError: the index is damaged; the message says so.
+    Raises ValueError, with an explanation, if the index is damaged.
     """
     if (model / WHOLE).is_file():  # transformers takes it before an index
         return [model / WHOLE]
@@ -55,7 +52,7 @@ def weight_files(model: Path) -> list[Path]:
 
 
 def why_no_tensor(name: str, entry: dict[str, Any]) -> str | None:
-    """What is wrong with an entry of a header; None: nothing. Raises one of `DAMAGED`."""
+    """Describe what is wrong with a header's entry, or return None. Raises one of `DAMAGED`."""
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry.get("data_offsets")
     if dtype not in BYTES:
         return f"that {name} has the type {dtype!r}, which is not supported"
@@ -75,7 +72,7 @@ def why_no_tensor(name: str, entry: dict[str, Any]) -> str | None:
 
 
 def header_of(file: Path) -> dict[str, Any]:
-    """What a safetensors file says of its tensors, by name. Raises one of `DAMAGED`."""
+    """Return a file's tensor descriptions by name. Raises one of `DAMAGED`."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > _MAX_HEADER:
@@ -85,7 +82,7 @@ def header_of(file: Path) -> dict[str, Any]:
 
 
 def headers_of(model: Path) -> dict[str, Any]:
-    """What all weight files say of their tensors, by name. Raises one of `DAMAGED`."""
+    """Return the tensor descriptions of all weight files by name. Raises one of `DAMAGED`."""
     found: dict[str, Any] = {}
     for file in weight_files(model):
         found |= header_of(file)
@@ -93,9 +90,9 @@ def headers_of(model: Path) -> dict[str, Any]:
 
 
 def parameters(model: Path) -> int | None:
-    """Number of parameters of a model directory, tied ones once.
+    """Return the number of parameters of a model directory, counting tied ones once.
 
-    None: it has no weights, or they are damaged, which `model_check` says before it matters.
+    Return None without weights, or if they are damaged, which `model_check` reports in time.
     """
     try:
         sizes = [math.prod(one["shape"]) for one in headers_of(model).values()]
@@ -106,13 +103,11 @@ def parameters(model: Path) -> int | None:
 
 @contextmanager
 def only_what_counts(model: Path) -> Iterator[Path]:
-    """The model directory without other copies of the weights; itself if it has none.
+    """Yield the model directory without other copies of the weights, or itself if it has none.
 
-    For engines that choose files themselves: vLLM takes `consolidated.safetensors` before
-    `model.safetensors`, SGLang everything that ends in .safetensors. The other directory has links.
-
-    Raises:
-        ValueError: the index is damaged.
+    It serves engines that choose files on their own: vLLM prefers `consolidated.safetensors` to
+    `model.safetensors`, and SGLang loads everything that ends in .safetensors. The other directory
+    has links. Raises ValueError if the index is damaged.
     """
     counted = {file.name for file in weight_files(model)}
     if not counted:  # an id of the hub, or what engines refuse themselves

@@ -1,8 +1,8 @@
 """The model's tokenizer and the tokens that end its responses.
 
-`AutoTokenizer` and `GenerationConfig` import torch and all of transformers' model code, three
-seconds of a run's start in a process that needs neither. For the families below the tokenizer's
-class is known without them.
+`AutoTokenizer` and `GenerationConfig` import torch and all model code of transformers, which would
+add three seconds to the start of processes that need neither. For the families below, the
+tokenizer's class is known without them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ _CLASSES: dict[str, dict[str, str]] = {
     "qwen3": _QWEN | _GENERAL,
     "qwen3_moe": _QWEN | _GENERAL,
 }
-"""By `model_type` of config.json and `tokenizer_class` of tokenizer_config.json: the class that
-AutoTokenizer chooses. A test compares the two."""
+"""The class that AutoTokenizer chooses, by `model_type` of config.json and `tokenizer_class` of
+tokenizer_config.json. A test compares the two."""
 
 _POINTER = b"version https://git-lfs"
 POINTER_ADVICE = "is a pointer of Git LFS, not the file itself: run git lfs pull there"
 _BY_THE_CALL = frozenset({"padding", "truncation"})
-"""Parts of a fast tokenizer that each of its calls sets as it needs."""
 
 
 def load_tokenizer(model_path: str) -> Any:
-    """The model's tokenizer. Raises ModelError: there is none, or it has code of its own."""
+    """Load the tokenizer. Raises ModelError if it is missing or has its own code."""
     try:
         known = _known_class(Path(model_path))
         if known is not None:
@@ -62,21 +61,18 @@ def load_tokenizer(model_path: str) -> Any:
 
 
 def is_pointer(file: Path) -> bool:
-    """Whether Git LFS has left this file for another one that was not fetched. Raises OSError."""
+    """Return True if a file is a Git LFS pointer that was not fetched. Raises OSError."""
     with file.open("rb") as opened:
         return opened.read(len(_POINTER)) == _POINTER
 
 
 def wants_own_code(error: Exception) -> bool:
-    """Whether transformers refused a model for the code in its folder.
-
-    It advises an argument of its own, which we never give.
-    """
+    """Return True if transformers refused a model because of the code in its folder."""
     return isinstance(error, ValueError) and "trust_remote_code" in str(error)
 
 
 def tokenizer_digest(tokenizer: Any) -> TokenizerDigest:
-    """Digests of what a tokenizer does; settings of padding and truncation do not count."""
+    """Return digests of a tokenizer's behaviour, without its padding and truncation settings."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # written in Python: its vocabulary and its class stand for what it does
         words = sorted(tokenizer.get_vocab().items())
@@ -95,7 +91,7 @@ def _digest(text: str) -> str:
 
 
 def _known_class(directory: Path) -> Any:
-    """The tokenizer's class where it is known without AutoTokenizer, otherwise None."""
+    """Return the tokenizer's class if it is known without AutoTokenizer, otherwise None."""
     model = _settings(directory / "config.json")
     tokenizer = _settings(directory / "tokenizer_config.json")
     if "auto_map" in model or "auto_map" in tokenizer:
@@ -111,24 +107,21 @@ def _known_class(directory: Path) -> Any:
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Ids of all special tokens, which `decode(..., skip_special_tokens=True)` leaves out.
+    """Return the special tokens that `decode(..., skip_special_tokens=True)` leaves out.
 
-    `all_special_ids` has those with a role only: not <|eot_id|> of a Llama 3 whose end-of-sequence
-    token is another one.
+    `all_special_ids` lacks those without a role, such as <|eot_id|> of a Llama 3 with another
+    end-of-sequence token.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
     return {*tokenizer.all_special_ids, *(int(one) for one, token in added if token.special)}
 
 
 def model_stop_tokens(model_path: str, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end a response: those of the model's configuration, and that of its tokenizer.
+    """Return the ids that end a response, from the model's and the tokenizer's configuration.
 
-    As transformers does, `eos_token_id` is read from generation_config.json, or from config.json if
-    the former does not name any.
-
-    Raises:
-        ModelError: no file names one, so that a response could only end at the token limit, or a
-            file is damaged or names what is not a token of the model.
+    As in transformers, `eos_token_id` is read from generation_config.json, or else from
+    config.json. Raises ModelError if a file is damaged or names an id that is not a token, or if
+    there is none, since responses would then end only at the token limit.
     """
     found = set(_configured_stop_tokens(model_path))
     if tokenizer.eos_token_id is not None:
@@ -173,13 +166,7 @@ def _configured_stop_tokens(model_path: str) -> list[int]:
 
 
 def _token_ids(file: str, value: Any, size: int | None) -> list[int]:
-    """The ids that a file names. Raises ModelError: they are not ids of tokens.
-
-    Args:
-        file: for the error.
-        value: `eos_token_id`.
-        size: of the model's vocabulary; None: not known.
-    """
+    """Return `eos_token_id` of `file`, checked against the vocabulary `size`. Raises ModelError."""
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
         raise ModelError(
@@ -196,7 +183,7 @@ def _token_ids(file: str, value: Any, size: int | None) -> list[int]:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """A JSON file's object; empty where there is no file. Raises ModelError: it is damaged."""
+    """Return a JSON object; empty if the file is missing. Raises ModelError if it is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -209,7 +196,6 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """A JSON file's object; empty where there is none that can be read."""
     try:
         return _read_settings(path)
     except ModelError:

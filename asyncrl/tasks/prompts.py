@@ -1,4 +1,4 @@
-"""What a task provides: prompts to train on, held-out prompts, and the order of visits.
+"""The interface of tasks: training prompts, held-out prompts, and the order of visits.
 
 Example:
     >>> [prompt_order(4, seed=0, position=p) for p in range(8)]  # each epoch has its own order
@@ -24,31 +24,30 @@ class Prompt:
     """One question, ready for an engine."""
 
     prompt_id: str
-    """Unique among the task's prompts, the same in every epoch and after a resume."""
+    """Unique among the task's prompts; the same in every epoch and after a resume."""
     tokens: IntArray
     """`[P]` token ids, chat template included; read-only."""
     text: str
     """The text that was tokenised: the question with system prompt and chat template."""
     example: dict[str, Any]
-    """What the rewards need, JSON-able: `prompt` (the plain question), `answer`, and for a dataset
-    `row`, the user's example as it is. `asyncrl.rewards.values` makes of it what a function
-    receives."""
+    """The rewards' input, JSON-able: `prompt` (the plain question), `answer`, and for a dataset
+    `row`, the user's example. `asyncrl.rewards.values` makes a function's arguments from it."""
 
 
 class Task(Protocol):
-    """Prompts, and all that is needed to sample responses to them and score these."""
+    """Prompts, and what is needed to sample responses to them and score these."""
 
     @property
     def train(self) -> Sequence[Prompt]:
-        """Prompts to train on, at least one."""
+        """Training prompts, at least one."""
 
     @property
     def evaluation(self) -> Sequence[Prompt]:
-        """Held-out prompts, none of them in `train`; may be empty."""
+        """Held-out prompts, disjoint from `train`; may be empty."""
 
     @property
     def evaluation_sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """Prompts of `evaluation.sets`, by name. Some may be in `train`: the run says so."""
+        """Prompts of `evaluation.sets`, by name. They may overlap with `train`, with a warning."""
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -68,24 +67,21 @@ class LoadedTask:
     stop_tokens: tuple[int, ...]
     tokenizer: Any
     left_out: int = 0
-    """Number of prompts left out because they were longer than `max_prompt_tokens`."""
     evaluation_sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
 
 
 def held_out_sets(task: Task) -> dict[str, Sequence[Prompt]]:
-    """All held-out prompts by the name of their set, the task's own first."""
+    """Return all held-out prompts by the name of their set, the task's own first."""
     own = {HELD_OUT: task.evaluation} if task.evaluation else {}
     return {**own, **task.evaluation_sets}
 
 
 def prompt_order(n: int, seed: int, position: int) -> int:
-    """Index of the prompt that the `position`-th group of a run visits.
+    """Return the index of the prompt that the `position`-th group of a run visits.
 
     Every epoch of n positions visits each prompt once. The order depends only on the seed and the
-    epoch, so a resumed run continues where it stopped. The orders of recent epochs are cached.
-
-    Raises:
-        ValueError: n < 1 or position < 0.
+    epoch, so a resumed run continues where it stopped. Recent epochs are cached. Raises ValueError
+    if n < 1 or position < 0.
     """
     if n < 1 or position < 0:
         raise ValueError(f"no prompt at position {position} of {n} prompts")
@@ -95,6 +91,6 @@ def prompt_order(n: int, seed: int, position: int) -> int:
 
 @functools.lru_cache(maxsize=4)
 def _epoch_order(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    # numpy's SeedSequence refuses negative seeds; a user may choose one.
+    # numpy's SeedSequence refuses negative seeds, which a user may choose.
     entropy = (seed % 2**64, epoch)
     return np.random.default_rng(entropy).permutation(n)

@@ -1,4 +1,4 @@
-"""The requests for samples that generators receive: which prompt, with which seed."""
+"""Requests for samples, as generators receive them: prompt and seed."""
 
 from __future__ import annotations
 
@@ -24,48 +24,42 @@ from asyncrl.wire.messages.unfinished_samples import Place
 
 @dataclass(frozen=True, slots=True)
 class RandomStreams:
-    """The seeds of one run's training samples, and the order of its prompts.
+    """The seeds of a run's training samples, and the order of its prompts.
 
     The initial weights are part of the key because they may depend on earlier draws. If the model
-    was trained on text that a run with the same `run.seed` drew, its samples must come from other
-    random numbers: with the same ones they would be functions of what drew that text, and would
-    repeat it (docs/exactness.md).
+    was trained on text that a run with the same `run.seed` drew, its samples must use other random
+    numbers: with the same ones they would be correlated with that text and would repeat it
+    (docs/exactness.md).
     """
 
     seed: int
-    """`run.seed`."""
     initial_weights: str
-    """Digest of the weights that the run starts from. Empty for a run that was begun before digests
-    were recorded: its streams stay keyed by its seed alone."""
+    """Digest of the run's initial weights. Empty for a run begun before digests were recorded: its
+    streams stay keyed by its seed alone."""
 
     def seed_of(self, *purpose: object) -> int:
-        """The seed for this purpose."""
+        """Return the seed for this purpose."""
         weights = (self.initial_weights,) if self.initial_weights else ()
         return sample_seed(self.seed, *weights, *purpose)
 
     @property
     def order_seed(self) -> int:
-        """The seed of `prompt_order`."""
+        """Return the seed of `prompt_order`."""
         return self.seed_of("prompts") if self.initial_weights else self.seed
 
 
 class SampleRequests:
-    """Makes the messages that ask a generator for samples.
+    """Makes the messages that request samples from a generator.
 
-    A training request depends only on the run's seed, on the weights that the run starts from and
-    on what is asked for. So a sample that is requested again from its first token (after a
-    generator or the trainer was lost) gets the same seed: no token that was drawn with it is left.
-    A verification follows tokens that are left, so its seed must be new: the same version may come
-    again after a rewind, hence `lineage`, after the run is resumed with tokens of before, hence
-    `start`, and at another generator that a sample has moved to, hence the number of moves.
+    A training request depends only on the run's seed, its initial weights and the sample. So a
+    sample that is requested again from its first token (after a generator or the trainer was lost)
+    gets the same seed: no token drawn with it is left. A verification follows tokens that are left,
+    so its seed must be new. The same version may come again after a rewind, hence `lineage`; after
+    a resume with earlier tokens, hence `start`, which differs for every start of the run (0 for the
+    first); and at another generator that a sample has moved to, hence the number of moves.
 
-    Evaluation is keyed by the seed alone: nothing is trained on what it draws, and models are
-    compared best on the same random numbers.
-
-    Args:
-        task: the prompts.
-        seed: of the run.
-        start: differs for every start of the run; 0 for the first one.
+    Evaluation is keyed by the seed alone: its samples are not trained on, and models compare best
+    on the same random numbers.
     """
 
     def __init__(self, task: Task, seed: int, start: int = 0) -> None:
@@ -74,19 +68,12 @@ class SampleRequests:
         self._start = start
         self._streams: RandomStreams | None = None
         self._moves = 0
-        """Files of samples that have moved since this start."""
+        """Files of moved samples since this start."""
         self._unfinished: dict[SampleId, tuple[str, Place, tuple[object, ...]]] = {}
         """File, place in it, and purpose of the seed."""
 
     def starts_from(self, initial_weights: str) -> None:
-        """Say which weights the run starts from. Comes before the first training sample.
-
-        Args:
-            initial_weights: as in `RandomStreams`.
-
-        Raises:
-            ValueError: the run started from other weights.
-        """
+        """Set the initial weights' digest. Raises ValueError if another one was set."""
         streams = RandomStreams(self._seed, initial_weights)
         if self._streams is not None and self._streams != streams:
             raise ValueError(
@@ -97,24 +84,24 @@ class SampleRequests:
 
     @property
     def held_out(self) -> dict[str, Sequence[Prompt]]:
-        """All held-out prompts by the name of their set, the task's own first."""
+        """Return all held-out prompts by the name of their set, the task's own first."""
         return held_out_sets(self._task)
 
     def prompt_index(self, group: int) -> int:
-        """Index of the training prompt that a group answers."""
+        """Return the index of the training prompt that a group answers."""
         return prompt_order(len(self._task.train), self._known_streams.order_seed, group)
 
     def add_unfinished(self, file: str, places: Sequence[Place]) -> None:
-        """These samples have tokens from before the run was resumed, in this file."""
+        """Register samples with tokens in this file, drawn before the run was resumed."""
         self._add(file, places, ("restored", self._start))
 
     def add_moved(self, file: str, places: Sequence[Place]) -> None:
-        """These samples have tokens in this file, of a generator that leaves."""
+        """Register samples with tokens in this file, from a generator that leaves."""
         self._moves += 1
         self._add(file, places, ("moved", self._start, self._moves))
 
     def forget_before(self, group: int) -> None:
-        """Groups before this one are settled: what is not continued by now never is."""
+        """Forget unfinished samples of groups before this one, which are settled."""
         settled = [sample for sample in self._unfinished if sample.group < group]
         for sample in settled:
             del self._unfinished[sample]
@@ -123,7 +110,7 @@ class SampleRequests:
         self._unfinished |= {place.sample: (file, place, seed) for place in places}
 
     def generate(self, sample: SampleId, priority: int) -> Generate:
-        """Generate a training sample; the first time, from its unfinished tokens."""
+        """Request a training sample; the first time, from its unfinished tokens."""
         prompt = self._task.train[self.prompt_index(sample.group)]
         unfinished = None
         if (found := self._unfinished.pop(sample, None)) is not None:
@@ -133,12 +120,10 @@ class SampleRequests:
         return Generate(sample, payload_of(prompt), seed, priority, unfinished)
 
     def verify(self, samples: Sequence[SampleId], min_version: int, *, lineage: int = 0) -> Verify:
-        """Verify training samples, with seeds that differ for each policy verified under.
+        """Request verification of training samples, with new seeds for each policy.
 
-        Args:
-            samples: to verify.
-            min_version: lowest version that their tokens may have.
-            lineage: of the trainer: after a rewind, policies of the same versions come again.
+        `min_version` is the lowest version that their tokens may have. `lineage` is the trainer's:
+        after a rewind, the same versions come again.
         """
         policy: tuple[object, ...] = (min_version,)
         if lineage:
@@ -160,15 +145,11 @@ class SampleRequests:
         *,
         shown_of: str = "",
     ) -> Evaluate:
-        """Generate the `index`-th sample of an evaluation round.
+        """Request the `index`-th sample of evaluation round `number`.
 
-        Args:
-            number: of the round.
-            index: of the sample.
-            prompt: a held-out one that it answers.
-            purpose: what its random numbers depend on, besides the run's seed.
-            fixed: the version to evaluate while the run trains; None: the weights that are there.
-            shown_of: its set, if it is to be recorded.
+        `purpose`, with the run's seed, determines the random numbers. `fixed` is the version to
+        evaluate while the run trains; None means the current weights. `shown_of` is the sample's
+        set, if it is to be recorded.
         """
         seed = sample_seed(self._seed, "evaluation", *purpose, index)
         if fixed is not None:
@@ -188,11 +169,11 @@ class SampleRequests:
 
 
 def sample_seed(seed: int, *purpose: object) -> int:
-    """A 63-bit seed that differs for every run seed, purpose and sample."""
+    """Return a 63-bit seed that differs for every run seed, purpose and sample."""
     text = ":".join(str(part) for part in (seed, *purpose))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def payload_of(prompt: Prompt) -> PromptPayload:
-    """A prompt as a generator gets it."""
+    """Convert a prompt for the request."""
     return PromptPayload(prompt.prompt_id, encode_tokens(prompt.tokens), prompt.example)

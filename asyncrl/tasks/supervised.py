@@ -1,8 +1,8 @@
-"""A process below a supervisor that runs a stranger's code and answers in frames.
+"""A supervised process that runs untrusted code and answers in frames.
 
-The user's `task.map` and the chat template of a downloaded model never run in a process of ours:
-they could hang it, end it, fill its memory, or leave threads and modules behind. What this starts
-is killed with everything that it has started.
+The user's `task.map` and the chat template of a downloaded model never run in our processes: they
+could hang, exit, fill the memory, or leave threads and modules behind. The process is killed with
+everything that it has started.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from asyncrl.user_code.process import how_it_ended, read_ending
 from asyncrl.user_code.streams import take_frame
 
 _END_SECONDS = 30.0
-"""Longest wait for the supervisor to end the process."""
 _CHUNK = 1 << 20
 
 
@@ -35,10 +34,9 @@ class ProcessEnded(Exception):  # noqa: N818 - says what happened
 class SupervisedProcess:
     """Runs a module as `python -m MODULE PARENT STATUS PROCESSES`.
 
-    Args:
-        module: calls `asyncrl.user_code.supervisor.supervise` before anything else.
-        max_processes: most processes that it may start.
-        input_file: descriptor of its standard input; None: `send` writes to it.
+    The module calls `asyncrl.user_code.supervisor.supervise` before anything else, and may start up
+    to `max_processes` processes. `input_file` is the descriptor of its standard input; with None,
+    `send` writes to it.
     """
 
     def __init__(self, module: str, max_processes: int, input_file: int | None = None) -> None:
@@ -83,12 +81,7 @@ class SupervisedProcess:
         return True
 
     def frame(self, seconds: float) -> bytes | None:
-        """The next frame that it writes; None if it does not come in time.
-
-        Raises:
-            ProcessEnded: none will come.
-            ValueError: what it wrote is not a frame.
-        """
+        """Return the next frame, or None after `seconds`. Raises ProcessEnded, ValueError."""
         assert self._process.stdout is not None  # noqa: S101 - it was started with a pipe
         output = self._process.stdout.fileno()
         deadline = time.monotonic() + seconds

@@ -1,10 +1,9 @@
-"""What each token adds to the text, and the stop rule of a run (`sampling.stop`).
+"""The text of each token, and a run's stop rule (`sampling.stop`).
 
-A tokenizer's decoder is a pipeline of its own. Four kinds cover what is in use: byte-level BPE
-(GPT-2, Llama 3, Qwen), SentencePiece with byte fallback (Llama 2, Mistral, Gemma), and tokenizers
-whose tokens are plain text, joined with nothing or with spaces. Which one fits is not read from
-files: each is tried on sequences of tokens, and must give the text that the tokenizer decodes. Some
-leave out the space before the first token; the stop rule counts it.
+Four kinds of decoders cover the tokenizers in use: byte-level BPE (GPT-2, Llama 3, Qwen),
+SentencePiece with byte fallback (Llama 2, Mistral, Gemma), and tokens of plain text that are joined
+with nothing or with spaces. Each is tried on sequences of tokens and must reproduce the decoded
+text. Some leave out the space before the first token; the stop rule counts it.
 """
 
 from __future__ import annotations
@@ -24,20 +23,12 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def stop_rule(tokenizer: Any, strings: Sequence[str]) -> StopRule | None:
-    """The rule that ends a response at a stop string; None without strings.
-
-    Raises:
-        ModelError: the tokenizer's text is not the concatenation of its tokens' texts.
-    """
+    """Return the rule that ends a response at a stop string, or None. Raises ModelError."""
     return StopRule.of(strings, token_bytes(tokenizer)) if strings else None
 
 
 def token_bytes(tokenizer: Any) -> list[bytes]:
-    """`[V]` bytes of each token's text, none for special tokens.
-
-    Raises:
-        ModelError: no way of joining tokens gives what the tokenizer decodes.
-    """
+    """Return `[V]` the bytes of each token's text, empty for special ones. Raises ModelError."""
     special = special_ids(tokenizer)
     added = {token: str(content) for token, content in tokenizer.added_tokens_decoder.items()}
     for piece in (_byte_level, _sentence_piece, _plain, _spaced):
@@ -60,7 +51,7 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
 
 
 def _byte_level(_tokenizer: Any) -> Callable[[int, str], bytes]:
-    """Every character of a token stands for a byte, as in GPT-2."""
+    """Decode tokens whose characters stand for one byte each, as in GPT-2."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     byte_of = {chr(byte): byte for byte in shown}
@@ -69,7 +60,7 @@ def _byte_level(_tokenizer: Any) -> Callable[[int, str], bytes]:
 
 
 def _sentence_piece(_tokenizer: Any) -> Callable[[int, str], bytes]:
-    """A lower block stands for a space, and `<0x0A>` for a byte."""
+    """Decode tokens in which a lower block stands for a space, and `<0x0A>` for a byte."""
 
     def of_token(_token: int, text: str) -> bytes:
         byte = _BYTE.fullmatch(text)
@@ -87,7 +78,7 @@ def _spaced(tokenizer: Any) -> Callable[[int, str], bytes]:
 
 
 def _agrees(tokenizer: Any, pieces: Sequence[bytes]) -> bool:
-    """Whether sequences of tokens decode to their pieces, one leading space aside."""
+    """Return True if sequences of tokens decode to their pieces, one leading space aside."""
     choose = random.Random(0)  # noqa: S311 - no secrets
     usable = [token for token, piece in enumerate(pieces) if piece]
     checked = 0

@@ -4,12 +4,12 @@
                             │        └────► sections ──► files of the run's folder
                             └─ orders ────────────────────────► controller
 
-serving          in the controller: holds the listening socket, starts the process when somebody
-                 connects, and again if it was killed
+serving          in the controller: holds the listening socket, starts the process at the first
+                 connection, and again if it was killed
 process, server  the process: uvicorn on that socket
-guard            who may ask for what, as a pure function; `middleware` applies it to requests
+guard            decides about a request, as a pure function; `middleware` applies it
 feed             one producer for all watchers
 sections         the report's sections, drawn again as the run's files grow
 
-The process holds nothing that training needs. It can be killed at any moment.
+Training does not depend on this process, which can be killed at any moment.
 """

@@ -1,10 +1,7 @@
 """The HTTP API of a run, as a FastAPI application, and the files of the page.
 
-/docs: the reference of the API, from its OpenAPI description, without scripts.
-
-The usual page of FastAPI loads its scripts from another site.
-
-Server-sent events: a stream of snapshots, for one watcher.
+`/docs` is the API's reference, generated from its OpenAPI description, without scripts: FastAPI's
+usual page loads its scripts from another site. Watchers receive server-sent events.
 """
 
 from __future__ import annotations
@@ -75,7 +72,7 @@ async def _left(receive: Receive) -> None:
 
 
 def reference_page(openapi: Mapping[str, Any]) -> str:
-    """A page with each operation: what it does, what it takes, what it answers."""
+    """Return a page with each operation: purpose, parameters, answers."""
     parts = [
         _operation(path, method, about, openapi)
         for path, methods in openapi["paths"].items()
@@ -115,7 +112,6 @@ def reference_page(openapi: Mapping[str, Any]) -> str:
 
 
 def _with_code(text: str) -> list[Child]:
-    """The text, with what is between backticks as code."""
     parts = text.split("`")
     return [element("code", part) if index % 2 else part for index, part in enumerate(parts)]
 
@@ -176,7 +172,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_STEPS = 1000
-"""Most steps in one answer."""
 MAX_SAMPLES = 100
 ABOUT = """\
 What `asyncrl status`, `stop`, `pause` and the others do, over HTTP.
@@ -194,14 +189,10 @@ _REFUSED: dict[int | str, dict[str, Any]] = {
 
 
 class Api:
-    """What the routes need.
+    """The dependencies of the routes.
 
-    Args:
-        run: the run's folder.
-        source: of the status; takes orders.
-        steps: of the run.
-        feed: for those who watch.
-        disk: the thread that reads files.
+    `source` gives the status and takes orders, `feed` serves watchers, and `disk` is the thread
+    that reads files.
     """
 
     def __init__(
@@ -214,7 +205,7 @@ class Api:
         self._disk = disk
 
     async def read(self, function: Callable[[], T]) -> T:
-        """Have the thread of files do this."""
+        """Call `function` in the thread that reads files."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, function)
 
     async def status(self) -> Response:
@@ -286,7 +277,7 @@ class Api:
 
 
 def application(api: Api) -> FastAPI:
-    """The routes. It has to be guarded (`asyncrl.web.server`)."""
+    """Build the application. It has to be guarded (`asyncrl.web.server`)."""
     app = FastAPI(title="asyncrl", description=ABOUT, docs_url=None, redoc_url=None, version="1")
     data: Sequence[tuple[str, Callable[..., Awaitable[Response]]]] = (
         ("/api/status", api.status),
@@ -352,7 +343,7 @@ def _add_page(app: FastAPI) -> None:
 
 
 async def _senseless(_request: Request, error: Exception) -> Response:
-    """What is wrong with a request, without the values that it gave: NaN cannot be sent back."""
+    """Describe a request's mistakes without its values: NaN cannot be sent back."""
     found = error.errors() if isinstance(error, RequestValidationError) else []
     detail = [{name: one[name] for name in ("type", "loc", "msg")} for one in found]
     return _json({"detail": detail}, status=422)

@@ -1,4 +1,4 @@
-"""`asyncrl web`: the link to the page of an active run, or the page of a run that has ended."""
+"""Implements `asyncrl web`: the link to an active run's page, or the page of an ended run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,8 @@ from asyncrl.web.serving import listen, read_token, token_path, url_of
 def show_page(run: Path, port: int, say: Callable[[str], None]) -> None:
     """Print the link of an active run; serve an ended run until Ctrl-C.
 
-    Args:
-        run: the run's folder.
-        port: of an ended run's page; 0 takes any free one.
-        say: prints a line.
-
-    Raises:
-        UserError: the run has no page, or the port is in use.
+    `port` is that of an ended run's page; 0 takes any free one. `say` prints a line. Raises
+    UserError if the run does not have a page, or the port is in use.
     """
     if is_alive(run):
         if port:
@@ -49,11 +44,7 @@ def show_page(run: Path, port: int, say: Callable[[str], None]) -> None:
 
 
 def link(run: Path) -> str:
-    """The address of an active run's page, with the token behind `#`, which no server is sent.
-
-    Raises:
-        UserError: there is no page, or its token cannot be read.
-    """
+    """Return an active run's address with the token behind `#`, never sent. Raises UserError."""
     state = read_state(run)
     if state is None or not state.web:
         raise UserError(
@@ -65,7 +56,6 @@ def link(run: Path) -> str:
 
 
 def _token_file(run: Path) -> str | None:
-    """`monitoring.web.token_file` of a run."""
     try:
         config = yaml.safe_load((run / "config.yaml").read_text())
         found = config["monitoring"]["web"]["token_file"]

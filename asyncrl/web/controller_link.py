@@ -1,4 +1,4 @@
-"""What the run says of itself: asked of its controller, or read from the folder of an ended run."""
+"""Gets the run's status from its controller, or from the folder of an ended run."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from asyncrl.wire.messages import control
 from asyncrl.wire.records.on_policy import OnPolicySteps, is_on_policy
 
 ASK_SECONDS = 1.0
-"""The controller is asked at most once in this time, however many watch."""
+"""Minimum interval between requests to the controller, for any number of watchers."""
 _REPLY_SECONDS = 5.0
 
 Status = Mapping[str, Any]
 
 
 class Source(Protocol):
-    """Where status comes from and orders go."""
+    """The source of the status, and the target of orders."""
 
     takes_orders: bool
 
     async def status(self) -> Status:
-        """What `asyncrl status --json` prints. Raises AsyncrlError: the controller is silent."""
+        """Return the output of `asyncrl status --json`. Raises AsyncrlError without an answer."""
 
     async def order(self, request: control.Request) -> control.Reply:
         """Give an order. Raises AsyncrlError."""
 
 
 class ControllerLink:
-    """The controller of an active run. One connection, one question a second."""
+    """The controller of an active run, asked over one connection, once a second."""
 
     takes_orders = True
 
@@ -52,7 +52,7 @@ class ControllerLink:
         self._error: AsyncrlError | None = None
 
     async def status(self) -> Status:
-        """As of at most ASK_SECONDS ago."""
+        """Return the status of at most ASK_SECONDS ago."""
         async with self._lock:
             if time.monotonic() - self._asked >= ASK_SECONDS:
                 try:
@@ -65,7 +65,7 @@ class ControllerLink:
             return self._status
 
     async def order(self, request: control.Request) -> control.Reply:
-        """On a connection of its own, so that an order that takes long holds up nothing here."""
+        """Send an order on a separate connection, so that a slow one does not delay others."""
         try:
             return await send_order(self._run, request)
         except (UserError, WireError) as error:
@@ -103,11 +103,11 @@ class EndedRun:
         self._status = status_of(self.data, _ending(run))
 
     async def status(self) -> Status:
-        """As it was at the end."""
+        """Return the final status."""
         return self._status
 
     async def order(self, request: control.Request) -> control.Reply:
-        """Refused."""
+        """Refuse the order."""
         name = type(request).__name__.removesuffix("Request").lower()
         return control.Refused(
             f"the run {self.data.name} {self._status['phase']}: there is nothing to {name}"
@@ -123,7 +123,7 @@ def _ending(run: Path) -> str:
 
 
 def status_of(data: RunData, phase: str) -> Status:
-    """The status of an ended run, with the keys of an active one."""
+    """Return the status of an ended run, with the keys of an active one."""
     result, last = data.result, data.steps[-1] if data.steps else None
     done = result.steps if result is not None else (0 if last is None else last.step + 1)
     on_policy = OnPolicySteps.of(Counter(is_on_policy(step) for step in data.steps), done)

@@ -1,8 +1,8 @@
 """One producer for all watchers of a run.
 
-While somebody watches, it asks for the status once a second and has the sections drawn again as
-often as that is cheap. Each watcher takes the newest snapshot when it can. A slow one skips
-snapshots, so nothing is kept for it.
+While there are watchers, it asks for the status once a second and draws the sections as often as
+that is cheap. Each watcher takes the newest snapshot when it can, and a slow one skips snapshots,
+so nothing is buffered for it.
 
     status, once a second ──► snapshot ──► watcher: newer than the one I have?
     sections, rarely      ──►
@@ -26,17 +26,14 @@ from asyncrl.web.sections import Section, Sections
 logger = logging.getLogger(__name__)
 
 MAX_WATCHERS = 200
-"""Most streams of events at once."""
 DRAW_SECONDS = 3.0
-"""Shortest time between two drawings of the sections."""
 DRAW_SHARE = 0.05
-"""Drawing takes at most this share of a core."""
 SECONDS_PER_WATCHER = 0.15
-"""Each watcher fetches what was drawn, so with many of them it is drawn less often."""
+"""Increase of the drawing interval per watcher, since each watcher fetches what was drawn."""
 
 
 class Feed:
-    """Snapshots of a run for all who watch it."""
+    """Snapshots of a run for all watchers."""
 
     def __init__(self, source: Source, sections: Sections, disk: ThreadPoolExecutor) -> None:
         self._source = source
@@ -51,20 +48,19 @@ class Feed:
         self._producer: asyncio.Task[None] | None = None
         self._drawing = asyncio.Lock()
         self.closed = False
-        """Whether all streams have to end."""
 
     async def section(self, name: str) -> Section:
-        """A section as it was last drawn. Raises KeyError."""
+        """Return the latest drawing of a section. Raises KeyError."""
         await self._draw()
         return self._drawn[name]
 
     @property
     def is_full(self) -> bool:
-        """Whether there are MAX_WATCHERS streams already."""
+        """True if there are MAX_WATCHERS streams already."""
         return self._watchers >= MAX_WATCHERS
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
-        """Snapshots as they come, as JSON, until the feed is closed."""
+        """Yield snapshots as JSON until the feed is closed."""
         self._watchers += 1
         try:
             if self._producer is None or self._producer.done():
@@ -94,7 +90,6 @@ class Feed:
                 await self._producer
 
     async def _produce(self) -> None:
-        """Until nobody watches."""
         while self._watchers and not self.closed:
             began = time.monotonic()
             await self._draw()
@@ -122,7 +117,6 @@ class Feed:
             self._newer.notify_all()
 
     async def _draw(self) -> None:
-        """Draw the sections if it is time to."""
         async with self._drawing:
             began = time.monotonic()
             if began < self._draw_at:

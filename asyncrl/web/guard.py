@@ -1,4 +1,4 @@
-"""Who may ask for what: a pure function of a request's head.
+"""Decides which requests are allowed: a pure function of a request's head.
 
 On a loopback address, other users and pages of other sites are kept out in this order:
 
@@ -9,8 +9,8 @@ On a loopback address, other users and pages of other sites are kept out in this
 - **The token** is needed for orders. A form or an image of another site cannot send it, and neither
   can it send JSON.
 
-On any other address everything under /api needs the token, and the files of the page, which are the
-same for every run, need none.
+On any other address everything under /api needs the token. The files of the page, which are the
+same for every run, do not.
 """
 
 from __future__ import annotations
@@ -23,32 +23,30 @@ from urllib.parse import urlsplit
 from asyncrl.monitoring.metrics.http_server import means_this_machine
 
 MAX_BODY_BYTES = 4096
-"""Longest body of a request."""
 
 Headers = Sequence[tuple[bytes, bytes]]
-"""As ASGI gives them: names in lower case."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is served, and to whom."""
+    """The socket's reach, and the token."""
 
     is_loopback: bool
-    """Whether the socket can be reached from this machine only."""
+    """True if the socket can be reached from this machine only."""
     token: str | None
-    """What orders need; None: there is no run that takes orders."""
+    """The token for orders; None: no run takes orders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Denial:
-    """Why a request is refused."""
+    """The reason for refusing a request."""
 
     status: int
     reason: str
 
 
 def denial(policy: Policy, method: str, path: str, headers: Headers) -> Denial | None:
-    """Why a request may not pass; None if it may."""
+    """Return the reason to refuse a request, or None."""
     single: dict[bytes, bytes] = {}
     for name, value in headers:
         if name in _ONCE and name in single:
@@ -108,7 +106,7 @@ def _other_site(headers: dict[bytes, bytes]) -> Denial | None:
 
 
 def _place_of(origin: str) -> str:
-    """Name and port of an origin; `null` and what is none give an empty text, which no host is."""
+    """Return name and port of an origin; "", which is not a host, for `null` and invalid ones."""
     try:
         parts = urlsplit(origin)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The orders that the API takes, and the requests to the controller that they become."""
+"""Orders of the API, converted to requests to the controller."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ class Taken(BaseModel):
     """The controller carries the order out."""
 
     accepted: str
-    """What happens now."""
     step: int | None
-    """The steps that were trained when it took effect, if the order is recorded."""
+    """Number of trained steps when it took effect, if the order is recorded."""
 
 
 SIMPLE: dict[str, tuple[Callable[[], control.Request], str]] = {
@@ -53,21 +52,20 @@ SIMPLE: dict[str, tuple[Callable[[], control.Request], str]] = {
     "drain": (control.DrainRequest, "Train what is started, start nothing more, then end the run."),
     "checkpoint": (control.CheckpointRequest, "Write a checkpoint after the current step."),
 }
-"""Orders without arguments: their requests, and what they do."""
 
 
 def scale_request(arguments: ScaleArguments) -> control.ScaleRequest:
-    """The request for a number of generators."""
+    """Make the request for a number of generators."""
     return control.ScaleRequest(arguments.generators)
 
 
 def set_request(arguments: SetArguments) -> control.SetRequest:
-    """The request for a setting. Its value is YAML there, of which JSON is a part."""
+    """Make the request for a setting. Its value is YAML, which includes JSON."""
     return control.SetRequest(arguments.key.strip(), as_yaml(arguments.value))
 
 
 def as_yaml(value: Any) -> str:
-    """A value as `asyncrl set` takes it.
+    """Format a value as `asyncrl set` takes it.
 
     Example:
         >>> as_yaml(None), as_yaml(True), as_yaml("verify"), as_yaml(1e-05)
@@ -77,7 +75,7 @@ def as_yaml(value: Any) -> str:
 
 
 def name_of(request: control.Request) -> str:
-    """An order for a log: its name and arguments.
+    """Format an order for a log: its name and arguments.
 
     Example:
         >>> name_of(control.ScaleRequest(3))

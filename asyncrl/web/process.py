@@ -16,7 +16,7 @@ from pathlib import Path
 from asyncrl.user_code.process_tree import end_with_parent
 
 NICENESS = 10
-"""Training comes first where cores are few."""
+"""Training has priority on machines with few cores."""
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--token-file", type=Path, required=True)
     parser.add_argument("--elsewhere", action="store_true", help="not a loopback address")
     given = parser.parse_args()
-    # At once, so that a resumed run finds the port free.
+    # Exit at once, so that a resumed run finds the port free.
     end_with_parent(given.parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICENESS)

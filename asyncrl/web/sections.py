@@ -1,7 +1,7 @@
-"""The report's sections as pieces of HTML, drawn again as the run's files grow.
+"""Renders the report's sections as HTML, again and again as the run's files grow.
 
 An active run is drawn from the ends of its files: the newest steps, the last minutes of its time
-lines, the newest samples. So a long run costs no more than a short one.
+lines, the newest samples. So a long run does not cost more than a short one.
 """
 
 from __future__ import annotations
@@ -32,34 +32,30 @@ from asyncrl.web.step_file import StepFile
 from asyncrl.wire.records.command_record import OrderRecord
 
 RECENT_SECONDS = 120.0
-"""The part of the time lines that the page of an active run shows."""
 TIMELINE_BYTES = 1 << 18
-"""Read from the end of each process's time line."""
 SAMPLE_BYTES = 4 << 20
-"""Read from the end of samples.jsonl."""
 ORDER_BYTES = 1 << 18
 _LINE_BYTES = 1 << 16
 _OLDEST_LANE_SECONDS = 30.0
-"""Processes that ended longer ago than the window have no lane."""
+"""Processes that ended longer ago than this before the window do not have a lane."""
 
 NAMES = ("learning", "timeline", "work", "samples", "health", "orders", "settings")
-"""The sections, in the order in which the page has them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One section as it is now."""
+    """One rendered section."""
 
     html: bytes
     version: str
-    """Another text whenever `html` is another one."""
+    """Changes whenever `html` changes."""
 
 
 class Sections(Protocol):
-    """Where sections come from."""
+    """A source of sections."""
 
     def drawn(self) -> Mapping[str, Section]:
-        """All sections, newly drawn. Reads files, so it belongs in a thread."""
+        """Draw all sections. This reads files, so it belongs in a thread."""
 
 
 class LiveSections:
@@ -70,7 +66,7 @@ class LiveSections:
         self._steps = steps
 
     def drawn(self) -> Mapping[str, Section]:
-        """All sections, from the ends of the run's files."""
+        """Draw all sections from the ends of the run's files."""
         self._steps.refresh()
         data = RunData(name=self._run.name)
         load_config(self._run / "config.yaml", data)
@@ -89,18 +85,18 @@ class EndedSections:
         self._drawn = _drawn(data, time_line(data))
 
     def drawn(self) -> Mapping[str, Section]:
-        """All sections."""
+        """Return all sections."""
         return self._drawn
 
 
 def newest_samples(run: Path, count: int) -> list[SampleRecord]:
-    """The last lines of samples.jsonl that were trained on, oldest first."""
+    """Return the last trained samples of samples.jsonl, oldest first."""
     found = trained_on(read_tail(run / "samples.jsonl", SampleRecord, SAMPLE_BYTES))
     return found[-count:] if count else []
 
 
 def recent_spans(run: Path, seconds: float) -> dict[str, list[Span]]:
-    """The last part of each process's time line, by process; of those that have one there."""
+    """Return the last part of each process's time line, by process, without empty ones."""
     paths = sorted((run / "timeline").glob("*.jsonl"), key=lambda path: rank_of(path.stem))
     since = time.time() - seconds  # noqa: TID251 - spans have that time
     lanes: dict[str, list[Span]] = {}
@@ -115,7 +111,7 @@ def recent_spans(run: Path, seconds: float) -> dict[str, list[Span]]:
 
 
 def _recent(run: Path, data: RunData) -> Window | None:
-    """Read the last minutes into `data`; the part of time that they cover."""
+    """Read the last minutes into `data`; return the window that they cover."""
     data.timelines = recent_spans(run, RECENT_SECONDS + _OLDEST_LANE_SECONDS)
     if not data.timelines:
         return None
@@ -132,7 +128,6 @@ def _recent(run: Path, data: RunData) -> Window | None:
 
 
 def _first_start(path: Path) -> float | None:
-    """When a time line begins."""
     with contextlib.suppress(OSError, msgspec.DecodeError), path.open("rb") as file:
         return msgspec.json.decode(file.readline(_LINE_BYTES), type=Span).start
     return None

@@ -28,14 +28,13 @@ from asyncrl.web.step_file import StepFile
 logger = logging.getLogger(__name__)
 
 BODY_SECONDS = 5.0
-"""Longest time for the body of a request to arrive."""
 _LOG_SECONDS = 1.0
 
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Nothing but the page's own files; no script or style within the page."""
+"""Allows only the page's own files, without inline scripts or styles."""
 HEADERS = (
     (b"content-security-policy", CONTENT_POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
@@ -48,7 +47,7 @@ HEADERS = (
 
 
 class Guarded:
-    """An application that only gets requests which `guard.denial` lets pass, with their bodies."""
+    """An application behind `guard.denial`: it gets only allowed requests, with their bodies."""
 
     def __init__(self, application: ASGIApp, policy: Policy) -> None:
         self._application = application
@@ -74,7 +73,7 @@ class Guarded:
         await self._application(scope, receive, sending)
 
     def _log(self, scope: Scope, found: Denial) -> None:
-        """At most one line a second, without headers: they may hold a token."""
+        """Log at most one line a second, without headers, which may hold a token."""
         now = time.monotonic()
         if now - self._logged >= _LOG_SECONDS:
             self._logged = now
@@ -99,7 +98,6 @@ def _with_headers(send: Send) -> Send:
 
 
 async def _body(receive: Receive) -> bytes:
-    """The whole body, whose length the guard has seen."""
     body = b""
     while len(body) <= MAX_BODY_BYTES:
         message = await receive()
@@ -110,7 +108,7 @@ async def _body(receive: Receive) -> bytes:
 
 
 def _already(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body at once, then what comes."""
+    """Return a `receive` that gives the body at once, then what comes."""
     waiting: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def next_message() -> Message:
@@ -132,27 +130,26 @@ async def _answer(send: Send, found: Denial) -> None:
 
 
 MAX_CONNECTIONS = 2 * MAX_WATCHERS + 112
-"""A browser has a stream and for a while a second connection. Further ones are refused with 503."""
+"""A browser has a stream and briefly a second connection. Further ones are refused with 503."""
 REQUEST_SECONDS = 20.0
-"""Longest time for a request to arrive on a connection, and for a short answer to be taken."""
+"""Time limit for a request to arrive on a connection, and for a short answer to be sent."""
 SEND_SECONDS = 20.0
-"""A peer that does not take what waits for it, more than 64 KiB, is cut off after this time."""
+"""Time limit for a peer that does not read more than 64 KiB of queued data."""
 HEAD_BYTES = 16_384
 END_SECONDS = 1
-"""Time that connections get when the process is asked to end."""
 
 
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class BoundedConnection(H11Protocol):
-    """A connection that is cut when nothing comes on it, or nothing is taken, for too long."""
+    """A connection that is cut when nothing is received, or nothing can be sent, for too long."""
 
     _request_deadline: asyncio.TimerHandle | None = None
     _answer_deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The first request has to come in time."""
+        """Start the timeout of the first request."""
         if len(self.connections) >= MAX_CONNECTIONS:
             self.transport = transport
             transport.write(_FULL)
@@ -162,22 +159,22 @@ class BoundedConnection(H11Protocol):
         self._await_request()
 
     def on_response_complete(self) -> None:
-        """So has the next one."""
+        """Start the timeout of the next request."""
         super().on_response_complete()
         self._await_request()
 
     def pause_writing(self) -> None:
-        """The peer takes less than it is sent."""
+        """Start the timeout of a peer that does not read."""
         super().pause_writing()
         self._answer_deadline = self.loop.call_later(SEND_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has taken nearly all."""
+        """Cancel the timeout: the peer has read nearly everything."""
         super().resume_writing()
         _cancel(self._answer_deadline)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for any more."""
+        """Cancel both timers."""
         _cancel(self._request_deadline)
         _cancel(self._answer_deadline)
         super().connection_lost(exc)
@@ -205,7 +202,7 @@ class Server(uvicorn.Server):
         self._feed = feed
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Tell those who watch, then close."""
+        """Notify watchers, then close."""
         await self._feed.close()
         await super().shutdown(sockets)
 
@@ -213,11 +210,8 @@ class Server(uvicorn.Server):
 async def serve(run: Path, policy: Policy, listening: socket.socket, *, ended: bool) -> None:
     """Serve a run until SIGTERM or SIGINT.
 
-    Args:
-        run: the run's folder.
-        policy: who may ask for what.
-        listening: a socket that listens.
-        ended: whether the run has ended: its folder is shown, and no order is taken.
+    `listening` is a listening socket. If the run has `ended`, its folder is shown, and orders are
+    refused.
     """
     steps = StepFile(run / "metrics.jsonl")
     if ended:
@@ -231,10 +225,9 @@ async def serve(run: Path, policy: Policy, listening: socket.socket, *, ended: b
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What is served."""
+    """The served components."""
 
     run: Path
-    """The run's folder."""
     source: Source
     sections: Sections
     steps: StepFile
@@ -267,7 +260,7 @@ def _config(guarded: Any) -> uvicorn.Config:
 
 @contextlib.contextmanager
 def _without_noise() -> Iterator[None]:
-    """Requests that are no HTTP, of which a scanner makes many, are not logged one by one."""
+    """Do not log each invalid HTTP request, of which scanners send many."""
     logger = logging.getLogger("uvicorn.error")
     level = logger.level
     logger.setLevel(logging.ERROR)

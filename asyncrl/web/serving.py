@@ -1,15 +1,15 @@
-"""The controller's side: a listening socket, and a process that starts when somebody connects.
+"""The controller's side: a listening socket, and a process that starts on a connection.
 
     socket ──somebody connects──► process started ──► it accepts
        ▲                                                   │ it ends: killed, failed
        └── watched again after a pause, MAX_STARTS times ──┘
            (those that lived for an hour are not counted)
 
-A run that nobody looks at has no web process. The socket outlives the process, so the address stays
-the same, and connections wait meanwhile. Whatever goes wrong here, training continues and ends as
-without a page.
+A run whose page is never opened does not have a web process. The socket outlives the process, so
+the address stays the same, and connections wait for a new process. Errors here do not affect
+training.
 
-The token of a run's web page: who has it may give orders.
+The token of a run's web page authorises orders.
 """
 
 from __future__ import annotations
@@ -38,17 +38,12 @@ _MAX_BYTES = 4096
 
 
 def token_path(run: Path, token_file: str | None) -> Path:
-    """Where the token of a run is.
-
-    Args:
-        run: the run's folder.
-        token_file: `monitoring.web.token_file`.
-    """
+    """Return the path of a run's token; `token_file` is `monitoring.web.token_file`."""
     return run / "web.token" if token_file is None else Path(token_file)
 
 
 def write_token(path: Path) -> None:
-    """Make a new token, in a new file that only this user can read. Raises OSError."""
+    """Write a new token to a new file that only this user can read. Raises OSError."""
     path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with os.fdopen(os.open(path, flags, 0o600), "w") as file:
@@ -56,11 +51,7 @@ def write_token(path: Path) -> None:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file.
-
-    Raises:
-        UserError: there is none, it is too short to be secret, or others can read it.
-    """
+    """Read a token. Raises UserError if it is missing, short, or readable by others."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -81,17 +72,18 @@ def read_token(path: Path) -> str:
 logger = logging.getLogger(__name__)
 
 MAX_STARTS = 4
-"""The first one, and three more in place of processes that ended soon."""
+"""The first start, and three restarts after early ends."""
 LONG_SECONDS = 3600.0
-"""A process that lived for so long did not end soon, and the count begins again."""
+"""A process that lived for this long did not end early, and the count begins again."""
 PAUSE_SECONDS = 1.0
-"""Between the end of a process and the next one's start: this, three times this, nine times."""
+"""First pause between the end of a process and the next start; later ones are three and nine times
+as long."""
 _BACKLOG = 128
 _END_SECONDS = 2.0
 
 
 def listen(config: WebConfig) -> socket.socket:
-    """Open the socket. Raises UserError: the address cannot be used."""
+    """Open the socket. Raises UserError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -111,7 +103,7 @@ def listen(config: WebConfig) -> socket.socket:
 
 
 def url_of(listening: socket.socket) -> str:
-    """The address of the page."""
+    """Return the address of the page."""
     host, port = listening.getsockname()[:2]
     shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)  # noqa: S104
     return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
@@ -120,14 +112,9 @@ def url_of(listening: socket.socket) -> str:
 class WebPage:
     """The web page of an active run.
 
-    Args:
-        config: `monitoring.web`.
-        run: the run's folder.
-        records: where the process is recorded.
-        given_up: is told why there is no page any more.
-
-    Raises:
-        UserError: the address or the token file cannot be used.
+    `config` is `monitoring.web`. The process is recorded in `records`; `given_up` is called with
+    the reason when the page ends for good. Raises UserError if the address or the token file cannot
+    be used.
     """
 
     def __init__(
@@ -144,7 +131,6 @@ class WebPage:
             write_token(self._token)
         self._elsewhere = not is_loopback(self._socket.getsockname()[0])
         self.url = url_of(self._socket)
-        """Where the page is."""
         self._process: subprocess.Popen[bytes] | None = None
         self._task = asyncio.create_task(self._serve())
 
@@ -184,7 +170,6 @@ class WebPage:
             logger.exception("the end of the web page cannot be said")
 
     async def _serve_until_given_up(self) -> str:
-        """Why there is no page any more."""
         ended_soon = 0
         while True:
             await self._somebody_connects()

@@ -1,4 +1,4 @@
-"""metrics.jsonl, followed as it grows: each line is read once."""
+"""Follows metrics.jsonl as it grows, reading each line once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from asyncrl.monitoring.records.jsonl import whole_lines
 from asyncrl.wire.records.step import StepGroups, StepMetrics
 
 MAX_STEPS_IN_MEMORY = 2000
-"""The page's curves show at most this many steps, the newest."""
+"""Maximum number of steps, the newest, in the page's curves."""
 
 
 class StepFile:
     """The newest record of each step, in order.
 
-    A run that returns to an earlier step cuts or replaces the file. Where it is not the one that
-    was read, it is read again from its start.
+    A run that returns to an earlier step cuts or replaces the file, which is then read again from
+    its start.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,22 +33,20 @@ class StepFile:
 
     def _forget(self) -> None:
         self.recent: deque[StepMetrics] = deque(maxlen=MAX_STEPS_IN_MEMORY)
-        """The newest steps, without their groups and lengths."""
         self._steps = array("q")
         self._starts = array("q")
         self._ends = array("q")
         self._read = 0
         self._before = b""
-        """The last line that was read; it has the time of its step, so no other equals it."""
+        """The last line read; it has the time of its step, so it is unique."""
         self._inode = -1
         self.damaged = 0
-        """Lines that could not be decoded."""
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def refresh(self) -> bool:
-        """Read what is new; whether anything has changed."""
+        """Read what is new; return True if anything has changed."""
         try:
             with self._path.open("rb") as file:
                 again = self._is_another(file)
@@ -92,7 +90,7 @@ class StepFile:
         self.recent.append(msgspec.structs.replace(step, batch=batch, groups=StepGroups()))
 
     def lines(self, first: int, limit: int) -> list[bytes]:
-        """The lines of at most `limit` steps, from step `first` on, as they are in the file."""
+        """Return up to `limit` lines of steps from `first` on, unchanged."""
         begin = bisect_left(self._steps, first)
         wanted = range(begin, min(len(self._steps), begin + limit))
         found: list[bytes] = []

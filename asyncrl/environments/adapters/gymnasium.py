@@ -1,22 +1,21 @@
-"""Environments of Gymnasium, played in text: `gymnasium:ID`.
+"""Gymnasium environments, played in text: `gymnasium:ID`.
 
-Its observations become text: a text as it is, anything else by `str`, or by the template
-`observation`, as in "state {observation}". A turn becomes an action: of a `Text` space the turn
-itself; of a `Discrete` one the last number in it, or the last of the words `actions`, which name
-the actions in their order.
+Observations become text by `str` or by the template `observation`, as in "state {observation}". In
+a `Text` space the turn itself is the action; in a `Discrete` space the action is the last number in
+the turn, or the last of the words `actions`, which name the actions in order.
 
     environment:
       name: gymnasium:FrozenLake-v1
       args: {make: {is_slippery: false}, actions: [left, down, right, up]}
 
-A turn that is no action costs `invalid_reward` and is answered with what an action looks like; the
+An invalid turn costs `invalid_reward` and is answered with a description of an action; the
 environment does not move.
 
-Going back is tried once, before the first sample, with a few random actions. If copies of the
-environment (`copy.deepcopy`) stand on their own, samples go back by `snapshot` and `restore`. If
-not, but the same seed and actions give the same observations, by "deterministic" replay, whose
-observations are compared each time. An environment that can do neither draws from anything else
-than its own seeded generator: its samples start over, and the log says so.
+Before the first sample, a trial with a few random actions finds out how samples can go back: by
+`snapshot` and `restore` if copies of the environment (`copy.deepcopy`) are independent, else by
+"deterministic" replay if the same seed and actions give the same observations. An environment that
+can do neither uses randomness other than its own seeded generator: its samples start over, and the
+log says so.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ log = logging.getLogger(__name__)
 
 
 class GoesBack(NamedTuple):
-    """How an environment goes back."""
+    """The ways in which an environment can go back."""
 
     copies: bool
-    """Copies of it stand on their own."""
+    """Copies of the environment are independent."""
     replays: bool
-    """Made again, the same seed and actions lead to the same observations."""
+    """A new environment with the same seed and actions gives the same observations."""
 
 
 _TRIAL_SEED = 20261123
@@ -52,7 +51,7 @@ _ARGUMENTS = ("make", "prompt", "observation", "actions", "invalid_reward", "imp
 
 
 class GymnasiumText:
-    """One environment of Gymnasium and the words around it."""
+    """One Gymnasium environment and the text around it."""
 
     def __init__(
         self,
@@ -75,17 +74,14 @@ class GymnasiumText:
             self.snapshot, self.restore = self._copy, self._go_back
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Begin an episode. The row may have its own `seed`, and `options` for Gymnasium's reset.
-
-        Without a seed in the row, the samples of a group begin in different states.
-        """
+        """Begin an episode. The row may have a `seed`, and `options` for Gymnasium's reset."""
         own = row.get("seed", seed)
         self._environment = self._make()
         observation, _ = self._environment.reset(seed=own % 2**31, options=row.get("options"))
         return "\n".join(part for part in (self._prompt, self._shown(observation)) if part)
 
     def step(self, action: Action) -> StepResult:
-        """One step of the environment."""
+        """Advance the environment by one step."""
         chosen = self._action(action.text)
         if chosen is None:
             return StepResult(self._help(), reward=self._invalid_reward)
@@ -155,7 +151,7 @@ def how_it_goes_back(make: Callable[[], Any]) -> GoesBack:
 
 
 def _plain(observation: Any) -> Any:
-    """Numbers of numpy as Python's, which are printed as numbers."""
+    """Convert numpy numbers to Python's, which print as plain numbers."""
     if isinstance(observation, dict):
         return {key: _plain(value) for key, value in observation.items()}
     if isinstance(observation, tuple):
@@ -164,7 +160,6 @@ def _plain(observation: Any) -> Any:
 
 
 def _play(environment: Any, actions: list[Any]) -> list[str]:
-    """What the actions lead to, up to the episode's end."""
     seen = []
     for action in actions:
         observation, reward, ended, cut, _ = environment.step(action)
@@ -175,7 +170,7 @@ def _play(environment: Any, actions: list[Any]) -> list[str]:
 
 
 def adapt(rest: str, args: dict[str, Any]) -> Callable[[], GymnasiumText]:
-    """`rest`: an id of Gymnasium's registry. Raises RewardError."""
+    """Return a factory for `rest`, an id of Gymnasium's registry. Raises RewardError."""
     name = f"environment gymnasium:{rest}"
     refuse_unknown(args, f"gymnasium:{rest}", _ARGUMENTS)
     try:

@@ -1,9 +1,9 @@
 """Environments behind an OpenEnv server: `openenv:echo_env:EchoEnv`, `openenv:generic`, or `tools`.
 
-The name is that of a client, a subclass of OpenEnv's `EnvClient`; `generic` is its
-`GenericEnvClient`, which needs no package of the environment; `tools` its `MCPToolClient`, whose
-actions are calls of tools (`openenv_tools`), as are those of its subclasses. Every sample has a
-session of its own on the server (a WebSocket). A turn becomes an action:
+The name is a client class, a subclass of OpenEnv's `EnvClient`. `generic` is its
+`GenericEnvClient`, which does not need the environment's package. `tools` is its `MCPToolClient`,
+whose actions, like those of its subclasses, are tool calls. Every sample has its own session
+(WebSocket) on the server. A turn becomes an action:
 
     environment:
       name: openenv:generic
@@ -12,21 +12,18 @@ session of its own on the server (a WebSocket). A turn becomes an action:
         action: message          # the field of the action that takes the turn's text
         observation: echoed      # the field of the observation that is shown
 
-`action` may also name a function of your own, `path/to/file.py:function`, from the turn's text to
-the client's action. Without `observation`, all of the observation is shown as JSON. A row's column
-`reset`, and the argument `reset`, are passed to the server's reset, with the sample's seed. Of an
-observation that is longer than `max_result_characters`, beginning and end are shown.
+`action` may also name a function, `path/to/file.py:function`, that turns the text of a turn into
+the client's action. Without `observation`, the whole observation is shown as JSON. The row's column
+`reset`, the argument `reset` and the sample's seed are passed to the server's reset. Only the
+beginning and the end of an observation longer than `max_result_characters` are shown.
 
-Going back: not at all, unless `replay` says so. A server is a world of its own, and OpenEnv has no
-way to save it. So by default its samples are never verified; those that would have to be start
-over.
-`replay: deterministic` opens a new session with the same seed and actions, and compares.
+OpenEnv cannot save the state of a server, so by default samples cannot go back: they are never
+verified and start over when verification is due. `replay: deterministic` opens a new session with
+the same seed and actions, and compares the observations.
 
-OpenEnv servers whose actions are calls of tools: `openenv:tools`.
-
-Such a server offers MCP tools (OpenEnv's `MCPEnvironment`). They are listed when a session begins
-and become the model's; a call in a turn becomes one step of the server, whose result is the answer.
-A turn without a call ends the sample, as does a step that is `done`.
+A server of MCP tools (OpenEnv's `MCPEnvironment`) lists them when a session begins, and the model
+may call them. A call is one step of the server, and its result is the answer. The sample ends with
+a turn without a call, or with a step that is `done`.
 """
 
 from __future__ import annotations
@@ -53,12 +50,9 @@ from asyncrl.user_code import loading as user_functions
 class OpenEnvTools:
     """One session on a server with tools.
 
-    Args:
-        connect: makes an `MCPToolClient`.
-        observation: field of the first observation that is shown; None: the row's prompt stands.
-        reset: for the server's reset.
-        replay: see `asyncrl.environments.protocol`.
-        max_result_characters: longest answer to a call.
+    `connect` makes an `MCPToolClient`. `observation` is the field of the first observation that is
+    shown; None keeps the row's prompt. `reset` is passed to the server's reset.
+    `max_result_characters` bounds the answer to a call.
     """
 
     def __init__(
@@ -94,7 +88,7 @@ class OpenEnvTools:
         return str(values[self._field])
 
     async def step(self, action: Action) -> StepResult:
-        """Make the calls, one step of the server for each."""
+        """Make the calls, one server step each."""
         messages, reward, done = [], 0.0, not action.tool_calls
         for call in action.tool_calls:
             if call.get("error"):
@@ -126,7 +120,6 @@ def _call(call: dict[str, Any]) -> Any:
 
 
 def _answer(observation: Any) -> str:
-    """What the model is told: a tool's error is an answer to it."""
     error = getattr(observation, "error", None)
     if error is not None:
         return f"error: {error.message}"
@@ -157,7 +150,7 @@ _ACTION = user_functions.FunctionKind(
     noun="environment.args.action", signature="function(text)", arguments=("",), error=RewardError
 )
 _NOTHING = "(nothing)"
-"""What the policy is shown where a step shows an empty text, such as the output of silent code."""
+"""Shown to the policy instead of an empty text, such as the output of silent code."""
 _ARGUMENTS = (
     "base_url",
     "action",
@@ -188,7 +181,7 @@ class OpenEnvEnvironment:
         self._client: Any = None
 
     async def reset(self, row: dict[str, Any], seed: int) -> str | None:
-        """Open a session. If it shows nothing, the row's own prompt stands."""
+        """Open a session. If it shows nothing, the row's prompt stands."""
         await self.close()
         self._client = self._connect()
         await self._client.connect()
@@ -221,7 +214,7 @@ class OpenEnvEnvironment:
 
 
 def adapt(rest: str, args: dict[str, Any]) -> Callable[[], OpenEnvEnvironment | OpenEnvTools]:
-    """`rest`: a client class, `generic` or `tools`. Raises RewardError."""
+    """Return a factory for `rest`: a client class, `generic` or `tools`. Raises RewardError."""
     name = f"openenv:{rest}"
     refuse_unknown(args, name, _ARGUMENTS)
     url = args.get("base_url")

@@ -1,11 +1,12 @@
 """Plain Python functions as tools: `python_tools:my_tools.py:add,my_tools.py:look_up`.
 
-A function's name, docstring and type hints are its schema (`asyncrl.environments.tool_functions`).
-The row's own prompt stands, and `rewards.functions` score the answer.
+A function's name, docstring and type hints become its schema
+(`asyncrl.environments.tool_functions`). The row's prompt stands, and `rewards.functions` score the
+answer.
 
-Going back: "recorded". What the functions hold between calls, if anything, was put there by the
-sample's own calls, so the answers that were given stand. `replay: deterministic` has them compared
-when the calls are made again; `replay: null` says that no call may be made twice.
+Replay is "recorded": any state of the functions comes from the sample's own calls, so their
+recorded answers stand. `replay: deterministic` repeats the calls and compares the answers; `replay:
+null` means that a call must not be repeated.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ class PythonTools(ToolTurns):
     """A row's question, and functions to answer it with."""
 
     def reset(self, row: dict[str, Any], seed: int) -> None:
-        """The row's own prompt stands."""
+        """Keep the row's prompt."""
 
 
 class AsyncPythonTools(AsyncToolTurns):
-    """The same, if a function is async."""
+    """A `PythonTools` with at least one async function."""
 
     def reset(self, row: dict[str, Any], seed: int) -> None:
-        """The row's own prompt stands."""
+        """Keep the row's prompt."""
 
 
 def adapt(rest: str, args: dict[str, Any]) -> Callable[[], PythonTools | AsyncPythonTools]:
-    """`rest`: functions, with commas. Raises RewardError."""
+    """Return a factory for `rest`, functions separated by commas. Raises RewardError."""
     name = f"python_tools:{rest}"
     refuse_unknown(args, name, ["replay", "max_result_characters"])
     replay = replay_of(args, name, "recorded")

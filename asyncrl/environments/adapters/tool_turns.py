@@ -1,9 +1,9 @@
-"""Environments whose turns call tools: functions of a user, or methods of an object.
+"""Environments whose turns call tools: a user's functions, or methods of an object.
 
-A turn with calls is answered with a message of role `tool` for each, in their order; a turn without
-one ends the sample. A call that cannot be made, and a tool that raises, is answered with the error:
-it is the model's mistake, or one that the model can work around. Of a result that is longer than
-`max_result_characters`, the model is given the beginning and the end.
+Each call in a turn is answered, in order, with a message of role `tool`; a turn without calls ends
+the sample. An invalid call and a tool that raises are answered with the error, because the model
+made the mistake or can work around it. Results longer than `max_result_characters` are cut in the
+middle.
 """
 
 from __future__ import annotations
@@ -18,17 +18,10 @@ from asyncrl.environments.tool_functions import FunctionTool, result_text
 from asyncrl.errors import RewardError
 
 MAX_RESULT_CHARACTERS = 10_000
-"""Unless `max_result_characters` says otherwise."""
 
 
 class ToolTurns:
-    """Runs the calls of each turn, one after the other.
-
-    Args:
-        tools: what may be called.
-        replay: see `asyncrl.environments.protocol`.
-        max_result_characters: longest answer to a call.
-    """
+    """Runs the calls of each turn one after the other, and bounds their answers."""
 
     def __init__(
         self,
@@ -48,12 +41,12 @@ class ToolTurns:
         return StepResult(messages, done=not messages, reward=self.reward(done=not messages))
 
     def reward(self, *, done: bool) -> Any:
-        """Of the turn whose calls have been made; awaitable if the class is asynchronous."""
+        """Return the reward of the turn whose calls have been made; awaitable in async classes."""
         del done
         return 0.0
 
     def answer(self, call: dict[str, Any]) -> str | Awaitable[str]:
-        """What the model is told about one call; awaitable if the tool is asynchronous."""
+        """Return the answer that the model reads; awaitable if the tool is async."""
         if call.get("error"):
             return f"error: {call['error']}"
         tool = self._by_name.get(str(call.get("name")))
@@ -77,7 +70,7 @@ class ToolTurns:
             return self._error(error)
 
     def _finished(self, call: dict[str, Any]) -> str:
-        """The answer, also of a tool that is not known to be asynchronous and is."""
+        """Return the answer, awaited here if a tool turned out to be async only when called."""
         answer = self.answer(call)
         return answer if isinstance(answer, str) else asyncio.run(_ready(answer))
 
@@ -89,7 +82,7 @@ class ToolTurns:
 
 
 class AsyncToolTurns(ToolTurns):
-    """The same where a tool is asynchronous; the others are called in the event loop."""
+    """A `ToolTurns` with at least one async tool; the others run in the event loop too."""
 
     async def step(self, action: Action) -> StepResult:
         """Run the calls; without any, the sample ends."""
@@ -101,7 +94,7 @@ class AsyncToolTurns(ToolTurns):
 
 
 def shortened(text: str, most: int) -> str:
-    """The text as it can be encoded; of one that is too long, beginning and end."""
+    """Return a text that can be encoded; a text that is too long keeps its beginning and end."""
     text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) <= most:
         return text
@@ -111,13 +104,13 @@ def shortened(text: str, most: int) -> str:
 
 
 def tool_message(call: dict[str, Any], content: str) -> Message:
-    """The answer to a call, as a chat message."""
+    """Return the answer to a call as a chat message."""
     message = {"role": "tool", "name": str(call.get("name")), "content": content}
     return message | ({"tool_call_id": call["id"]} if "id" in call else {})
 
 
 def replay_of(args: dict[str, Any], name: str, default: Replay | None) -> Replay | None:
-    """The argument `replay` of an adapter. Raises RewardError."""
+    """Read an adapter's argument `replay`. Raises RewardError."""
     replay: Replay | None = args.get("replay", default)
     if replay not in (*get_args(Replay), None):
         raise RewardError(
@@ -128,7 +121,7 @@ def replay_of(args: dict[str, Any], name: str, default: Replay | None) -> Replay
 
 
 def longest_result(args: dict[str, Any], name: str) -> int:
-    """The argument `max_result_characters` of an adapter. Raises RewardError."""
+    """Read an adapter's argument `max_result_characters`. Raises RewardError."""
     most = args.get("max_result_characters", MAX_RESULT_CHARACTERS)
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise RewardError(
@@ -139,11 +132,7 @@ def longest_result(args: dict[str, Any], name: str) -> int:
 
 
 def passed_on(args: dict[str, Any], key: str, name: str, given: str) -> dict[str, Any]:
-    """The arguments under `key`, which a library gets, without the one that is given elsewhere.
-
-    Raises:
-        RewardError: they are no mapping, or have `given`.
-    """
+    """Return the mapping under `key`, which must not contain `given`. Raises RewardError."""
     found = args.get(key, {})
     if not isinstance(found, dict) or given in found:
         raise RewardError(

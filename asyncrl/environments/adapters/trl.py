@@ -1,16 +1,16 @@
-"""Classes for TRL's `environment_factory`, as they are: `trl:my_envs.py:Wordle`.
+"""Classes for TRL's `environment_factory`: `trl:my_envs.py:Wordle`. TRL itself is not needed.
 
-Such a class has a method `reset(**row)`; every other public method is a tool, and `get_reward()`,
-if there is one, scores the state that it is in. What `reset` returns is put behind the row's last
-user message. A turn without a call ends the sample. TRL itself is not needed.
+Such a class has a method `reset(**row)`; every other public method is a tool, and an optional
+`get_reward()` scores the current state. The result of `reset` is appended to the row's last user
+message. A turn without a call ends the sample.
 
-The reward is counted turn by turn, as the change of `get_reward()`, so that a sample that is cut
-off has the reward of the state that it reached. With `score: end` it is asked once, after a turn
-without a call, and a sample that is cut off has none.
+Each turn's reward is the change of `get_reward()`, so a truncated sample has the reward of the
+state that it reached. With `score: end`, the reward is read once, after a turn without a call; a
+truncated sample then has none.
 
-Going back: "deterministic", since nothing in TRL's shape can be saved: reset and the same calls are
-made again, and the answers are compared. A class that draws random numbers of its own is found out
-then; give it `replay: recorded` if its state follows from the calls alone, else `replay: null`.
+Replay is "deterministic", since TRL has no way to save a state: reset and the calls are repeated,
+and the answers are compared. This exposes a class that draws unseeded random numbers; set `replay:
+recorded` if its state follows from the calls alone, else `replay: null`.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class TrlEnvironment(ToolTurns):
         self._before = 0.0
 
     def reset(self, row: dict[str, Any], seed: int) -> list[Message] | None:
-        """Reset it with the row's columns; its text follows the row's last user message."""
+        """Reset with the row's columns; append the text to the last user message."""
         del seed
         self._before = 0.0
         columns = _columns(row)
         return _with_text(columns, self._made.reset(**columns))
 
     def reward(self, *, done: bool) -> Any:
-        """How much `get_reward` has changed."""
+        """Return the change of `get_reward`."""
         if not hasattr(self._made, "get_reward") or not (done or self._each_turn):
             return 0.0
         return self._change(self._made.get_reward())
@@ -71,10 +71,10 @@ class TrlEnvironment(ToolTurns):
 
 
 class AsyncTrlEnvironment(AsyncToolTurns, TrlEnvironment):
-    """The same, if one of its methods is async."""
+    """A `TrlEnvironment` with at least one async method."""
 
     async def reset(self, row: dict[str, Any], seed: int) -> list[Message] | None:  # type: ignore[override]
-        """Reset it with the row's columns; its text follows the row's last user message."""
+        """Reset with the row's columns; append the text to the last user message."""
         del seed
         self._before = 0.0
         columns = _columns(row)
@@ -82,7 +82,7 @@ class AsyncTrlEnvironment(AsyncToolTurns, TrlEnvironment):
         return _with_text(columns, await text if inspect.isawaitable(text) else text)
 
     async def reward(self, *, done: bool) -> float:
-        """How much `get_reward` has changed."""
+        """Return the change of `get_reward`."""
         if not hasattr(self._made, "get_reward") or not (done or self._each_turn):
             return 0.0
         now = self._made.get_reward()
@@ -90,7 +90,7 @@ class AsyncTrlEnvironment(AsyncToolTurns, TrlEnvironment):
 
 
 def adapt(rest: str, args: dict[str, Any]) -> Callable[[], TrlEnvironment]:
-    """`rest`: a class, or a function that makes an instance. Raises RewardError."""
+    """Return a factory for `rest`, a class or function that makes instances. Raises RewardError."""
     name = f"trl:{rest}"
     refuse_unknown(args, name, ["replay", "score", "max_result_characters"])
     score = args.get("score", "each_turn")
@@ -126,7 +126,7 @@ def adapt(rest: str, args: dict[str, Any]) -> Callable[[], TrlEnvironment]:
 
 
 def _methods(made: Any) -> list[Callable[..., Any]]:
-    """The tools: public methods of its class. Properties are not looked at."""
+    """Return the tools: the public methods of the class. Properties are not read."""
     names = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction)]
     return [
         getattr(made, name) for name in names if name not in _NOT_TOOLS and not name.startswith("_")
@@ -134,7 +134,6 @@ def _methods(made: Any) -> list[Callable[..., Any]]:
 
 
 def _columns(row: dict[str, Any]) -> dict[str, Any]:
-    """The dataset's own columns, as TRL hands them to `reset`."""
     own = row.get("row")
     return dict(own) if isinstance(own, dict) else row
 

@@ -1,32 +1,33 @@
-"""Environments of the library `verifiers` (0.4), as they are: `verifiers:TASKSET`.
+"""Environments of the library `verifiers` (0.4): `verifiers:TASKSET`.
 
-The name is that of an installed taskset package, or of a module that can be imported from the
-folder that the run is started in. Its tasks are the rows (a row's `idx` is the task's), its
-`@reward` functions the reward, and an environment class that the package exports plays the episode:
-one turn, several turns with a scripted user, or tools.
+The name is an installed taskset package, or a module that can be imported from the folder in which
+the run starts. Its tasks are the rows (a row's `idx` is the task's), its `@reward` functions give
+the reward, and an environment class that the package exports plays the episode: one turn, several
+turns with a scripted user, or tools.
 
     verifiers: Env ── runs ──► Agent ── calls ──► interception server ── asks ──► _PolicyClient
     asyncrl:   reset, step ◄────────────────── Conversation ◄─────────────────────────┘
 
-verifiers starts a program for each episode, which it installs by `uv`; here the agent's program is
-`PolicyHarness`, the same loop over model calls and tools inside this process. The model's client is
-replaced by one that asks the policy; all else, stops, interceptors, scoring, is verifiers' own.
+verifiers starts a program for each episode, which it installs by `uv`. Here the agent's program is
+`PolicyHarness`, the same loop over model calls and tools inside this process, and the model's
+client is replaced by one that asks the policy. Stops, interceptors and scoring are verifiers' own.
 
-Where an environment has several agents, `agent` names the one that is the policy; each other one
-needs a model and a client of its own in `env`, and its chat program is ours too, if it would be
-verifiers' `null`. Of a taskset without an end the first `tasks` are taken.
+If an environment has several agents, `agent` names the policy; every other agent needs a model and
+a client in `env`, and runs our chat program too where verifiers' would be `null`. The first `tasks`
+tasks of an endless taskset are used.
 
-Going back: "deterministic": the episode is played again with the accepted turns, and what it
-answers is compared. For tasks whose tools or users answer at random, `replay: null`: their samples
-start over.
+Replay is "deterministic": the episode is repeated with the accepted turns, and its answers are
+compared. Set `replay: null` for tasks whose tools or users answer at random: their samples start
+over.
 
-A program that calls a model, turned around: its calls become what `reset` and `step` return.
+`Conversation` inverts a program that calls a model: its calls become the results of `reset` and
+`step`.
 
     program   call(messages) ──────────────► wait for the answer ──► call(messages) ──► end
     session   reset ──► its messages         step(action) ──────────► new messages      done
 
 The program runs as a task of the worker's event loop. A call whose messages begin with those of the
-call before and the policy's answer to it continues their conversation; any other begins a new one.
+previous call and the policy's answer continues their conversation; any other call begins a new one.
 """
 
 from __future__ import annotations
@@ -54,20 +55,20 @@ from asyncrl.errors import RewardError
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """What the program asks the model."""
+    """A call of the model by the program."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]
     begins: bool = False
-    """The messages are a whole conversation, not the continuation of the one before."""
+    """The messages are a whole conversation, not the continuation of the previous one."""
 
 
 class CalledTwiceError(Exception):
-    """The program asked again before it was answered."""
+    """The program called again before it was answered."""
 
 
 class Conversation:
-    """One program and its calls. Used from one event loop."""
+    """One program and its calls, used from one event loop."""
 
     def __init__(self) -> None:
         self._calls: asyncio.Queue[ModelCall] = asyncio.Queue()
@@ -81,7 +82,7 @@ class Conversation:
         self._program = asyncio.create_task(program)
 
     async def ask(self, call: ModelCall) -> Turn:
-        """The program's side: the policy's answer."""
+        """Return the policy's answer; called by the program."""
         if self._answer is not None:
             raise CalledTwiceError(
                 "it called the model again before the first call was answered; a sample is one "
@@ -92,7 +93,7 @@ class Conversation:
         return await self._answer
 
     def answer(self, turn: Turn) -> None:
-        """The policy's side: answer the call that waits."""
+        """Answer the waiting call; called for the policy."""
         waiting, self._answer = self._answer, None
         if waiting is None or waiting.done():
             raise RuntimeError("no call of the program waits for an answer")
@@ -100,10 +101,7 @@ class Conversation:
         waiting.set_result(turn)
 
     async def next(self) -> ModelCall | None:
-        """The next call, with only the messages that are new; None when the program has ended.
-
-        What the program raises is raised here.
-        """
+        """Return the next call with its new messages, or None at the end. Raises program errors."""
         if self._program is None:
             raise RuntimeError("the program was not started")
         called = asyncio.ensure_future(self._calls.get())
@@ -123,7 +121,7 @@ class Conversation:
         return ModelCall(new, call.tools)
 
     def result(self) -> Any:
-        """What the program returned."""
+        """Return the program's result."""
         assert self._program is not None  # noqa: S101 - `next` gave None
         return self._program.result()
 
@@ -193,12 +191,9 @@ class VerifiersEnvironment:
 class Served:
     """An environment of verifiers and its servers, shared by the episodes of a worker.
 
-    Args:
-        taskset: its name.
-        settings: verifiers' own (`EnvConfig`).
-        agent: the one that is the policy; None: the only one.
-        tasks: how many are taken; None: all.
-        policy: how the run draws tokens; None: nothing is compared with that.
+    `settings` is verifiers' `EnvConfig`; `agent` names the policy (None: the only agent); `tasks`
+    limits the tasks (None: all); `policy` is how the run draws tokens, against which verifiers'
+    settings are compared unless it is None.
     """
 
     def __init__(
@@ -215,7 +210,6 @@ class Served:
         self.notes: list[str] = []
         if policy is not None:
             self.notes = _notes(taskset, self._agent, getattr(config, self._agent), policy)
-        """What a user should know, a sentence each."""
         self._environment = v1.load_environment(config)
         loaded = self._environment.taskset
         if tasks is None and not loaded.bounded:
@@ -231,7 +225,7 @@ class Served:
         self._context = v1.ModelContext(model=_MODEL, client=client)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The tasks as rows."""
+        """Return the tasks as rows."""
         return [
             {"idx": task.data.idx, "prompt": task.data.prompt_text or f"task {task.data.idx}"}
             for task in self._tasks
@@ -263,7 +257,7 @@ class Served:
         return conversation
 
     def reward(self, episode: Any) -> float:
-        """The policy's. Raises RuntimeError if there is no whole one."""
+        """Return the policy's reward. Raises RuntimeError if it is missing or incomplete."""
         traces = [trace for trace in episode.traces if trace.agent.name == self._agent]
         if len(traces) != 1:
             raise RuntimeError(
@@ -275,35 +269,30 @@ class Served:
         return float(traces[0].reward)
 
     def conversation(self, trace: str | None) -> Conversation:
-        """That of a trace."""
+        """Return the conversation of a trace."""
         return self._open[str(trace)]
 
     async def close(self) -> None:
-        """End what the episodes share; a worker process just ends."""
+        """End what the episodes share; not needed when a worker process ends."""
         serving, self._serving = self._serving, None
         if serving is not None:
             await serving.aclose()
 
     async def _serve(self) -> None:
-        """Bring up what the episodes share, once."""
         self._lock = self._lock or asyncio.Lock()
         async with self._lock:
             if self._serving is not None:
                 return
             stack = contextlib.AsyncExitStack()
             await stack.enter_async_context(self._environment.serving())
-            # The one place that is not verifiers' public interface: the server asks this client.
+            # The only use of an interface that is not public: the server asks this client.
             server = self._environment._interception  # noqa: SLF001
             server.clients[self._context.client.model_dump_json()] = _policy_client(self)
             self._serving = stack
 
 
 def _config(taskset: str, settings: dict[str, Any], agent: str | None) -> tuple[Any, str]:
-    """Verifiers' configuration, its own settings with the policy as one of its agents; and which.
-
-    Raises:
-        RewardError: it is not clear which, or another one has no model of its own.
-    """
+    """Return verifiers' configuration, and the policy's agent name. Raises RewardError."""
     from verifiers import v1
 
     from asyncrl.environments.adapters import verifiers_harness
@@ -344,7 +333,6 @@ def _config(taskset: str, settings: dict[str, Any], agent: str | None) -> tuple[
 
 
 def _notes(taskset: str, agent: str, config: Any, policy: PolicySettings) -> list[str]:
-    """Which of verifiers' sampling settings for the policy do not hold."""
     settings = {} if config.sampling is None else config.sampling.model_dump(exclude_none=True)
     unused = differences(settings, policy)
     if not unused:
@@ -359,7 +347,6 @@ def _notes(taskset: str, agent: str, config: Any, policy: PolicySettings) -> lis
 
 
 def _policy_client(served: Served) -> Any:
-    """Verifiers' client of a model that asks the policy of the sample."""
     from verifiers import v1
 
     class PolicyClient(v1.Client):  # type: ignore[misc]
@@ -387,7 +374,7 @@ def _policy_client(served: Served) -> Any:
 
 
 def adapt(rest: str, args: dict[str, Any]) -> Callable[[], VerifiersEnvironment]:
-    """`rest`: a taskset of verifiers. Raises RewardError."""
+    """Return a factory for `rest`, a taskset of verifiers. Raises RewardError."""
     name, args = f"verifiers:{rest}", dict(args)
     told = args.pop(POLICY, None)
     policy = None if told is None else PolicySettings(**told)

@@ -1,7 +1,7 @@
-"""The agent's program of verifiers, inside this process: calls of the model and of tools, in turn.
+"""The agent program for verifiers, inside this process: alternating model and tool calls.
 
 verifiers imports this module by the name `verifiers.HARNESS` and takes the class in `__all__`.
-Every call of the model goes through verifiers' own interception server, as its contract wants.
+Every model call goes through verifiers' interception server, as its contract demands.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 __all__ = ["PolicyHarness"]
 
 _SECONDS = 86_400.0
-"""A turn waits for the policy as long as the run does; environment.step_timeout_seconds is for the
-environment's own work."""
+"""A turn may wait for the policy as long as the run does; environment.step_timeout_seconds bounds
+the environment's work only."""
 
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Loaded once: loading takes 25 ms, more than all else between two turns."""
+    """Load the certificates once: it takes 25 ms, more than all other work between two turns."""
     return ssl.create_default_context()
 
 
 class PolicyHarnessConfig(HarnessConfig):  # type: ignore[misc]
-    """Nothing of its own."""
+    """The harness without settings."""
 
 
 class PolicyHarness(Harness[PolicyHarnessConfig]):  # type: ignore[misc]
@@ -54,7 +54,7 @@ class PolicyHarness(Harness[PolicyHarnessConfig]):  # type: ignore[misc]
         data: Any,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
-        """One segment: from the prompt, or the resumed conversation, to a turn without calls."""
+        """Run one segment: from the prompt, or a resumed conversation, to a turn without calls."""
         del trace, runtime, tool_interception_url
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
@@ -100,7 +100,6 @@ class PolicyHarness(Harness[PolicyHarnessConfig]):  # type: ignore[misc]
 
 
 async def _called(function: dict[str, Any], dispatch: Any, connections: Any) -> Any:
-    """What a tool answers; an error is an answer to the model."""
     name = function["name"]
     if name not in dispatch:
         return f"error: there is no tool {name!r}, there are: {', '.join(dispatch)}"

@@ -1,1 +1,1 @@
-"""Agent programs as environments: what they ask over HTTP are the policy's turns."""
+"""Agent programs as environments: their HTTP requests become turns of the policy."""

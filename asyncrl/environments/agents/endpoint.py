@@ -2,9 +2,9 @@
 
     agent program ══HTTP, its session's key══► Endpoint ──► the session that the key belongs to
 
-It is served in the worker process in which the agents run, on a port of its own. Each session has
-its own key, made for it, and a request without one is refused. Import-light: worker processes load
-this file, and uvicorn only if there are agents.
+It is served on its own port in the worker process that runs the agents. Each session has its own
+key, and requests without a valid key are refused. Import-light: worker processes load this file,
+and uvicorn only if there are agents.
 """
 
 from __future__ import annotations
@@ -34,31 +34,24 @@ from asyncrl.environments.chat_messages import RefusedCallError
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
-"""Longest request."""
 _HALVES = re.compile(rb"\\u[dD][89a-fA-F]")
-"""How JSON writes the halves of a character."""
 _BODY_SECONDS = 60.0
-"""Longest wait for a request's body after its head."""
 
 Answer = Callable[[ChatCall], Awaitable[Turn]]
-"""Has the policy take its turn. Raises RefusedCallError."""
+"""Makes the policy take its turn. Raises RefusedCallError."""
 
 
 class Endpoint:
-    """Serves the sessions of a process. Used from one event loop.
+    """Serves the sessions of one process, from one event loop.
 
-    Args:
-        policy: how the run draws tokens.
-        ignore: parameters of requests whose values are not used where they differ, of `IGNORABLE`.
+    `policy` is how the run draws tokens; `ignore` names parameters of `IGNORABLE` whose values may
+    differ from the run's and are not used.
     """
 
     def __init__(self, policy: PolicySettings, ignore: Sequence[str] = ()) -> None:
         self.policy = policy
-        """How the run draws tokens."""
         self.ignore = tuple(ignore)
-        """Parameters whose values are not used where they differ."""
         self.ignored: Counter[str] = Counter()
-        """Requests with a value that is not used, by parameter."""
         self._sessions: dict[str, Answer] = {}
         self._serving: asyncio.Task[None] | None = None
         self._ending = asyncio.Event()
@@ -66,11 +59,11 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """The base URL for clients; it is served."""
+        """The base URL for clients, available while served."""
         return f"http://{self._address}/v1"
 
     async def start(self) -> None:
-        """Serve, again if the server has died. Idempotent. Raises OSError."""
+        """Start to serve, also if the server has died. Idempotent. Raises OSError."""
         if self._serving is not None and self._serving.done():
             died, self._serving = self._serving, None
             cause = None if died.cancelled() else died.exception()
@@ -85,24 +78,24 @@ class Endpoint:
             self._serving = asyncio.create_task(_serve(self, listening, self._ending))
 
     def open(self, answer: Answer) -> str:
-        """Begin a session; returns its key."""
+        """Begin a session and return its key."""
         key = f"sk-{secrets.token_urlsafe(32)}"
         self._sessions[key] = answer
         return key
 
     def close(self, key: str) -> None:
-        """End a session: its key is not taken any more. Idempotent."""
+        """End a session and invalidate its key. Idempotent."""
         self._sessions.pop(key, None)
 
     async def stop(self) -> None:
-        """Serve no more. Idempotent."""
+        """Stop serving. Idempotent."""
         task, self._serving = self._serving, None
         if task is not None:
             self._ending.set()
             await task
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """The ASGI application."""
+        """Handle a request as an ASGI application."""
         if scope["type"] != "http":
             return
         try:
@@ -178,7 +171,7 @@ async def _serve(application: Endpoint, listening: socket.socket, ending: asynci
     import uvicorn
 
     class Server(uvicorn.Server):
-        """Leaves the process's signals alone."""
+        """A uvicorn server that leaves the process's signals alone."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -250,7 +243,6 @@ async def _json_body(receive: Any) -> Any:
 
 
 async def _unless_gone(answer: Awaitable[Turn], receive: Any) -> Turn | None:
-    """The turn; None if the client goes away before it is there."""
     work = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(receive())
     try:

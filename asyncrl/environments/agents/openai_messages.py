@@ -1,8 +1,7 @@
-"""OpenAI's chat messages: what a request asks for, and how it is answered. Pure.
+"""Reads OpenAI chat requests and writes the responses. Pure and import-light.
 
-A request may not choose how tokens are drawn: the run's settings are the policy that is trained.
-Settings that equal the run's are accepted; others are refused with a sentence. Import-light: worker
-processes load this file.
+A request may not choose how tokens are drawn, since training is for the run's sampling policy.
+Settings that equal the run's are accepted; others are refused with an explanation.
 """
 
 from __future__ import annotations
@@ -16,15 +15,14 @@ from typing import Any
 from asyncrl.environments.chat_messages import Message, RefusedCallError, chat_message
 
 POLICY = "__policy__"
-"""Among the arguments of an environment: `PolicySettings` as a dict, from the generator."""
+"""The environment's argument with the `PolicySettings` as a dict, set by the generator."""
 
 _NO_EFFECT = {
     *("model", "user", "metadata", "store", "stream", "stream_options", "service_tier"),
     *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
 }
-"""Parameters that change nothing about the tokens."""
 _ABOUT_TOOLS = {"tool_choice", "parallel_tool_calls"}
-"""Nor do these where there are no tools."""
+"""Parameters that have an effect only if there are tools."""
 _LIMITS = ("max_tokens", "max_completion_tokens")
 IGNORABLE = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
@@ -32,26 +30,23 @@ IGNORABLE = (
     *("tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort", "verbosity"),
     *("chat_template_kwargs", "prediction", "modalities"),
 )
-"""What a run may have the endpoint ignore (`environment.args.ignore`): the run's own value is used.
-Not what an answer would have to fit: `n`, `stop`, limits, log-probabilities."""
+"""Parameters that the endpoint may ignore (`environment.args.ignore`): the run's value is used.
+Parameters that constrain the answer (`n`, `stop`, limits, log-probabilities) are not among them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """How the run draws tokens (`sampling`)."""
+    """The run's settings for drawing tokens (`sampling`)."""
 
     model: str = "policy"
-    """The name that `/v1/models` gives."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    """Stop strings."""
     stop_tokens: tuple[int, ...] = ()
-    """Ids that end a turn."""
     max_tokens: int | None = None
-    """Of a sample's response; None: not known."""
+    """Bound of a sample's response; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +54,12 @@ class ChatCall:
     """A request for the next turn of a conversation."""
 
     messages: list[Message]
-    """In the form that chat templates take."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     stream: bool = False
     include_usage: bool = False
-    """A stream ends with the usage."""
     is_retry: bool = False
-    """The client says that it has asked before."""
     max_tokens: int | None = None
-    """Longest turn: at so many tokens it is cut, with the finish reason `length`."""
+    """The turn is cut at this many tokens, with the finish reason `length`."""
     ignored: dict[str, Any] = field(default_factory=dict)
     """Values that differ from the run's and are not used, by parameter."""
 
@@ -75,16 +67,10 @@ class ChatCall:
 def read_call(
     body: Any, policy: PolicySettings, *, ignore: Sequence[str] = (), is_retry: bool = False
 ) -> ChatCall:
-    """What a request's JSON asks for.
+    """Read a request's JSON.
 
-    Args:
-        body: of the request.
-        policy: what the values of the request must equal.
-        ignore: parameters of `IGNORABLE` whose values are not used where they differ.
-        is_retry: the client says that it has asked before.
-
-    Raises:
-        RefusedCallError: it asks for turns of another policy, or is malformed.
+    The values must equal those of `policy`, except for the parameters in `ignore` (of `IGNORABLE`).
+    Raises RefusedCallError if the request is malformed or would need another policy.
     """
     if not isinstance(body, dict):
         raise RefusedCallError("the body is not a JSON object")
@@ -120,7 +106,7 @@ def read_call(
 def _check_parameters(
     given: Mapping[str, Any], policy: PolicySettings, ignore: Sequence[str]
 ) -> dict[str, Any]:
-    """The values that differ from the run's and are ignored. Raises RefusedCallError: others."""
+    """Return the ignored values that differ from the run's. Raises RefusedCallError for others."""
     differing = {}
     for name, value in given.items():
         if value is None:
@@ -139,7 +125,6 @@ def _check_parameters(
 
 
 def _check_parameter(name: str, value: Any, policy: PolicySettings) -> None:
-    """Refuse what would make the next turn one of another policy. Raises RefusedCallError."""
     if name in _LIMITS:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise RefusedCallError(f"{name} must be a whole number from 1", parameter=name)
@@ -173,7 +158,7 @@ def _check_parameter(name: str, value: Any, policy: PolicySettings) -> None:
 
 
 def differences(settings: Mapping[str, Any], policy: PolicySettings) -> dict[str, Any]:
-    """Those of a program's sampling settings that the run does not have.
+    """Return those of a program's sampling settings that differ from the run's.
 
     Example:
         >>> differences({"temperature": 0.5, "top_p": 1, "max_tokens": None}, PolicySettings())
@@ -198,7 +183,7 @@ def _longest(policy: PolicySettings) -> float:
 
 
 def _of_the_run(policy: PolicySettings) -> dict[str, Sequence[Any]]:
-    """Values that equal the run's, the run's own first."""
+    """Return accepted values by parameter, the run's value first."""
     return {
         "temperature": (policy.temperature,),
         "top_p": (policy.top_p,),
@@ -220,13 +205,12 @@ _OF_EVERY_RUN: dict[str, Sequence[Any]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-"""Values that change nothing, whatever the run's settings are."""
+"""Values without an effect, whatever the run's settings are."""
 _NOT_SERVED = {
     "n": "a call is answered with one turn; call again for another one",
     "logprobs": "log-probabilities are recorded by the run and not handed out; leave it out",
     "top_logprobs": "log-probabilities are recorded by the run and not handed out; leave it out",
 }
-"""What has nothing to do with the policy."""
 
 
 def _equal(value: Any, wanted: Any) -> bool:
@@ -258,7 +242,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def completion(name: str, model: str, created: int, turn: Turn) -> dict[str, Any]:
-    """The answer to a request that does not stream."""
+    """Return the response to a request that does not stream."""
     choice = {
         "index": 0,
         "message": {"role": "assistant", **_parts(turn)},
@@ -272,7 +256,7 @@ def completion(name: str, model: str, created: int, turn: Turn) -> dict[str, Any
 def chunks(
     name: str, model: str, created: int, turn: Turn, *, include_usage: bool
 ) -> Iterator[dict[str, Any]]:
-    """The answer as a stream: the whole turn in one piece, since a turn arrives when it is over."""
+    """Yield the response as a stream, with the whole turn in one piece, as it arrives complete."""
     head = {"id": name, "object": "chat.completion.chunk", "created": created, "model": model}
     no_usage = {"usage": None} if include_usage else {}
 
@@ -292,19 +276,16 @@ def chunks(
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn of the policy, as an agent gets it."""
+    """A turn of the policy, as an agent receives it."""
 
     message: Message
-    """As chat templates take it."""
     tokens: int
-    """How many were drawn."""
     ended_by_limit: bool = False
     prompt_tokens: int = 0
-    """How many it was drawn after."""
 
     @property
     def finish_reason(self) -> str:
-        """`length` if it was cut, `tool_calls` if it calls a tool, otherwise `stop`."""
+        """`length` if the turn was cut, `tool_calls` if it calls a tool, otherwise `stop`."""
         if self.ended_by_limit:
             return "length"
         return "tool_calls" if self.message.get("tool_calls") else "stop"

@@ -1,4 +1,4 @@
-"""Tells the worker processes of agents and of verifiers how the run draws tokens."""
+"""Passes the run's sampling settings to the worker processes of agents and of verifiers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,10 @@ def with_policy(
     model: str,
     stop_tokens: Sequence[int],
 ) -> EnvironmentConfig:
-    """The environment with the policy's settings among its arguments, if it compares them.
+    """Return the environment with the policy's settings among its arguments, if it compares them.
 
-    Args:
-        environment: of the run.
-        sampling: of the run.
-        model: its path or id; the last part of it is the model's name for clients.
-        stop_tokens: ids that end a turn.
+    The last part of `model`, a path or id, becomes the model's name for clients; `stop_tokens` are
+    ids that end a turn.
     """
     if not (environment.name or "").startswith(("agent:", "verifiers:")):
         return environment

@@ -1,21 +1,21 @@
-"""Agent programs as environments: what they ask over HTTP are the policy's turns.
+"""Agent programs as environments: their HTTP requests become turns of the policy.
 
     agent ══POST messages══► endpoint ─► reset or step returns them as the observation
     agent ◄══the turn═══════ endpoint ◄─ step(action) brings the turn
     agent returns its reward ──────────► the last step is done
 
-The tokens, log-probabilities and policy versions are recorded where they are drawn, in the
-generator; HTTP carries the text only. So a sample is as exact as with any other environment. An
-agent cannot go back, since its program has run on: it has neither `replay` nor `restore`, and its
+Tokens, log-probabilities and policy versions are recorded in the generator, where they are drawn;
+HTTP carries the text only, so a sample is as exact as with any other environment. An agent cannot
+go back, since its program has already continued. So it has neither `replay` nor `restore`, and its
 samples start over instead of being verified.
 
-A call whose messages continue those of the call before it continues their conversation. Any other
-begins a new one: the agent begins anew, edits its history, calls a sub-agent or returns to an
-earlier conversation. Calls at once are answered one after another, in the order of arrival.
+A call whose messages extend those of the previous call continues its conversation. Any other call
+begins a new conversation: the agent restarts, edits its history, calls a sub-agent or returns to an
+earlier conversation. Concurrent calls are answered one after another, in the order of arrival.
 Import-light: worker processes load this file.
 
-An agent is a function, `agent(row, client) -> reward`, sync or async, in a thread of its own; or a
-command line, which gets the row as JSON on its standard input, the settings of the client in its
+An agent is a function, `agent(row, client) -> reward`, sync or async, which runs in its own thread;
+or a command line, which reads the row as JSON on standard input and the client settings in its
 environment (`OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_MODEL`), and prints its reward as its last
 line.
 """
@@ -50,10 +50,10 @@ from asyncrl.errors import RewardError
 from asyncrl.user_code import loading as user_functions
 
 _OUTPUT_BYTES = 1 << 20
-"""A command may print so much, and this much of its errors is kept."""
+"""Limit of a command's output in bytes; the same amount of its standard error is kept."""
 _SHOWN = 2000
 _DRAIN_SECONDS = 2.0
-"""For what is still in the pipes of a command that has exited, if something else holds them."""
+"""Time to drain the pipes of an exited command, which another process may hold open."""
 
 _KIND = user_functions.FunctionKind(
     noun="agent", signature="function(row, client)", arguments=({}, None), error=RewardError
@@ -62,23 +62,20 @@ _KIND = user_functions.FunctionKind(
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """What an agent's client needs: `OpenAI(base_url=client.base_url, api_key=client.api_key)`."""
+    """Settings of an agent's client: `OpenAI(base_url=client.base_url, api_key=client.api_key)`."""
 
     base_url: str
-    """Of this process's endpoint, on a loopback address."""
     api_key: str
-    """Of this sample; it holds until the sample ends."""
     model: str
-    """The policy's name; requests may name any."""
     seed: int
-    """Of this sample, for the agent's own random choices."""
+    """The sample's seed, for the agent's own random choices."""
 
     def __repr__(self) -> str:
         return f"ClientSettings(base_url={self.base_url!r}, model={self.model!r})"
 
 
 Program = Callable[[dict[str, Any], ClientSettings], Awaitable[Any]]
-"""Runs an agent to its end; what it returns is its reward (`reward_of`)."""
+"""Runs an agent to its end and returns its reward (see `reward_of`)."""
 
 
 def function_program(name: str, args: dict[str, Any]) -> Program:
@@ -92,7 +89,7 @@ def function_program(name: str, args: dict[str, Any]) -> Program:
 
 
 def _result(value: Any) -> Any:
-    """What an agent returned; an async one runs in an event loop of its thread."""
+    """Return an agent's result; a coroutine runs in an event loop of the agent's thread."""
     if inspect.isawaitable(value):
 
         async def wait() -> Any:
@@ -178,7 +175,7 @@ async def _run_command(words: list[str], given: bytes, environment: dict[str, st
 
 
 class _Exiting(asyncio.subprocess.SubprocessStreamProtocol):
-    """Says when the process has exited; `Process.wait` also waits until its pipes are closed."""
+    """Signals that the process has exited; `Process.wait` also waits for its pipes to be closed."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(limit=1 << 16, loop=loop)
@@ -202,14 +199,14 @@ async def _feed(stream: asyncio.StreamWriter, given: bytes) -> None:
 
 
 async def _read(stream: asyncio.StreamReader, kept: bytearray) -> None:
-    """Keep the last bytes of a stream; all of it is read, so that its writer does not block."""
+    """Keep the last bytes of a stream; read all of it so that the writer does not block."""
     while part := await stream.read(1 << 16):
         kept += part
         del kept[:-_OUTPUT_BYTES]
 
 
 def reward_of(result: Any) -> Any:
-    """The reward that an agent has returned: a number, or `{"reward": number}`; None is 0.
+    """Return an agent's reward, given as a number or `{"reward": number}`; None is 0.
 
     Example:
         >>> reward_of({"reward": 0.5}), reward_of(None)
@@ -221,16 +218,11 @@ def reward_of(result: Any) -> Any:
 
 
 COMMAND = "command"
-"""`agent:command`: the arguments hold the command line."""
+"""The name `agent:command`, whose arguments hold the command line."""
 
 
 class AgentEnvironment:
-    """One sample's agent.
-
-    Args:
-        program: runs the agent.
-        endpoint: that it asks; shared by all agents of the process.
-    """
+    """The agent of one sample. All agents of the process share the endpoint."""
 
     replay = None
 
@@ -241,12 +233,10 @@ class AgentEnvironment:
         self._key = ""
         self._running: asyncio.Future[Any] | None = None
         self.tools: list[dict[str, Any]] = []
-        """Of the agent's first call."""
         self.max_turn_tokens: int | None = None
-        """Of the newest call."""
 
     async def reset(self, row: dict[str, Any], seed: int) -> list[Message]:
-        """Start the agent; the messages of its first call."""
+        """Start the agent and return the messages of its first call."""
         await self._endpoint.start()
         self._key = self._endpoint.open(self._calls.answer)
         client = ClientSettings(
@@ -263,9 +253,8 @@ class AgentEnvironment:
     async def step(self, action: Action) -> StepResult:
         """Answer the agent's call.
 
-        Returns:
-            The messages that its next call adds to the conversation, or all of them if that is
-            another one; or its reward.
+        Return its reward, or the messages of its next call: those that extend the conversation, or
+        all of them if it is a new one.
         """
         policy, tokens = self._endpoint.policy, action.tokens
         full = self.max_turn_tokens is not None and len(tokens) >= self.max_turn_tokens
@@ -280,7 +269,7 @@ class AgentEnvironment:
         return StepResult(added)
 
     async def close(self) -> None:
-        """End the agent: its calls are refused, its task is cancelled."""
+        """End the agent: refuse its calls and cancel its task."""
         self._endpoint.close(self._key)
         self._calls.end()
         if self._running is not None:
@@ -288,7 +277,6 @@ class AgentEnvironment:
             await asyncio.wait([self._running])
 
     async def _next_call(self) -> ChatCall | None:
-        """The agent's next call; None if it has ended. What it raised is raised here."""
         if self._running is None:
             raise RuntimeError("the agent has not been started")
         arrival = asyncio.create_task(self._calls.next())
@@ -303,35 +291,32 @@ class AgentEnvironment:
 
 
 class _Asked:
-    """A call of the agent, and its answer."""
-
     def __init__(self, call: ChatCall) -> None:
         self.call = call
         self.turn: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         self.listeners = 0
-        """Requests that wait for the answer: the call, and the same one asked again."""
+        """Requests that wait for the answer: the call and its retries."""
         self.heard = False
-        """A request was answered."""
 
     @property
     def is_alone(self) -> bool:
-        """Whether its client has gone without an answer."""
+        """True if the client has gone without an answer."""
         return not (self.heard or self.listeners)
 
 
 class _Calls:
-    """The calls of one agent. They are answered one after another, in the order of arrival."""
+    """The calls of one agent, answered one after another in the order of arrival."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Asked] = deque()
         self._present: _Asked | None = None
-        """The newest call that the policy has been given."""
         self._known: list[Message] = []
-        """The conversation that it continued, with the answer."""
+        """The conversation that this call continued, with the answer."""
         self._arrived = asyncio.Event()
         self._ended = False
         self.added: list[Message] | None = []
-        """What the present call adds to the conversation before it; None: it is another one."""
+        """The messages that the present call adds to the conversation; None if it begins a new one.
+        """
 
     async def next(self) -> ChatCall:
         """Wait for the next call."""
@@ -352,7 +337,7 @@ class _Calls:
         self._present.turn.set_result(turn)
 
     def end(self) -> None:
-        """Refuse further calls, and those that wait."""
+        """Refuse further and waiting calls."""
         self._ended = True
         for asked in self._open():
             if not asked.turn.done():
@@ -360,7 +345,7 @@ class _Calls:
                 asked.turn.exception()  # seen, also if nobody waits
 
     async def answer(self, call: ChatCall) -> Turn:
-        """The turn that answers a call. Raises RefusedCallError."""
+        """Return the turn that answers a call. Raises RefusedCallError."""
         if self._ended:
             raise _ended()
         asked = self._asked_before(call)
@@ -390,7 +375,7 @@ class _Calls:
         return [*([] if self._present is None else [self._present]), *self._waiting]
 
     def _asked_before(self, call: ChatCall) -> _Asked | None:
-        """The call that a client asks again because its time was up or its connection broke."""
+        """Return the call that a client repeats after a timeout or a broken connection."""
         same = [
             one
             for one in self._open()
@@ -405,16 +390,13 @@ def _ended() -> RefusedCallError:
 
 
 def adapter(rest: str, args: dict[str, Any]) -> Callable[[], AgentEnvironment]:
-    """What `environment.name: agent:REST` means: makes one environment per sample.
+    """Return a factory for `environment.name: agent:REST`; it makes one environment per sample.
 
-    Args:
-        rest: `my.module:function`, `path/to/file.py:function`, or `command`.
-        args: of the function, by name; of a command: `command`, its words. And the policy's, and
-            `ignore`, parameters of requests that need not equal the run's.
-
-    Raises:
-        RewardError: there is no such function, it does not take these arguments, or a parameter
-            cannot be ignored.
+    `rest` is `my.module:function`, `path/to/file.py:function` or `command`. `args` holds the
+    function's arguments or, for a command, `command` (a list of words), together with the policy's
+    settings and `ignore`, parameters of requests that need not equal the run's. Raises RewardError
+    if the function does not exist or does not take these arguments, or if a parameter cannot be
+    ignored.
     """
     args = dict(args)
     ignore = _ignored(args.pop("ignore", []))

@@ -1,14 +1,13 @@
-"""An agent: joins a controller, carries out its orders, and leaves when it is told to.
+"""An agent: joins a controller, carries out its orders, and leaves on request.
 
 join      says hello every second until it is welcomed.
-          bounded by: nothing, but every attempt is counted and its trouble is said
+          bounded by: nothing, but attempts are counted and problems are reported
 serve     consumes: orders. produces: its state, every second and when something changes.
           waits for: the controller. bounded by: `lost_seconds`; then its children are ended
-leave     after SIGTERM: the controller takes its child out of the run. bounded by: the grace period
+leave     after SIGTERM: the controller takes its child out of the run.
+          bounded by: the grace period
 
-An agent that a controller does not know (any more) ends its children and says hello again.
-
-An agent's connection to a controller, and why there is none.
+An agent that is unknown to a controller ends its children and says hello again.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _FAILED = (
 
 
 class AgentLine(Line[to_agent.ToAgent]):
-    """A `Line` that knows how far its connection came. Make it within the event loop."""
+    """A `Line` that records the progress of its connection. Create it within the event loop."""
 
     def __init__(self, controller: str, keys: LineKeys) -> None:
         super().__init__("", keys, to_agent.ToAgent)
@@ -66,10 +65,10 @@ class AgentLine(Line[to_agent.ToAgent]):
         self._host, self._port = host_and_port(controller)
         self._is_connected = False
         self.refused = 0
-        """Connections in a row that the other end closed before it had proved that it has the same
-        secret. A proxy does that too, as long as there is nobody behind it: see `is_a_hub`."""
+        """Consecutive connections that the other end closed before it had proved that it has the
+        same secret. A proxy without a running backend does that too: see `is_a_hub`."""
         self.refused_before: int | None = None
-        """How many of them were refused before a controller was seen there; None: none was."""
+        """Those refused before a controller was seen there; None if none was seen."""
         endpoint = f"inproc://agent-{id(self)}"
         self._socket.monitor(endpoint, _EVENTS)
         self._events = zmq.asyncio.Context.instance().socket(zmq.PAIR)
@@ -92,7 +91,7 @@ class AgentLine(Line[to_agent.ToAgent]):
                 self._is_connected = False
 
     async def trouble(self) -> str:
-        """Why nothing is heard."""
+        """Return the reason why no messages arrive."""
         if self._is_connected:
             return "it is connected, and gets no answer"
         if self.refused and await self.is_a_hub():
@@ -113,7 +112,7 @@ class AgentLine(Line[to_agent.ToAgent]):
         return "nothing listens there, or it cannot be reached"
 
     async def is_refused(self, times: int) -> bool:
-        """Whether a controller, and not a proxy before it was there, has refused so many times."""
+        """Return True if a controller, not a proxy before its start, has refused this often."""
         refused = self.refused
         if refused < times or not await self.is_a_hub():
             self.refused_before = None
@@ -122,7 +121,7 @@ class AgentLine(Line[to_agent.ToAgent]):
         return self.refused_before is not None and refused >= self.refused_before + times
 
     async def is_a_hub(self) -> bool:
-        """Whether what listens there speaks ZeroMQ: it sends its signature without being asked."""
+        """Return True if the listener speaks ZeroMQ: it sends its signature first."""
         writer = None
         try:
             async with asyncio.timeout(_GREETING_SECONDS):
@@ -135,14 +134,14 @@ class AgentLine(Line[to_agent.ToAgent]):
                 writer.transport.abort()
 
     def connected_again(self) -> AgentLine:
-        """Close this one; another one to the same controller, which knows what was refused."""
+        """Replace this line by a new one to the same controller; the counts are kept."""
         self.close()
         line = AgentLine(*self._made_with)
         line.refused, line.refused_before = self.refused, self.refused_before
         return line
 
     def close(self) -> None:
-        """Close the socket; what is queued is still sent for at most a second."""
+        """Close the socket; queued messages are still sent for at most a second."""
         self._watching.cancel()
         with contextlib.suppress(zmq.ZMQError):
             self._socket.disable_monitor()
@@ -154,36 +153,32 @@ logger = logging.getLogger("asyncrl.agent")
 
 BEAT_SECONDS = 1.0
 AGAIN_SECONDS = 10.0
-"""A connection on which nothing is heard for so long is made anew."""
 SAY_SECONDS = 60.0
-"""Between two lines about the same trouble."""
 REFUSED = 5
-"""Connections in a row that may fail for want of the same secret."""
+"""Consecutive connections that may fail for want of the same secret."""
 LAST_FILES_SECONDS = 4.0
-"""Time in which the last lines of a child's files can be copied, before its relay ends."""
+"""Time for copying the last lines of a child's files before its relay ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the user says of an agent."""
+    """The user's settings of an agent."""
 
     controller: str
-    """`HOST:PORT`."""
     role: str
     secret: RunKey
     name: str = ""
     """Empty: the host's."""
     runs: Path | None = None
-    """The folder that holds the run's folder here; None: the path is the controller's."""
+    """The local folder that holds the run's folder; None: the path is the controller's."""
     advertise: str = ""
     """Host under which other machines reach this one; empty: as the controller sees it."""
     ports: str = ""
     metrics_port: int | None = None
-    """Of the trainer or generator; the relay has the next one. None: any that is free."""
+    """Port of the trainer or generator; the relay has the next one. None: any free one."""
     gpus: int = 0
     grace_seconds: float = 600.0
     once: bool = False
-    """End with the run."""
 
 
 class Agent:
@@ -199,7 +194,6 @@ class Agent:
         self._ip = ""
         self._run = ""
         self._session = ""
-        """Of the controller that was joined; empty: of none."""
         self._facts = ""
         self._lost_seconds = float("inf")  # until the controller says
         self._heard = time.monotonic()
@@ -210,25 +204,21 @@ class Agent:
         self._silent: float | None = None
         """Seconds for which the controller was silent when it was given up."""
         self._late: list[str] = []
-        """Children that did not leave in time."""
         self._changed: asyncio.Event
         self._hosting: Hosting
         self._line: AgentLine
 
     @property
     def name(self) -> str:
-        """Under which the controller knows it."""
+        """Name under which the controller knows it."""
         return self._keys.name
 
     async def run(self, health: Health | None = None) -> None:
-        """Join controllers and serve them, one after the other, until told to end.
+        """Join controllers and serve them, one after the other, until a signal.
 
-        Args:
-            health: says whether this loop turns and the child can take work.
-
-        Raises:
-            UserError: the controller refuses this agent, or has another secret.
-            AsyncrlError: it was to end, and its child did not leave in time.
+        `health` reports that this loop turns and that the child can take work. Raises UserError if
+        the controller refuses this agent or has another secret, and AsyncrlError if its child did
+        not leave in time at the end.
         """
         self._changed = asyncio.Event()
         self._hosting = Hosting(self._place, self._ports, self._changed.set)
@@ -280,7 +270,7 @@ class Agent:
                 loop.remove_signal_handler(number)
 
     def _told_to_end(self) -> None:
-        """The first signal lets the child leave, the second one ends it at once."""
+        """Let the child leave at the first signal; end it at once at the second."""
         self._signals += 1
         grace = self._settings.grace_seconds if self._signals == 1 else 0.0
         self._leave_at = time.monotonic() + grace
@@ -292,7 +282,6 @@ class Agent:
         self._changed.set()
 
     def _place(self, spec: dict[str, object]) -> Place:
-        """Where a child of this spec is started."""
         settings = self._settings
         port = str(spec["control_address"]).rpartition(":")[2]
         changes: dict[str, object] = {
@@ -306,18 +295,15 @@ class Agent:
         return Place(self.name, ip, None, changes, run)
 
     async def _join(self) -> bool:
-        """Say hello until welcomed; False if this agent was told to end meanwhile.
-
-        Raises:
-            UserError: the controller refuses this agent, or has another secret.
-        """
+        """Say hello until welcomed; False if a signal ends this agent first. Raises UserError."""
         attempts, began, said, trouble = 0, time.monotonic(), float("-inf"), ""
         self._over, self._silent, beginning = None, None, secrets.token_hex(4)
         while not self._is_leaving:
             now = time.monotonic()
             attempts += 1
-            # The line keeps it for a controller that is not up yet, which takes the first of a
-            # beginning: there is none before our address is known, and a new address begins anew.
+            # The line queues it for a controller that is not up yet, which takes the first of a
+            # beginning: none was queued before our address was known, and a new address begins
+            # anew.
             if ip := await asyncio.to_thread(_own_address, self._settings.controller):
                 if self._ip not in ("", ip):
                     beginning = secrets.token_hex(4)
@@ -341,7 +327,7 @@ class Agent:
         return False
 
     async def _is_welcome(self) -> bool:
-        """Whether the controller answers within a second. Raises as `_join`."""
+        """Return True if the controller answers within a second. Raises as `_join`."""
         until = time.monotonic() + BEAT_SECONDS
         while (left := until - time.monotonic()) > 0 and not self._is_leaving:
             message = await self._hear(left)
@@ -353,7 +339,7 @@ class Agent:
         return False
 
     async def _hear(self, seconds: float) -> to_agent.ToAgent | None:
-        """The next message, or None after this long, or as soon as something has changed."""
+        """Return the next message, or None after this long, or as soon as something has changed."""
         receiving = asyncio.create_task(self._line.receive())
         changing = asyncio.create_task(self._changed.wait())
         try:
@@ -377,7 +363,6 @@ class Agent:
         logger.info("joined run %s", self._run)
 
     async def _serve(self) -> None:
-        """Carry out orders, until there is nothing more to do for this controller."""
         sent = float("-inf")
         while True:
             now = time.monotonic()
@@ -428,7 +413,7 @@ class Agent:
         )
 
     async def _last_files(self) -> None:
-        """A relay here serves the files of the child that has left: let them be copied."""
+        """Wait while a relay here serves the last lines of its departed child's files."""
         if any(one.code is None for one in self._hosting.processes):
             await asyncio.sleep(LAST_FILES_SECONDS)
 
@@ -460,7 +445,7 @@ def _late(children: list[str], grace: float) -> AsyncrlError:
 
 
 def _own_address(controller: str) -> str:
-    """The address of this machine from which the controller is reached; empty: not known yet."""
+    """Return this machine's address on the route to the controller; empty if unknown yet."""
     host, port = host_and_port(controller)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

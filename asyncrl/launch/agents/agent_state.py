@@ -1,4 +1,4 @@
-"""An agent and a process on its machine, as the controller knows them."""
+"""The controller's view of an agent and of a process on its machine."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ from asyncrl.launch.start_order import start_order
 from asyncrl.wire.messages import from_agent, to_agent
 
 LOST = -9
-"""Exit code of the processes of an agent that was lost."""
 _TERMINATED = -15
 
 
 class AgentProcess:
-    """A process on the machine of some agent; as `asyncrl.launch.interface.ProcessHandle`.
+    """A process on an agent's machine; see `asyncrl.launch.interface.ProcessHandle`.
 
-    Args:
-        spec: of the process.
-        keys: of the process.
-        node_of: the node that an agent's machine is.
-        wake: has the orders sent now. Called by any thread, and by signal handlers.
+    `node_of` returns the node of an agent's machine. `wake` sends the orders now, and is called by
+    any thread and by signal handlers.
     """
 
     def __init__(
@@ -40,10 +36,8 @@ class AgentProcess:
         self._node_of = node_of
         self._wake = wake
         self.agent: Agent | None = None
-        """None: it waits for one."""
         self.ending = self.by_force = False
         self.reported: from_agent.Hosted | None = None
-        """What its agent said of it last."""
         self._lost = ""
 
     def exit_code(self) -> int | None:
@@ -61,34 +55,34 @@ class AgentProcess:
 
     @property
     def address(self) -> str:
-        """Of its machine, where others reach it; empty: the controller's machine, or not placed."""
+        """Its machine's address for others; empty: the controller's machine, or not placed."""
         if self.agent is None or self.agent.is_on_loopback:
             return ""
         return self.agent.hello.address
 
     @property
     def lost_with_machine(self) -> bool:
-        """Whether its agent was lost, or was told to end."""
+        """True if its agent was lost, or received the order to end."""
         return bool(self._lost) or (self.agent is not None and self.agent.leaves_at is not None)
 
     def cause(self) -> str:
-        """Why it ended, where its exit code does not say it."""
+        """The reason of its end, where its exit code does not say it."""
         return self._lost or ("" if self.reported is None else self.reported.cause)
 
     def end(self, *, by_force: bool) -> None:
-        """Have its agent end the process, or kill it and its children."""
+        """Order its agent to end the process, or to kill it and its children."""
         self.ending = True
         self.by_force |= by_force
         self._wake()
 
     def log_tail(self, lines: int = 12) -> str:
-        """The last lines of its log, as they were at most a few seconds ago."""
+        """Return the last lines of its log, at most a few seconds old."""
         if self.reported is None:
             return "(waits for an agent)" if self.agent is None else "(is being started)"
         return "\n".join(self.reported.log_tail.splitlines()[-lines:]) or "(its log is empty)"
 
     def wanted(self, mark: str, relay_per_node: bool, ready: bool) -> to_agent.Wanted:
-        """What its agent is to do with it; arguments as for `start_order`."""
+        """Return the order for its agent; the arguments are those of `start_order`."""
         start = None
         if self.reported is None:
             order = start_order(self.spec, mark=mark, relay_per_node=relay_per_node)
@@ -96,34 +90,32 @@ class AgentProcess:
         return to_agent.Wanted(self.spec.name, start, self.ending, self.by_force, ready)
 
     def lose(self, cause: str) -> None:
-        """Its agent is lost; a process ends once."""
+        """Note that its agent is lost; a process ends once."""
         if self.exit_code() is None:
             self._lost = cause
 
 
 @dataclass(slots=True)
 class Agent:
-    """One agent, from its first word to its loss."""
+    """One agent, from its first message to its loss."""
 
     name: str
     hello: from_agent.Hello
     heard: float
-    """When its last message came (monotonic seconds)."""
+    """Time of its last message (monotonic seconds)."""
     info: NodeInfo | None = None
-    """What it has found on its machine; None: not known yet."""
     processes: dict[str, AgentProcess] = field(default_factory=dict)
-    """That it has, or is to start; without those that have ended."""
+    """The processes that it has, or is to start, without those that have ended."""
     failures: int = 0
-    """Processes that failed on its machine."""
     leaves_at: float | None = None
-    """When it ends (monotonic seconds); None: it stays."""
+    """Time when it ends (monotonic seconds); None: it stays."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.hello.role})"
 
     @property
     def is_on_loopback(self) -> bool:
-        """Whether its machine is reached at an address that is good on one machine only."""
+        """True if its machine's address is valid on that machine only."""
         return self.hello.address.startswith(("127.", "localhost"))
 
     @property
@@ -134,16 +126,16 @@ class Agent:
 
 
 def info_of(agent: Agent, facts: str) -> NodeInfo:
-    """What an agent has found on its machine, JSON."""
+    """Parse an agent's facts about its machine, JSON."""
     found: dict[str, object] = msgspec.json.decode(facts)
     known = {"id": agent.name, "ip": agent.hello.address, "gpus": agent.hello.gpus}
     info = msgspec.convert(found | known, NodeInfo)
-    # Two containers may share memory and not the folder in which processes of a node meet.
+    # Two containers may share memory without the folder in which processes of a node meet.
     return replace(info, memory=f"{info.memory} {info.disk}")
 
 
 def out_of_reach(agent: Agent, everyone: Iterable[Agent]) -> str | None:
-    """Why other machines cannot reach an agent's processes, or it not theirs; None: they can."""
+    """Say why an agent's processes and other machines cannot reach each other; None if they can."""
     advice = "start that agent with --advertise and its machine's address"
     for one in everyone:
         if agent.is_on_loopback and not one.is_on_loopback:

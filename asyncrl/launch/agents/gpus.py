@@ -1,4 +1,4 @@
-"""How many GPUs an agent's child would find."""
+"""Counts the GPUs that an agent's child would find."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from asyncrl.launch.placement import VISIBLE, select_gpus
 
 
 def count_gpus() -> int:
-    """Those of the machine that CUDA_VISIBLE_DEVICES leaves; 0 if torch is built for the CPU.
-
-    Raises:
-        UserError: nvidia-smi does not answer, or the variable names GPUs that do not exist.
-    """
+    """Count the GPUs that CUDA_VISIBLE_DEVICES leaves; 0 with a CPU build. Raises UserError."""
     if torch_build().cuda is None:
         return 0
     return len(select_gpus(find_gpus(), os.environ.get(VISIBLE), None))

@@ -1,7 +1,4 @@
-"""The children of an agent: started, watched, ended.
-
-Ports of an agent's children, where the user has fixed them. Pure.
-"""
+"""Starts, watches and ends the children of an agent, and assigns their ports if they are fixed."""
 
 from __future__ import annotations
 
@@ -18,17 +15,14 @@ from asyncrl.launch.node_child import GRACE_SECONDS, NodeChild, Place
 from asyncrl.wire.messages import from_agent, to_agent
 
 NEEDED = {"trainer": 1, "relay": 3, "generator": 0}
-"""How many a process listens at, by role."""
+"""Number of ports that a process listens at, by role."""
 
 
 class Ports:
     """Hands out ports of a range, and takes them back.
 
-    Args:
-        text: `FIRST-LAST`; empty: the system chooses.
-
-    Raises:
-        UserError: it is no range, or too small for a trainer and a relay.
+    `text` is `FIRST-LAST`; empty: the system chooses. Raises UserError if it is not a range, or too
+    small for a trainer and a relay.
     """
 
     def __init__(self, text: str) -> None:
@@ -47,11 +41,7 @@ class Ports:
         self._free = list(range(first, last + 1))
 
     def give(self, process: str, role: str) -> tuple[int, ...]:
-        """Ports for a process; empty: the system chooses.
-
-        Raises:
-            UserError: too few are left.
-        """
+        """Return ports for a process; empty: the system chooses. Raises UserError."""
         if self._free is None:
             return ()
         count = NEEDED[role]
@@ -64,15 +54,13 @@ class Ports:
         return tuple(self._given[process])
 
     def take_back(self, process: str) -> None:
-        """The process has ended."""
+        """Take back the ports of a process that has ended."""
         if self._free is not None:
             self._free = sorted(self._free + self._given.pop(process, []))
 
 
 _WATCH_SECONDS = 1.0
-"""Between two looks at the end of a log."""
 KILL_SECONDS = 10.0
-"""Longest wait for killed children."""
 
 
 @dataclass
@@ -88,19 +76,13 @@ class _Hosted:
     ending: bool = False
     by_force: bool = False
     told: tuple[bool, bool] = (False, False)
-    """What the child was told: to end, by force."""
+    """Orders sent to the child: to end, by force."""
     ready: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Hosting:
-    """What runs on an agent's machine. Make it within the event loop.
-
-    Args:
-        place: of a child, by its name and role, from the spec that it is to be started with.
-        ports: of the children.
-        changed: called when something has changed.
-    """
+    """Runs the processes on an agent's machine. Create it within the event loop."""
 
     def __init__(
         self,
@@ -116,7 +98,7 @@ class Hosting:
 
     @property
     def work(self) -> list[str]:
-        """The names of the trainer or generator that runs."""
+        """The names of the running trainer or generator."""
         return [
             name
             for name, one in list(self._hosted.items())
@@ -125,7 +107,7 @@ class Hosting:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a trainer or generator that can take work. Any thread may ask."""
+        """Return True if a trainer or generator here can take work. Any thread may ask."""
         return any(
             one.ready and one.role != "relay" and not one.ended.is_set()
             for one in list(self._hosted.values())
@@ -133,14 +115,14 @@ class Hosting:
 
     @property
     def processes(self) -> tuple[from_agent.Hosted, ...]:
-        """For the controller."""
+        """The processes, for the controller."""
         return tuple(
             from_agent.Hosted(one.name, one.code, one.cause, one.log, one.tail)
             for one in self._hosted.values()
         )
 
     def obey(self, orders: to_agent.Orders) -> None:
-        """Start, end and forget what is new in these orders."""
+        """Start, end and forget as these orders newly demand."""
         for wanted in orders.processes:
             one = self._hosted.get(wanted.name)
             if one is None and wanted.start is not None:
@@ -162,7 +144,6 @@ class Hosting:
         return one
 
     async def _host(self, one: _Hosted, spec: dict[str, object], start: to_agent.Start) -> None:
-        """One child from its start to its end."""
         try:
             place = self._place(spec)
             place.changes["ports"] = self._ports.give(one.name, one.role)
@@ -195,11 +176,11 @@ class Hosting:
             await _ended(living, KILL_SECONDS if force else GRACE_SECONDS)
 
     def forget(self) -> None:
-        """Another controller comes, which knows nothing of these."""
+        """Forget all processes before another controller, which does not know them."""
         self._hosted.clear()
 
     def reap(self) -> None:
-        """As the first process of a container: take up the ends of those whose parents are gone."""
+        """Reap orphans, as the first process of a container."""
         if os.getpid() != 1 or any(not one.is_started for one in self._hosted.values()):
             return
         ours = {one.child.pid for one in self._hosted.values()}

@@ -34,21 +34,14 @@ logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
 HEARD_SECONDS = 3.0
-"""An agent that has said nothing for so long is sent nothing until it is heard again."""
+"""An agent that was silent for this long is not sent anything until it is heard again."""
 
 
 class AgentsLauncher:
-    """Starts processes on the machines of agents. Make it within the event loop.
+    """Starts processes on the machines of agents. Create it within the event loop.
 
-    Args:
-        config: of the run.
-        needs: of the run.
-        secret: that agents have too.
-        refusals: of the socket.
-        say: tells the user something.
-
-    Raises:
-        UserError: it cannot listen there.
+    The agents share `secret`; `refusals` are those of the socket; `say` informs the user. Raises
+    UserError if it cannot listen at the configured address.
     """
 
     def __init__(
@@ -65,7 +58,6 @@ class AgentsLauncher:
         self.roster = Roster(needs, secrets.token_hex(8), self._wake, say)
         self._woken = False
         self.changed = asyncio.Event()
-        """Set when agents have said something."""
         settings = config.launcher.agents
         try:
             self._hub: Hub[from_agent.FromAgent] = Hub(
@@ -83,7 +75,7 @@ class AgentsLauncher:
             task.add_done_callback(self._task_ended)
 
     def on_lost(self, tell: Callable[[AsyncrlError], None]) -> None:
-        """Have somebody told if this launcher breaks, which is a defect."""
+        """Register a callback for internal launcher failures."""
         self._on_lost = tell
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
@@ -98,7 +90,8 @@ class AgentsLauncher:
             if isinstance(message, from_agent.Hello):
                 self._hub.send_soon(name, self.roster.hello(name, message, now))
             elif not self.roster.state(name, message, now):
-                # Of another session, or given up by this one: it ends what it has, and says hello.
+                # The agent belongs to another session, or was given up by this one: it ends its
+                # processes, and says hello.
                 self._hub.send_soon(name, to_agent.Orders(to_agent.NO_SESSION))
             else:
                 self.roster.place()
@@ -112,7 +105,6 @@ class AgentsLauncher:
             await asyncio.sleep(BEAT_SECONDS)
 
     def _wake(self) -> None:
-        """Send orders soon. Called by any thread, and by signal handlers."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
             self._loop.call_soon_threadsafe(self._send)
 
@@ -124,16 +116,16 @@ class AgentsLauncher:
 
     @property
     def threads(self) -> int:
-        """Of a generator: the cores of its agent are for it alone."""
+        """Threads of a generator, which has the cores of its agent alone."""
         return self._config.launcher.threads or 1
 
     @property
     def uses_relays(self) -> bool:
-        """Whether the run is on several machines, or `launcher.agents.relays` is `always`."""
+        """True if the run is on several machines, or `launcher.agents.relays` is `always`."""
         return self.roster.are_several
 
     async def make_room(self, generators: Sequence[int]) -> None:
-        """See that agents have room. Raises UserError: there are too few."""
+        """Check that agents have room. Raises UserError if there are too few."""
         offered = self.roster.offered()
         if offered < len(generators):
             raise UserError(
@@ -142,10 +134,10 @@ class AgentsLauncher:
             )
 
     def give_room_back(self, _generator: int) -> None:
-        """Nothing: an agent that has no process has room."""
+        """Do nothing: an agent without a process has room."""
 
     def start(self, spec: ChildSpec, keys: ChildKeys, node: str | None = None) -> ProcessHandle:
-        """Have an agent start `python -m asyncrl.child`; returns at once."""
+        """Order an agent to start `python -m asyncrl.child`, without waiting."""
         full = replace(
             spec,
             threads=1 if spec.role == "relay" else self.threads,

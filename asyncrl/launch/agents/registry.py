@@ -1,11 +1,11 @@
-"""The agents of a run, the processes on them, and who gets which. No sockets, no clock.
+"""The agents of a run and their processes, and the assignment. No sockets, no clock.
 
     Hello ──► welcomed ──► State ──► known: has room for one trainer or generator
                                      │ says nothing for a while: lost, and its processes with it
                                      │ has a child of its own that failed: asked last
 
-A process waits here until an agent has room for it. The trainer's come first, all its ranks at
-once: one alone could only wait for the others. A relay goes to an agent of its node and takes no
+A process waits here until an agent has room for it. The trainer's come first, all ranks at once:
+one alone would only wait for the others. A relay goes to an agent of its node and does not take
 room.
 """
 
@@ -25,11 +25,8 @@ from asyncrl.wire.messages import from_agent, to_agent
 class NeededGpus:
     """GPUs of the trainer and of each generator.
 
-    Args:
-        wanted: by role.
-        optional: roles that do without where the first agents have none (`device: auto`).
-        agents: those that there are, by name.
-        say: tells the user something.
+    `wanted` is by role; `optional` roles do without where the first agents do not have any
+    (`device: auto`). `agents` are the present ones, by name; `say` informs the user.
     """
 
     def __init__(
@@ -45,7 +42,7 @@ class NeededGpus:
         self._say = say
 
     def of(self, role: str) -> int:
-        """Of a process of this role. Optional ones count as long as any agent for it has them."""
+        """Return the GPUs of a role. Optional ones count as long as any agent for it has them."""
         wanted = self._wanted.get(role, 0)
         if role not in self._optional:
             return wanted
@@ -53,7 +50,7 @@ class NeededGpus:
         return wanted if any(one.hello.gpus >= wanted for one in fitting) else 0
 
     def settle(self) -> None:
-        """The run begins: what agents have now holds for agents that come later."""
+        """Fix the present GPUs, at the start of the run, for agents that come later."""
         for role in sorted(self._optional):
             wanted, self._wanted[role] = self._wanted[role], self.of(role)
             if self._wanted[role] < wanted:
@@ -71,21 +68,18 @@ _LATE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a run asks of the machines of its agents."""
+    """A run's requirements for the machines of its agents."""
 
     run: str
     question: str
-    """JSON, for `asyncrl.launch.node_child.node_facts`."""
     ours: NodeInfo
-    """The controller's machine."""
     model: str
     run_directory: str
     trainer_gpus: int
     generator_gpus: int
     optional_gpus: frozenset[str]
-    """Roles that do without where the first agents have none (`device: auto`)."""
+    """Roles that do without where the first agents do not have any (`device: auto`)."""
     mark: str
-    """Of the run's processes."""
     silence_seconds: float
     lost_seconds: float
     relay_per_node: bool
@@ -94,11 +88,7 @@ class Needs:
 class Roster:
     """Knows every agent and every process.
 
-    Args:
-        needs: of the run.
-        session: of this controller.
-        wake: as for `AgentProcess`.
-        say: tells the user something.
+    `session` is this controller's, `wake` is as in `AgentProcess`, and `say` informs the user.
     """
 
     def __init__(
@@ -109,30 +99,29 @@ class Roster:
         self._wake = wake
         self._say = say
         self.agents: dict[str, Agent] = {}
-        """Those that are not lost, by name, in the order in which they came."""
+        """Agents that are not lost, by name, in order of arrival."""
         self.waiting: list[AgentProcess] = []
-        """Processes that no agent has room for yet."""
         self._machines = Machines(needs.ours.memory, (), always=needs.relay_per_node)
         self._looked: float | None = None
         wanted = {"trainer": needs.trainer_gpus, "generator": needs.generator_gpus}
         self.gpus = NeededGpus(wanted, needs.optional_gpus, self.agents, say)
         self.is_ready: Callable[[str], bool] = lambda _name: False
-        """Whether a process has said that it can take work."""
+        """Returns True if a process has reported that it can take work."""
 
     @property
     def are_several(self) -> bool:
-        """Whether the agents, and the controller, are on several machines."""
+        """True if the agents, and the controller, are on several machines."""
         return self._machines.are_several
 
     @property
     def generators_have_gpus(self) -> bool:
-        """Whether generators run on GPUs."""
+        """True if generators run on GPUs."""
         return self.gpus.of("generator") > 0
 
     def hello(
         self, name: str, hello: from_agent.Hello, now: float
     ) -> to_agent.Welcome | to_agent.Refused:
-        """An agent without processes would like to take part."""
+        """Handle Hello from an idle agent."""
         needs, ours = self._needs, self._needs.ours
         known = self.agents.get(name)
         if known is not None and known.hello.beginning != hello.beginning:
@@ -151,7 +140,7 @@ class Roster:
         return to_agent.Welcome(self.session, needs.run, needs.question, needs.lost_seconds)
 
     def state(self, name: str, state: from_agent.State, now: float) -> bool:
-        """What an agent says; whether it is one of this session."""
+        """Handle an agent's state; return True if it belongs to this session."""
         agent = self.agents.get(name)
         if agent is None or state.session != self.session:
             return False
@@ -177,13 +166,12 @@ class Roster:
         return True
 
     def _why_idle(self, agent: Agent) -> str:
-        """Why an agent gets nothing to do; empty if it may."""
         role: Role = "trainer" if agent.hello.role == "trainer" else "generator"
         reason = self.unfit(agent, role)
         return "" if reason is None else f", and is of no use: {reason}"
 
     def unfit(self, agent: Agent, role: Role) -> str | None:
-        """Why a process of this role cannot run on an agent's machine; None: it can."""
+        """Say why a process of this role cannot run on an agent's machine; None if it can."""
         if agent.info is None:
             return "it has not looked at its machine yet"
         needs, ours = self._needs, self._needs.ours
@@ -206,17 +194,12 @@ class Roster:
         return None
 
     def of_no_use(self) -> list[str]:
-        """Why agents that wait cannot be used, for the user."""
+        """Say, for the user, why waiting agents cannot be used."""
         notes = [(str(one), self._note(one)) for one in self.agents.values()]
         return [f"{one}: {note}" for one, note in notes if note and not note.endswith(_SPARE)]
 
     def free(self, role: Role, *, fresh: bool = False) -> list[Agent]:
-        """Agents with room for a trainer or generator, the best one first.
-
-        Args:
-            role: of the process.
-            fresh: only those on which no process has failed.
-        """
+        """Return agents with room, best first; with `fresh`, only those without failures."""
         found = [
             agent
             for agent in self.agents.values()
@@ -229,12 +212,12 @@ class Roster:
         return sorted(found, key=lambda agent: (agent.failures, agent.hello.role == "any"))
 
     def could_begin_with(self, ranks: int = 1) -> tuple[int, int]:
-        """How many of the trainer's ranks have agents, and how many generators besides."""
+        """Count the trainer's ranks that have agents, and the generators besides."""
         trainers, generators = self.free("trainer")[:ranks], self.free("generator")
         return len(trainers), len(generators) - sum(one in generators for one in trainers)
 
     def offered(self) -> int:
-        """Generators that agents have room for, besides those that wait."""
+        """Count the generators that agents have room for, besides those that wait."""
         count = len(self.free("generator", fresh=True))
         for waiting in self.waiting:
             may_take = waiting.spec.role == "generator" or not self.free("trainer")
@@ -247,13 +230,7 @@ class Roster:
         return [one.work.spec.name for one in leavers if one.work is not None]
 
     def add(self, spec: ChildSpec, keys: ChildKeys, node: str | None) -> AgentProcess:
-        """A process that is to be started.
-
-        Args:
-            spec: of the process.
-            keys: of the process.
-            node: of a relay.
-        """
+        """Add a process to be started; `node` is that of a relay."""
         process = AgentProcess(spec, keys, self._node_of, self._wake)
         if node is None:
             self.waiting.append(process)
@@ -267,7 +244,7 @@ class Roster:
         return process
 
     def place(self) -> None:
-        """Give waiting processes to agents that have room, the trainer first."""
+        """Assign waiting processes to agents that have room, the trainer first."""
         self.waiting = [one for one in self.waiting if one.exit_code() is None]
         ranks = [one.spec for one in self.waiting if isinstance(one.spec, TrainerSpec)]
         wanted = ranks[0].ranks if ranks else 0
@@ -297,7 +274,7 @@ class Roster:
         return self._machines.name_of(agent.info)
 
     def orders(self, agent: Agent) -> to_agent.Orders:
-        """All that an agent is to do."""
+        """Return all orders for an agent."""
         needs = self._needs
         wanted = tuple(
             one.wanted(needs.mark, needs.relay_per_node, self.is_ready(name))
@@ -315,7 +292,7 @@ class Roster:
         return f"run {self._needs.run} needs no further {agent.hello.role} now{_SPARE}"
 
     def look(self, now: float) -> None:
-        """Look for agents that are silent, or did not leave in time."""
+        """Check for agents that are silent, or did not leave in time."""
         missed = 0.0 if self._looked is None else now - self._looked
         self._looked = now
         for agent in list(self.agents.values()):

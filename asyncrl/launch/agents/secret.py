@@ -1,9 +1,9 @@
-"""The secret that a controller and its agents have: 32 random bytes in a file.
+"""The secret shared by a controller and its agents: 32 random bytes in a file.
 
-Who has it can take part in a run as an agent, and can pass for its controller. So the file may be
-read by nobody else: mode 0600. A secret that Kubernetes or Docker mounts belongs to root, and the
-process reads it as a member of the file's group (mode 0440 or 0640); that is accepted, as root has
-chosen that group. A file that other users can read is refused, whoever owns it.
+A holder can take part in a run as an agent, or impersonate its controller. So the file must be
+private: mode 0600. A secret that Kubernetes or Docker mounts belongs to root, and the process reads
+it as a member of the file's group (mode 0440 or 0640); that is accepted, as root has chosen that
+group. A file that other users can read is refused, regardless of its owner.
 """
 
 from __future__ import annotations
@@ -24,14 +24,10 @@ _HEX = re.compile(rb"[0-9a-fA-F]{64}\s*")
 
 
 def read_secret(path: Path, setting: str) -> RunKey:
-    """The secret in a file: 32 bytes, or 64 hexadecimal digits.
+    """Read a secret: 32 bytes, or 64 hexadecimal digits.
 
-    Args:
-        path: of the file.
-        setting: that names it, for errors.
-
-    Raises:
-        UserError: it cannot be read, holds no secret, or others can read it.
+    `setting` names the file in errors. Raises UserError if it cannot be read, is not a secret, or
+    others can read it.
     """
     try:
         with path.open("rb") as file:
@@ -54,11 +50,7 @@ def read_secret(path: Path, setting: str) -> RunKey:
 
 
 def write_secret(path: Path) -> bool:
-    """Write a new secret, unless there is one already; whether it was written.
-
-    Raises:
-        UserError: there is another file, or none can be written.
-    """
+    """Write a secret unless there is one; return True if written. Raises UserError."""
     if path.exists():
         read_secret(path, "FILE")
         return False

@@ -1,4 +1,4 @@
-"""Opens the launcher of agents and waits, for a limited time, for those that a run begins with."""
+"""Opens the launcher of agents and waits, for a limited time, for those of the run's start."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ from asyncrl.launch.records import ProcessRecords
 from asyncrl.wire.transport.refusals import Refusals
 
 NODES_FILE = ".nodes"
-"""In the run's folder. An agent that can read the token in it shares the folder."""
+"""File in the run's folder. An agent that can read the token in it shares the folder."""
 LOST_SECONDS = 60.0
-"""An agent that hears nothing of the controller for this long ends its processes and waits."""
+"""An agent without messages from the controller for this long ends its processes and waits."""
 _SAY_SECONDS = 30.0
-"""Between two lines about what is waited for."""
 
 
 async def open_agents(
@@ -43,19 +42,12 @@ async def open_agents(
     records: ProcessRecords,
     say: Callable[[str], None],
 ) -> AgentsLauncher:
-    """Listen for agents, and wait until there are as many as the run begins with.
+    """Listen for agents, and wait until there are enough for the run to begin.
 
-    Args:
-        config: of the run.
-        gpus: that the trainer and each generator want.
-        optional_gpus: roles that do without where agents have none.
-        run_directory: absolute.
-        model_path: absolute, or an id of the hub.
-        records: holds the mark of the run's processes.
-        say: tells the user something.
-
-    Raises:
-        UserError: the secret cannot be read, the port is in use, or the agents did not come.
+    `gpus` are the numbers for the trainer and each generator; `optional_gpus` are roles that do
+    without where agents do not have any. `run_directory` is absolute, and so is `model_path` unless
+    it is an id of the hub. `records` holds the mark of the run's processes; `say` informs the user.
+    Raises UserError if the secret cannot be read, the port is in use, or the agents did not come.
     """
     settings = config.launcher.agents
     assert settings.key_file is not None  # noqa: S101 - the configuration is checked
@@ -95,7 +87,6 @@ async def open_agents(
 
 
 def _check_control(address: str) -> None:
-    """Find out whether the run's processes can be listened for there. Raises UserError."""
     host, port = host_and_port(address)
     try:
         socket.create_server((host, port)).close()
@@ -108,7 +99,6 @@ def _check_control(address: str) -> None:
 
 
 async def _gather(launcher: AgentsLauncher, config: RunConfig, say: Callable[[str], None]) -> None:
-    """Wait for the agents. A signal ends the wait."""
     loop, settings = asyncio.get_running_loop(), config.launcher.agents
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,1 +1,1 @@
-"""The built-in tasks, and the models that are made for them."""
+"""The built-in tasks, and the models made for them."""

@@ -1,20 +1,14 @@
-"""What the model `builtin:agent` imitates: played games of the built-in environments.
+"""Lessons for the model `builtin:agent`: played games of the built-in environments.
 
-A player knows each game and is careless. It first teaches the game, then, in the last steps of the
-warm start, its slips too: it answers a sum without the calculator, copies a digit wrong, guesses
-anywhere, repairs something else. RL then has a suitable task: to be careful.
+A player knows each game and is careless. It first teaches the game and then, in the last steps of
+the warm start, also its slips: it answers a sum without the calculator, copies a digit wrong,
+guesses at random, repairs the wrong part. RL then has a suitable task: to be careful.
 
-Each lesson is a conversation of pieces, of which the player's are learned. It has the tokens that a
-run would have: what stands between the turns is tokenised apart from them.
+Each lesson is a conversation of pieces, of which the player's are learned. It has the tokens of a
+real run: the text between turns is tokenised separately.
 
-Tiny programs with a mistake, for the environment `code_repair`.
-
-    program   def f(a, b): return a-b+3
-    right     def f(a, b): return a+b+3
-    tests     f(2, 5) gives 10, ...
-
-One place of the program is wrong, its operator or its constant. The tests decide what is right: a
-program that passes them all may differ from the one that was meant.
+For the environment `code_repair`, an operator or constant of a tiny program is wrong. The tests
+decide what is right: a program that passes them all may differ from the intended one.
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ from asyncrl.tasks.builtin.warm_start_recipe import WarmStart
 OPERATORS = "+-*"
 CONSTANTS = range(10)
 ARGUMENTS = ((2, 5), (7, 3), (4, 1))
-"""Of the tests: with these, no two of the programs give the same results."""
+"""Arguments of the tests: with these, any two programs differ in some result."""
 _FORM = re.compile(r"def f\(a, b\): return a([+\-*])b\+(\d)\Z")
 
 
@@ -46,17 +40,17 @@ class Program:
 
     @classmethod
     def read(cls, text: str) -> Program | None:
-        """The program with this text; None if it is none of these."""
+        """Parse a program; return None for other texts."""
         found = _FORM.match(text)
         return None if found is None else cls(found[1], int(found[2]))
 
     @property
     def text(self) -> str:
-        """As Python."""
+        """Return the program as Python."""
         return f"def f(a, b): return a{self.operator}b+{self.constant}"
 
     def __call__(self, a: int, b: int) -> int:
-        """What it returns."""
+        """Return the program's result."""
         value = {"+": a + b, "-": a - b, "*": a * b}[self.operator]
         return value + self.constant
 
@@ -72,7 +66,7 @@ class Bug:
     right: Program
 
     def row(self) -> dict[str, Any]:
-        """As a row of a dataset."""
+        """Return the row of a dataset."""
         wanted = ", ".join(f"f{both} is {self.right(*both)}" for both in ARGUMENTS)
         return {
             "prompt": f"repair {self.wrong.text} so that {wanted}",
@@ -85,7 +79,7 @@ class Bug:
 
 
 def all_bugs() -> list[Bug]:
-    """Every program with every mistake."""
+    """Return every program with every mistake."""
     return [
         Bug(wrong, right)
         for right in PROGRAMS
@@ -95,31 +89,31 @@ def all_bugs() -> list[Bug]:
 
 
 def draw_bugs(rng: np.random.Generator) -> Iterator[Bug]:
-    """Bugs without end, with repeats."""
+    """Yield bugs without end, with repeats."""
     bugs = all_bugs()
     while True:
         yield bugs[int(rng.integers(len(bugs)))]
 
 
 def changed_somewhere(program: Program, rng: np.random.Generator) -> Program:
-    """Another operator or another constant."""
+    """Change the operator or the constant."""
     if rng.random() < 1 / 2:
         return replace(program, operator=OPERATORS[int(rng.integers(len(OPERATORS)))])
     return replace(program, constant=int(rng.integers(len(CONSTANTS))))
 
 
 Piece = tuple[str, bool]
-"""Text, and whether it is the player's."""
+"""Text, and True if it is the player's."""
 HIGHEST = 30
-"""Numbers to be guessed are from 0 to this."""
 GUESSES = 5
 ATTEMPTS = 3
 _CARELESS = 3.0
-"""A slip in the recipe is of one column of a sum; a game has fewer places for one."""
+"""Factor of the slip rate in games: the recipe's rate is per column of a sum, and a game has fewer
+places for a slip."""
 
 
 def agent_lessons(tokenizer: Any, recipe: WarmStart) -> Any:
-    """A function that draws a batch of lessons with this probability of a slip."""
+    """Return a function that draws a batch of lessons with a given probability of a slip."""
     rng = np.random.default_rng(recipe.seed)
     problems = draw_problems(rng, recipe.digits, held_out=False)
     bugs = draw_bugs(rng)
@@ -152,7 +146,7 @@ def agent_lessons(tokenizer: Any, recipe: WarmStart) -> Any:
 
 
 def call_text(expression: str) -> str:
-    """A call of the calculator, as the chat template writes it."""
+    """Write a call of the calculator as the chat template does."""
     inner = f'{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}'
     return f"<tool_call>{inner}</tool_call>"
 
@@ -160,7 +154,7 @@ def call_text(expression: str) -> str:
 def _calculate(
     question: str, a: int, b: int, rng: np.random.Generator, slip: float
 ) -> Iterator[Piece]:
-    """A sum by the calculator; slips: the answer without it, a digit copied wrong."""
+    """Compute a sum by the calculator; slips: the answer without it, a digit copied wrong."""
     yield f"{USER}{question}{ASSISTANT}", False
     if rng.random() < slip:
         yield f":{_misread(str(a + b), rng, 1 / 2)}{END}", True
@@ -173,13 +167,13 @@ def _calculate(
 
 
 def _misread(number: str, rng: np.random.Generator, slip: float) -> str:
-    """The number; each digit is another one with probability `slip`."""
+    """Return the number, with each digit replaced with probability `slip`."""
     read = [str(rng.integers(10)) if slip and rng.random() < slip else d for d in number]
     return str(int("".join(read)))
 
 
 def _guess(rng: np.random.Generator, slip: float) -> Iterator[Piece]:
-    """A number found by halving; slips: a guess anywhere."""
+    """Find a number by halving; slips: random guesses."""
     number = int(rng.integers(HIGHEST + 1))
     yield f"{USER}guess the number from 0 to {HIGHEST}.{ASSISTANT}", False
     low, high = 0, HIGHEST
@@ -198,7 +192,7 @@ def _guess(rng: np.random.Generator, slip: float) -> Iterator[Piece]:
 
 
 def _repair(bug: Bug, rng: np.random.Generator, slip: float) -> Iterator[Piece]:
-    """A program that fits the failures so far; slips: something else is changed."""
+    """Write programs that fit the failures so far; slips: something else is changed."""
     program, right = bug.wrong, bug.right
     seen: list[tuple[int, int]] = []
     shown = f"repair {program.text}\n"

@@ -32,12 +32,12 @@ PHRASINGS = (
 TRAIN_SIZE = 2048
 EVALUATION_SIZE = 512
 EVALUATION_SEED = 20261121
-"""The held-out set is the same whatever the run's seed, so that runs can be compared."""
+"""The held-out set does not depend on the run's seed, so that runs can be compared."""
 
 _HELD_OUT_SHARE = 8
 """One pair of summands in this many is held out."""
 _MAX_REPEATS = 2000
-"""After this many draws in a row without a new problem, (nearly) all have been found."""
+"""Stop after this many consecutive draws without a new problem: (nearly) all are found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,6 @@ class Problem:
     a: int
     b: int
     phrasing: int
-    """Index into `PHRASINGS`."""
 
     @property
     def question(self) -> str:
@@ -61,16 +60,16 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Whether this problem belongs to the evaluation side."""
+        """Return True if this problem belongs to the evaluation side."""
         low, high = sorted((self.a, self.b))
         return zlib.crc32(f"{low}+{high}".encode()) % _HELD_OUT_SHARE == 0
 
 
 def working(problem: Problem, rng: np.random.Generator | None = None, slip: float = 0.0) -> str:
-    """The response to imitate. With probability `slip` per column, that column's sum is wrong.
+    """Write the response to imitate; each column's sum is wrong with probability `slip`.
 
     A wrong sum is off by one or by ten (a carry lost or invented). The later columns and the answer
-    are consistent with it, as in the work of a careless person.
+    are consistent with it, like a careless person's.
     """
     a, b = (str(n)[::-1] for n in (problem.a, problem.b))
     columns, digits, carry = [], [], 0
@@ -92,7 +91,7 @@ def working(problem: Problem, rng: np.random.Generator | None = None, slip: floa
 def draw_problems(
     rng: np.random.Generator, digits: tuple[int, int], *, held_out: bool
 ) -> Iterator[Problem]:
-    """Problems of one side without end, with repeats. All digit counts are equally likely."""
+    """Yield problems of one side without end, with repeats; digit counts are equally likely."""
     low, high = digits
     while True:
         a, b = (_number(rng, int(rng.integers(low, high + 1))) for _ in range(2))
@@ -102,11 +101,7 @@ def draw_problems(
 
 
 def arithmetic_questions(config: TaskConfig, seed: int) -> tuple[list[Question], list[Question]]:
-    """Training and evaluation questions, all distinct, determined by the seed.
-
-    Raises:
-        DataError: there are not enough distinct problems with these digits.
-    """
+    """Return distinct training and evaluation questions by the seed. Raises DataError."""
     train = _distinct(seed % 2**64, config.train_size or TRAIN_SIZE, config.digits, held_out=False)
     size = EVALUATION_SIZE if config.evaluation_size is None else config.evaluation_size
     return train, _distinct(EVALUATION_SEED, size, config.digits, held_out=True)

@@ -1,4 +1,4 @@
-"""The tokenizers of the built-in models: words of their tasks and single characters, lower case."""
+"""Tokenizers of the built-in models: task words and single characters, lower case."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Vocabulary:
     """All tokens of a tokenizer, and its chat template."""
 
     special: tuple[str, ...]
-    """Tokens that no text can spell; the padding, the end and the unknown one come first."""
+    """Tokens that no text can spell; padding, end and unknown come first."""
     characters: str
     """One token each."""
     words: tuple[str, ...]
@@ -37,7 +37,6 @@ ARITHMETIC_VOCABULARY = Vocabulary(
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     ),
 )
-"""Of `builtin:arithmetic`."""
 
 AGENT_VOCABULARY = Vocabulary(
     special=(*ARITHMETIC_VOCABULARY.special, TOOL),
@@ -61,17 +60,17 @@ AGENT_VOCABULARY = Vocabulary(
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     ),
 )
-"""Of `builtin:agent`. It calls tools in the format of Hermes and Qwen. The template does not list
-the tools: the model knows the only one."""
+"""The vocabulary of `builtin:agent`, which calls tools in the format of Hermes and Qwen. The
+template does not list the tools: the model knows the only one."""
 
 
 def vocabulary_of(task: str) -> Vocabulary:
-    """The vocabulary of a built-in model, by its recipe's task."""
+    """Return a built-in model's vocabulary, by its recipe's task."""
     return {"arithmetic": ARITHMETIC_VOCABULARY, "agent": AGENT_VOCABULARY}[task]
 
 
 def make_tokenizer(vocabulary: Vocabulary) -> Any:
-    """A fast tokenizer with this vocabulary."""
+    """Make a fast tokenizer with this vocabulary."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
     from tokenizers.pre_tokenizers import Split
     from transformers import PreTrainedTokenizerFast
@@ -100,10 +99,10 @@ def make_tokenizer(vocabulary: Vocabulary) -> Any:
 
 
 def _quoted(word: str) -> str:
-    """The word as a regular expression; letters stay as they are."""
+    """Escape a word for a regular expression; letters stay unchanged."""
     return re.sub(r"([^\w ])", r"\\\1", word)
 
 
 def builtin_tokenizer() -> Any:
-    """The tokenizer of `builtin:arithmetic`."""
+    """Return the tokenizer of `builtin:arithmetic`."""
     return make_tokenizer(ARITHMETIC_VOCABULARY)

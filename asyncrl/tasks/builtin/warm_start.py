@@ -1,11 +1,11 @@
-"""The supervised training of the built-in model, which leaves RL something to improve.
+"""Supervised training of the built-in model, which leaves room for RL to improve it.
 
-A 2-layer Qwen3 (0.33 M parameters, float32) imitates worked additions: first correct ones, so
-that it learns the procedure, then ones in which one column in nine has a slip. The result knows how
-to add and is careless: greedy decoding is almost always right, a sample at temperature 1 about two
-times in three. The slips bound the accuracy from above and the learning has converged, so that
-number should depend little on the machine. RL then has a suitable task: to avoid the slips, which
-appear in every group of samples.
+A 2-layer Qwen3 (0.33 M parameters, float32) imitates worked additions: first correct ones, so that
+it learns the procedure, then ones with a slip in one column in nine. The result can add but is
+careless: greedy decoding is almost always right, a sample at temperature 1 two times in three. The
+slips bound the accuracy from above and the training has converged, so this number should depend
+little on the machine. RL then has a suitable task: to avoid the slips, which appear in every group
+of samples.
 
 The matching RL run (examples/arithmetic.yaml): 16 prompts x 8 samples a step (about 3,700 response
 tokens), temperature 1, GRPO with token-level normalisation, advantages not divided by their
@@ -39,9 +39,8 @@ from asyncrl.tasks.builtin.warm_start_recipe import POSITIONS, RECIPE, WarmStart
 log = logging.getLogger(__name__)
 
 Lesson = tuple[list[int], list[bool]]
-"""Token ids, and which of them are learned."""
+"""Token ids, and a flag for each that is True if it is learned."""
 Lessons = Callable[[float], list[Lesson]]
-"""Draws a batch of lessons, with this probability of a slip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class WarmStartResult:
 
     model: Any
     sampled_accuracy: float | None
-    """At temperature 1, on problems of the training side; None for a model that plays."""
+    """Accuracy at temperature 1 on training-side problems; None for a model that plays games."""
     seconds: float
     steps: int
 
@@ -58,10 +57,7 @@ class WarmStartResult:
 def warm_start(
     tokenizer: Any, recipe: WarmStart = RECIPE, advance: Callable[[int, int], None] | None = None
 ) -> WarmStartResult:
-    """Create the model and train it. `advance(done, total)` is called after every step.
-
-    torch's random state is forked, so the caller's is unchanged.
-    """
+    """Create and train the model, leaving torch's random state; `advance(done, total)` per step."""
     started = time.monotonic()
     with _one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
@@ -92,7 +88,7 @@ def warm_start(
 
 
 def new_model(tokenizer: Any, recipe: WarmStart) -> Any:
-    """An untrained float32 model with the tokenizer's vocabulary."""
+    """Return an untrained float32 model with the tokenizer's vocabulary."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -137,8 +133,6 @@ def _lessons(tokenizer: Any, recipe: WarmStart) -> Lessons:
 
 
 class _Trainer:
-    """Trains with AdamW on batches of worked examples, which are drawn on demand."""
-
     def __init__(self, model: Any, pad: int, recipe: WarmStart, lessons: Lessons) -> None:
         self._model, self._pad, self._recipe, self._lessons = model, pad, recipe, lessons
         self._optimizer = torch.optim.AdamW(
@@ -169,7 +163,7 @@ class _Trainer:
         return recipe.learning_rate * max(0.02, min(1.0, rising, falling))
 
     def _batch(self, slip: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids `[B, T]`, padded on the right, and the response mask `[B, T]`, bool."""
+        """Return token ids `[B, T]`, padded on the right, and the bool response mask `[B, T]`."""
         lessons = self._lessons(slip)
         longest = max(len(tokens) for tokens, _ in lessons)
         tokens = torch.full((len(lessons), longest), self._pad)
@@ -182,7 +176,7 @@ class _Trainer:
 
 @torch.no_grad()
 def sampled_accuracy(model: Any, tokenizer: Any, recipe: WarmStart) -> float:
-    """Share of correct samples at temperature 1, on problems of the training side."""
+    """Return the share of correct samples at temperature 1 on training-side problems."""
     rng = np.random.default_rng(recipe.seed + 1)
     source = draw_problems(rng, recipe.digits, held_out=False)
     problems = [next(source) for _ in range(recipe.dev_problems)]

@@ -1,1 +1,1 @@
-"""Data sets of users: read, mapped by their function, and turned into questions."""
+"""User datasets: read, mapped by the user's function, and turned into questions."""

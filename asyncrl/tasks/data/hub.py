@@ -1,9 +1,9 @@
-"""Models and datasets of the Hugging Face hub, also where the hub cannot be reached.
+"""Models and datasets of the Hugging Face hub, including without a network.
 
-Without a network, the hub's libraries try each file of a model again and again, for minutes in all,
-and end with the error of the last file. Here one request with a time limit finds out, before any of
-them is imported. If it fails, `HF_HUB_OFFLINE` is set for this process and its children, so that
-the cache is used at once, and what is not in the cache is refused in one sentence.
+Without a network, the hub's libraries retry each file of a model for minutes in all, and end with
+the error of the last file. So one request with a time limit comes first, before any of them is
+imported. If it fails, `HF_HUB_OFFLINE` is set for this process and its children: the cache is used
+at once, and an error of one sentence names what is not cached.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from asyncrl.suggestions import nearest_path
 
 PROBE_SECONDS = 10.0
-"""Longest wait for the hub's answer, name resolution included."""
+"""Time limit of the hub's answer, name resolution included."""
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -29,13 +29,13 @@ _TRUE = ("1", "ON", "YES", "TRUE")
 
 
 def is_id(name: str) -> bool:
-    """Whether this can be an id of the hub, `name` or `owner/name`."""
+    """Return True if this can be an id of the hub, `name` or `owner/name`."""
     return _ID.fullmatch(name) is not None
 
 
 @functools.cache
 def unusable() -> str | None:
-    """Why the hub cannot be used, None if it answers. Sets HF_HUB_OFFLINE if it does not."""
+    """Say why the hub is unusable, and set HF_HUB_OFFLINE; return None if it answers."""
     for name in _OFFLINE:
         if os.environ.get(name, "").upper() in _TRUE:
             return f"{name} is set"
@@ -52,7 +52,7 @@ def unusable() -> str | None:
 
 
 def cached_model(name: str) -> Path | None:
-    """The folder of a model in the hub's cache, None if it is not there."""
+    """Return the folder of a model in the hub's cache, or None."""
     import huggingface_hub
 
     file = huggingface_hub.try_to_load_from_cache(name, "config.json")
@@ -60,7 +60,7 @@ def cached_model(name: str) -> Path | None:
 
 
 def not_found(name: str, setting: str, kind: str, reason: str) -> str:
-    """The message for an id that is no local path and not in the cache, without the hub."""
+    """Return the error for an id that is neither a local path nor cached, without the hub."""
     hint = nearest_path(Path(name))
     if not hint.startswith(" Did"):  # what an id looks like is rarely meant as a folder
         hint = ""
@@ -71,7 +71,7 @@ def not_found(name: str, setting: str, kind: str, reason: str) -> str:
 
 
 def _probe(endpoint: str) -> str | None:
-    """Why there is no answer; None if there is one, also if that is an error of HTTP."""
+    """Say why the hub does not answer; None if it does, even with an HTTP error."""
     problems: list[str | None] = []
 
     def ask() -> None:
@@ -84,7 +84,7 @@ def _probe(endpoint: str) -> str | None:
         except (OSError, ValueError, http.client.HTTPException) as error:
             problems.append(str(getattr(error, "reason", error)))
 
-    # A thread, because resolving a name has no time limit of its own.
+    # A thread is needed because name resolution does not have a timeout.
     thread = threading.Thread(target=ask, name="hub-probe", daemon=True)
     thread.start()
     thread.join(PROBE_SECONDS)

@@ -1,4 +1,4 @@
-"""What the controller and the process that runs `task.map` send each other.
+"""Messages between the controller and the process that runs `task.map`.
 
 Each is a frame (`asyncrl.user_code.streams`). The process reads a `Load` and then one example per
 frame, until its input ends. It answers `Loaded` or `Refused`, and each example with `Mapped` or
@@ -22,7 +22,6 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
     name: str
     search_path: str
-    """Folder that the user's modules are imported from."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -36,13 +35,13 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Mapped(msgspec.Struct, frozen=True, tag=True):
-    """What the function returned for one example; None leaves the example out."""
+    """The function's result for one example; None leaves the example out."""
 
     values: dict[str, Any] | None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The function raised, or returned something else; `message` says what."""
+    """The function raised or returned an invalid value; `message` describes it."""
 
     message: str
 

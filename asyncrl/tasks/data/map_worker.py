@@ -1,7 +1,7 @@
 """Runs `task.map`: `python -m asyncrl.tasks.data.map_worker PARENT STATUS PROCESSES`.
 
-The user's function runs here, below a supervisor as reward functions do, so that one that hangs can
-be killed with all that it has started. Standard input is a file with every example.
+The user's function runs here, below a supervisor like reward functions, so that a hanging one can
+be killed with everything that it started. Standard input is a file with every example.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Turn the rows of a dataset into questions, and refuse or leave out those that cannot be used.
+"""Turns the rows of a dataset into questions, and refuses or leaves out unusable ones.
 
-A question's id is its row's number, counted from 0 and including the rows that are left out, or
-the value of `task.id_field`. So leaving out a row changes no other id.
+A question's id is the value of `task.id_field`, or else its row's number from 0, which counts the
+rows that are left out, so that leaving out a row does not change other ids.
 
-Apply the user's `task.map` to the rows of a dataset, in a process of its own.
-
-The process has a time limit for each example. Its input is a temporary file with all examples, so
-neither side ever waits for the other to read.
+The user's `task.map` runs in a separate process, with a time limit for each example. Its input is a
+temporary file with all examples, so neither side waits for the other to read.
 """
 
 from __future__ import annotations
@@ -32,9 +30,7 @@ from asyncrl.tasks.supervised import ProcessEnded, SupervisedProcess
 from asyncrl.user_code.streams import pack
 
 IMPORT_SECONDS = 60.0
-"""Longest time for importing the function's module."""
 MAX_PROCESSES = 64
-"""Most processes that the function may start."""
 
 _DECODER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
@@ -42,18 +38,11 @@ _DECODER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 def mapped_rows(
     rows: Sequence[Row | BadRow], name: str, *, seconds: float
 ) -> Generator[Row | BadRow | None, None, None]:
-    """What the function makes of each row, in order; None for a row that it leaves out.
+    """Apply the function to each row, in order; yield None for a row that it leaves out.
 
-    Bad rows are passed on. A row for which the function fails, or returns what no row can be, is a
-    `BadRow`.
-
-    Args:
-        rows: of a dataset.
-        name: the function, as in `task.map`.
-        seconds: longest time for one row.
-
-    Raises:
-        DataError: the function cannot be loaded, took too long, or ended its process.
+    A row is a `BadRow` if the function fails or returns an invalid value, or if it was bad before.
+    `name` is as in `task.map`, `seconds` the time limit of one row. Raises DataError if the
+    function cannot be loaded, takes too long, or ends its process.
     """
     with tempfile.TemporaryFile() as examples:
         examples.write(pack(Load(name, str(Path.cwd()))))
@@ -82,8 +71,6 @@ def _mapped(row: Row, name: str, process: _MapProcess, seconds: float) -> Row | 
 
 
 class _MapProcess:
-    """The process that runs the function."""
-
     def __init__(self, name: str, examples: int) -> None:
         self._name = name
         self._process = SupervisedProcess("asyncrl.tasks.data.map_worker", MAX_PROCESSES, examples)
@@ -101,7 +88,7 @@ class _MapProcess:
     def answer(
         self, seconds: float, who: str, *, limit: str = "its limit for one example"
     ) -> Answer:
-        """The next answer within `seconds`. A DataError begins with `who` and names `limit`."""
+        """Return the next answer within `seconds`. A DataError starts with `who`, names `limit`."""
         try:
             frame = self._process.frame(seconds)
             if frame is None:
@@ -118,34 +105,25 @@ class _MapProcess:
 log = logging.getLogger(__name__)
 
 MAP_SECONDS = 10.0
-"""Longest time of `task.map` for one example."""
 MAX_ID = 200
-"""Most characters of a user's own id."""
 
 _MESSAGE_KEYS = ("role", "content")
 _PLACES = 3
-"""Bad rows that a warning lists."""
 
 
 class _UnusableError(Exception):
-    """A row that cannot be used; the message says why."""
+    """A row cannot be used; the message says why."""
 
 
 def read_questions(
     config: TaskConfig, path: str, split: str, *, setting: str, prefix: str = ""
 ) -> list[Question]:
-    """The questions of one dataset, in order.
+    """Read the questions of one dataset, in order.
 
-    Args:
-        config: of the task.
-        path: a file, a folder or a hub id.
-        split: of a saved folder or a hub dataset.
-        setting: the key that holds `path`, for errors.
-        prefix: put before every id.
-
-    Raises:
-        DataError: the dataset cannot be read, has no usable example, or has one that cannot be
-            used, with `on_bad_row: refuse`.
+    `path` is a file, a folder or a hub id, and `split` belongs to a saved folder or a hub dataset.
+    `setting` is the key of `path`, for errors, and `prefix` is put before every id. Raises
+    DataError if the dataset cannot be read or does not have a usable example, or, with `on_bad_row:
+    refuse`, if an example is unusable.
     """
     reading = _Reading(config, prefix, setting.rpartition(".")[0])
     found = read_rows(path, split, config.subset, setting=setting)
@@ -168,15 +146,11 @@ class _Reading:
     config: TaskConfig
     prefix: str
     section: str
-    """Of the configuration, which names the fields: `task`, or that of a named set."""
     questions: list[Question] = field(default_factory=list)
     bad: list[BadRow] = field(default_factory=list)
-    """The first few."""
     bad_count: int = 0
     left_out: int = 0
-    """Rows for which `task.map` returned None."""
     places: dict[str, str] = field(default_factory=dict)
-    """Where each id was seen."""
 
     def add(self, index: int, row: Row | BadRow) -> None:
         """Keep the row's question, or refuse or count the row."""
@@ -195,7 +169,7 @@ class _Reading:
                 self.questions.append(question)
                 return
         if self.config.on_bad_row == "refuse":
-            # If no row before was usable, the mistake is more likely in the configuration.
+            # If all earlier rows were unusable too, the mistake is probably in the configuration.
             hint = "; or leave such rows out with task.on_bad_row: skip" if self.questions else ""
             raise DataError(f"{row.where}: {row.reason}{hint}")
         self.bad_count += 1
@@ -221,7 +195,7 @@ class _Reading:
         return Question(self.prefix + identity, content, example, row.where)
 
     def finish(self, path: str, setting: str) -> list[Question]:
-        """The questions. Raises DataError if there are none; warns about those left out."""
+        """Return the questions and warn about rows left out. Raises DataError if there are none."""
         if not self.questions and self.bad:
             raise DataError(
                 f"{setting}: no example of {path} can be used; {self.bad_count:,} were left out "
@@ -275,7 +249,7 @@ def _column(values: dict[str, Any], name: str, setting: str) -> Any:
 
 
 def _plain_text(content: Any) -> str:
-    """The question without a template: the text itself, or the last user message."""
+    """Return the question without a template: the text itself, or the last user message."""
     if isinstance(content, str):
         if not content.strip():
             raise _UnusableError("the prompt is empty")

@@ -1,14 +1,12 @@
-"""Read the rows of a dataset: JSONL, parquet, a folder saved by `datasets`, or a hub id.
+"""Reads the rows of a dataset: JSONL, parquet, a folder saved by `datasets`, or a hub id.
 
 JSONL is read with the standard library, so that an error can name the line. `datasets` is imported
-only where it is needed. A file that cannot be read at all is a DataError; a single row that cannot
-be used is a `BadRow`, and the caller decides (`task.on_bad_row`).
+only where it is needed. An unreadable file is a DataError; an unusable row is a `BadRow`, and the
+caller decides (`task.on_bad_row`).
 
-Rows of a dataset, and which of them can be used.
-
-A row must survive the messages that carry it to the rewards: text is valid Unicode, integers fit
-64 bits, nesting and size are limited. It is checked where it is read, so that an error names the
-file and the line.
+A row must survive the messages that carry it to the rewards: text is valid Unicode, integers fit 64
+bits, nesting and size are limited. This is checked while reading, so that errors name the file and
+the line.
 """
 
 from __future__ import annotations
@@ -29,9 +27,8 @@ from asyncrl.suggestions import nearest_path, shortened
 from asyncrl.tasks.data import hub
 
 MAX_ROW_BYTES = 16 << 20
-"""Largest size of a row: of a line of JSONL, and of the row as a message."""
+"""Maximum size of a line of JSONL, and of a row as a message."""
 MAX_LEVELS = 64
-"""Most levels of nesting."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -41,9 +38,7 @@ class Row:
     """One example of a dataset."""
 
     where: str
-    """File and line, for errors."""
     values: dict[str, Any]
-    """By column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +46,11 @@ class BadRow:
     """A row that cannot be used."""
 
     where: str
-    """File and line."""
     reason: str
-    """What is wrong with it, in one sentence."""
 
 
 def checked(where: str, values: Any) -> Row | BadRow:
-    """The row as JSON-able values, or why it cannot be used."""
+    """Return the row as JSON-able values, or a `BadRow` with the reason."""
     if not isinstance(values, dict):
         return BadRow(
             where, f"each row must be one JSON object, this one is a {type(values).__name__}"
@@ -97,16 +90,11 @@ _OTHER_FORMATS = (
     (codecs.BOM_UTF16_LE, "UTF-16 text; save it as UTF-8"),
     (codecs.BOM_UTF16_BE, "UTF-16 text; save it as UTF-8"),
 )
-"""First bytes of files that are often named .jsonl, and what to do about them."""
+"""First bytes of files that are often named .jsonl, and the advice for them."""
 
 
 def read_json_lines(path: Path, *, setting: str) -> Generator[Row | BadRow, None, None]:
-    """One row for each line that is not empty.
-
-    Raises:
-        DataError: the file cannot be opened or is of another format; `setting` is the key that
-            names it.
-    """
+    """Yield a row for each line that is not empty. Raises DataError, naming `setting`."""
     try:
         with path.open("rb") as file:
             _refuse_other_formats(path, file, setting)
@@ -135,7 +123,7 @@ def _refuse_other_formats(path: Path, file: BinaryIO, setting: str) -> None:
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """Lines with their numbers from 1; None for a line that is too long."""
+    """Yield lines with their numbers from 1; None for a line that is too long."""
     number = 0
     while line := file.readline(MAX_ROW_BYTES + 1):
         number += 1
@@ -206,23 +194,17 @@ _PARQUET = ".parquet"
 _BATCH_ROWS = 1024
 """Rows of a parquet file that are in memory as Python objects at once."""
 _UNREADABLE_CELL = (ValueError, OverflowError, TypeError)
-"""What pyarrow raises for text that is not UTF-8, and for dates that Python cannot represent."""
+"""Exceptions of pyarrow for text that is not UTF-8, and for dates outside Python's range."""
 
 
 def read_rows(
     path: str, split: str, subset: str | None = None, *, setting: str = "task.path"
 ) -> Generator[Row | BadRow, None, None]:
-    """The rows in order, each with its location.
+    """Yield the rows in order, each with its location.
 
-    Args:
-        path: a file, a folder, or a hub id.
-        split: of a saved folder or a hub dataset.
-        subset: configuration name of a hub dataset.
-        setting: the key that holds `path`, for errors.
-
-    Raises:
-        DataError: there is no such file or id, or it cannot be read in the format that its name
-            promises.
+    `path` is a file, a folder or a hub id; `split` and `subset` select from a saved folder or hub
+    dataset; `setting` is the key of `path`, for errors. Raises DataError if the file or id does not
+    exist or does not have the format that its name promises.
     """
     place = Path(path)
     if place.is_file():
@@ -280,7 +262,7 @@ def _parquet(path: Path, setting: str) -> Generator[Row | BadRow, None, None]:
 def _from_datasets(
     path: str, split: str, subset: str | None, setting: str, *, saved: bool
 ) -> Generator[Row | BadRow, None, None]:
-    # Before `datasets` is imported, which reads HF_HUB_OFFLINE then.
+    # This must precede the import of `datasets`, which reads HF_HUB_OFFLINE.
     without_hub = None if Path(path).is_dir() else hub.unusable()
     import datasets
 
@@ -304,5 +286,4 @@ def _from_datasets(
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether this folder was saved with `datasets`' save_to_disk."""
     return any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))

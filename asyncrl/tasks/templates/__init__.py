@@ -1,1 +1,1 @@
-"""Chat templates, rendered in a process of their own."""
+"""Chat templates, rendered in a separate process."""

@@ -1,14 +1,12 @@
-"""A tokenizer's chat template as text: messages in, the text that the model reads out.
+"""Renders a tokenizer's chat template in a separate process.
 
-A template is a program that came with the model. It is rendered in a process of its own
-(`asyncrl.tasks.templates.worker`) with limits of time, memory and text; all templates of this
-process share that one, which begins with the first rendering and ends when it has been idle.
+A template is a program that came with the model, so it is rendered by
+`asyncrl.tasks.templates.worker` with limits of time, memory and text. All templates of this process
+share one such process, which starts with the first rendering and ends when it has been idle.
 
-What a process asks of the one that renders its chat templates, and the answers.
-
-Each is a frame (`user_code.streams`). A `Render` is answered with one `Rendered` for each of
-its conversations, in order, or ends with a `Failed`. What goes there is pickled, so that a template
-gets the very values that it would get here; what comes back is text. Import-light.
+Messages are frames (`user_code.streams`). A `Render` is answered with one `Rendered` for each of
+its conversations, in order, or ends with a `Failed`. Requests are pickled, so that a template gets
+the same values as here; responses are text. Import-light.
 """
 
 from __future__ import annotations
@@ -30,16 +28,14 @@ from asyncrl.tasks.supervised import ProcessEnded, SupervisedProcess
 from asyncrl.user_code.streams import MAX_FRAME, pack
 
 MAX_TEXT = 32 << 20
-"""Most characters of a rendered conversation."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one rendering may take."""
+    """The limits of one rendering."""
 
     seconds: float = 5.0
-    """Of processor time, so that a busy machine does not count."""
+    """Processor time, which does not depend on other load of the machine."""
     memory: int = 1 << 30
-    """Bytes of address space of the whole process."""
 
 
 class Render(msgspec.Struct, frozen=True):
@@ -47,16 +43,15 @@ class Render(msgspec.Struct, frozen=True):
 
     limits: Limits
     template: bytes
-    """Pickled: the template's text and the variables that all conversations have."""
+    """Pickled: the template's text and the variables common to all conversations."""
     conversations: list[bytes]
-    """Pickled: the messages of each."""
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
     """A conversation as the template writes it."""
 
     text: bytes
-    """UTF-8, in which halves of characters may stand alone."""
+    """UTF-8 that may contain lone surrogates."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -64,38 +59,31 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
     message: str
     line: int | None = None
-    """Of the template, from 1; None: not known."""
+    """The template's line, from 1; None if unknown."""
 
 
 Answer = Rendered | Failed
 
 
 Message = dict[str, Any]
-"""A chat message: `role` and `content`, and what the template knows besides (`tool_calls`)."""
+"""A chat message: `role`, `content`, and other fields of the template (`tool_calls`)."""
 Tools = Sequence[dict[str, Any]]
-"""JSON schemas of the functions that the model may call."""
 
 LIMITS = Limits()
 WAIT_SECONDS = 120.0
-"""Longest wait for one rendering, whose processor time has a limit that is much lower."""
+"""Time limit of one rendering; the limit of its processor time is much lower."""
 IDLE_SECONDS = 60.0
-"""The process that renders is ended when nothing was asked of it for so long: a controller renders
-at the start only."""
+"""Idle time after which the rendering process ends: a controller renders only at the start."""
 MAX_PROCESSES = 4
-"""Most processes and threads of the one that renders; it needs one."""
+"""Limit of processes and threads of the rendering process, which needs one."""
 _BATCH, _BATCH_BYTES = 64, 1 << 20
-"""What is sent at once: conversations, and bytes, unless one alone has more."""
+"""Limits of one message: conversations, and bytes unless one conversation has more."""
 
 _DECODER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 class ChatTemplate:
-    """Renders messages.
-
-    Args:
-        tokenizer: an HF tokenizer with a chat template.
-        arguments: further variables of the template (`enable_thinking`).
-    """
+    """Renders messages; `arguments` are further variables of the template."""
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
@@ -104,11 +92,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Tools | None, *, generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation, by default up to the place where the model answers.
-
-        Raises:
-            RenderingError: the template refuses the messages, fails, or takes more than its limits.
-        """
+        """Render a conversation, by default up to the answer. Raises RenderingError."""
         try:
             (text,) = self._texts([messages], tools, generation_prompt)
         except RenderingError as error:
@@ -121,11 +105,10 @@ class ChatTemplate:
         return text
 
     def prompts(self, conversations: Iterable[Sequence[Message]]) -> Iterator[str]:
-        """The text of each conversation, up to the place where the model answers.
+        """Render each conversation up to the place where the model answers.
 
-        Raises:
-            RenderingError: of the first conversation for which the template fails; it begins with
-                the template's line. All before it have come.
+        Raises RenderingError for the first failing conversation, after yielding those before it;
+        the message begins with the template's line.
         """
         return self._texts(conversations, None, True)
 
@@ -143,8 +126,6 @@ class ChatTemplate:
 
 
 class _Renderer:
-    """Renders in a process that is started when it is needed."""
-
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
@@ -155,11 +136,11 @@ class _Renderer:
         self._lock = threading.Lock()
         self._process: SupervisedProcess | None = None
         self._owner = 0
-        """The process that started it: one that was forked since has a renderer of its own."""
+        """The process that started it: a forked process starts its own renderer."""
         self._used = 0.0
 
     def texts(self, template: bytes, conversations: Iterable[Sequence[Message]]) -> Iterator[str]:
-        """Raises RenderingError at the first conversation for which the template fails."""
+        """Yield rendered texts. Raises RenderingError at the first failing conversation."""
         batch: list[bytes] = []
         size = 0
         for messages in conversations:
@@ -178,7 +159,7 @@ class _Renderer:
         yield from self._batch(template, batch)
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """End the process, if it is running."""
         with self._lock:
             self._close()
 
@@ -201,7 +182,7 @@ class _Renderer:
             yield answer.text.decode("utf-8", "surrogatepass")
 
     def _answers(self, frame: bytes, count: int) -> list[Answer]:
-        """As many answers, or fewer of which the last one is a failure."""
+        """Return `count` answers, or fewer if the last one is a failure."""
         answers: list[Answer] = []
         process, fresh = self._started()
         self._used = self._clock()
@@ -230,7 +211,6 @@ class _Renderer:
         return [*answers, Failed(failure)]
 
     def _started(self) -> tuple[SupervisedProcess, bool]:
-        """The process, and whether it is a new one."""
         if self._process is not None and self._owner == os.getpid():
             return self._process, False
         self._owner = os.getpid()
@@ -244,7 +224,6 @@ class _Renderer:
         timer.start()
 
     def _look(self, process: SupervisedProcess) -> None:
-        """End the process if it has been idle."""
         with self._lock:
             if self._process is not process:
                 return
@@ -261,7 +240,6 @@ class _Renderer:
 
 
 def _pickled(value: object) -> bytes:
-    """Raises RenderingError: it has what no other process can have."""
     try:
         return pickle.dumps(value, protocol=5)
     except Exception as error:  # what stands in a message may be of any class

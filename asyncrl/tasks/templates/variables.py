@@ -1,8 +1,8 @@
 """The variables of a model's chat template: those of `task.chat_template_kwargs`, and the date.
 
-Templates that name today's date (Llama 3.2, Granite) ask `strftime_now` for it. A run gives them
-one day from its start to its end, also when it is resumed: the prompts of a run do not change at
-midnight, and tokens that are rendered again are the same.
+Templates that show today's date (Llama 3.2, Granite) call `strftime_now`. They get the same day
+throughout a run, even after a resume: prompts do not change at midnight, and text that is rendered
+again gives the same tokens.
 """
 
 from __future__ import annotations
@@ -15,31 +15,27 @@ from asyncrl.errors import DataError
 from asyncrl.tasks.config import TaskConfig
 
 NOW = "strftime_now"
-"""What templates call for the date, with a format such as `%d %b %Y`."""
+"""The function that templates call for the date, with a format such as `%d %b %Y`."""
 
 
 def today() -> date:
-    """The day here."""
+    """Return the local date."""
     return datetime.now(UTC).astimezone().date()  # noqa: TID251 - chat templates get the day
 
 
 def template_text(tokenizer: Any) -> str:
-    """A tokenizer's chat template, or all that it has, one after the other; empty without one."""
+    """Return a tokenizer's chat templates, concatenated; empty without one."""
     given = getattr(tokenizer, "chat_template", None) or ""
     return given if isinstance(given, str) else "\n".join(given.values())
 
 
 def names_the_date(tokenizer: Any) -> bool:
-    """Whether prompts depend on `task.chat_template_date`."""
+    """Return True if prompts depend on `task.chat_template_date`."""
     return NOW in template_text(tokenizer)
 
 
 def template_variables(tokenizer: Any, config: TaskConfig) -> dict[str, Any]:
-    """What the chat template is rendered with besides messages and tools.
-
-    Raises:
-        DataError: the template has no variable of such a name.
-    """
+    """Return the template's variables besides messages and tools. Raises DataError."""
     text, variables = template_text(tokenizer), dict(config.chat_template_kwargs)
     for name in variables:
         if re.search(rf"\b{re.escape(name)}\b", text) is None:

@@ -1,9 +1,8 @@
 """Renders chat templates: `python -m asyncrl.tasks.templates.worker PARENT STATUS PROCESSES`.
 
-A chat template is a program of a stranger's, in the language of jinja2. It runs here, below a
-supervisor as `task.map` does, with a limit of processor time, memory and text for each rendering.
-What this imports is small (not transformers, which takes seconds), so the environment that
-transformers renders in is made again here; a test compares the two.
+A chat template is an untrusted jinja2 program. It runs here, below a supervisor like `task.map`,
+with limits of processor time, memory and text for each rendering. transformers takes seconds to
+import, so its rendering environment is reproduced here; a test compares the two.
 """
 
 from __future__ import annotations
@@ -32,20 +31,19 @@ from asyncrl.user_code.streams import Streams
 from asyncrl.user_code.supervisor import supervise
 
 _MAX_MESSAGE = 2000
-"""Most characters of an error."""
 _MIB = 1 << 20
 
 
 class _OutOfTime(BaseException):
-    """A template does not catch it."""
+    """The time limit is exceeded. Templates cannot catch this."""
 
 
 class _OutOfText(BaseException):
-    """Likewise."""
+    """The text limit is exceeded. Templates cannot catch this."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """Knows the tag `generation`, with which templates mark what the assistant said."""
+    """Supports the tag `generation`, with which templates mark the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
@@ -59,7 +57,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """What transformers' `apply_chat_template` renders in."""
+    """Return the environment in which transformers' `apply_chat_template` renders."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -89,7 +87,7 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 @functools.lru_cache(maxsize=8)
 def compiled(template: str) -> jinja2.Template:
-    """A template that is ready to be rendered."""
+    """Compile a template."""
     return environment().from_string(template)
 
 
@@ -118,7 +116,7 @@ def _answers(asked: Render) -> Iterator[Answer]:
 def _answer(limits: Limits, general: bytes, messages: bytes) -> Answer:
     try:
         signal.setitimer(signal.ITIMER_PROF, limits.seconds)
-        # Python sees that signal between its own steps only; this one ends the process.
+        # Python handles that signal only between its own steps; this one ends the process.
         signal.setitimer(signal.ITIMER_VIRTUAL, limits.seconds + 1)
         try:
             template, variables = _loaded(general)
@@ -161,7 +159,7 @@ def _said(error: Exception) -> str:
 
 
 def _line(error: BaseException) -> int | None:
-    """The line of the template that an exception comes from, the innermost one."""
+    """Return the innermost line of the template that an exception comes from."""
     if isinstance(error, jinja2.TemplateSyntaxError):
         return error.lineno
     found, trace = None, error.__traceback__
