@@ -48,8 +48,8 @@ def check_machine(config: RunConfig) -> None:
         raise UserError(
             "rewards.functions: the reward model of args.model would be served on this machine's "
             f"loopback address, which generators on other machines (launcher.kind: "
-            f"{launcher.kind}) cannot reach. Start it by hand where they can (`vllm serve MODEL "
-            "--api-key ...`), and give args.url and args.token_file"
+            f"{launcher.kind}) cannot reach. Start it by hand where they can (`vllm serve MODEL`), "
+            "and give args.url"
         )
     if launcher.kind == "ray":
         check_ray()  # what the nodes have is asked when the cluster is opened

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from asyncrl.config.run_config import parse_config
-from asyncrl.controller.unfinished_work import Moves
+from asyncrl.controller.unfinished_work import SampleHandover
 from asyncrl.engine.protocol import Engine, SamplingParams
 from asyncrl.generator.activity import Activity
 from asyncrl.generator.controller_line import ControllerLine
@@ -134,7 +134,7 @@ def generator_process(
 
 
 class Turnover:
-    """Orders generators to leave, as `asyncrl scale` does; the real `Moves` of a run.
+    """Orders generators to leave, as `asyncrl scale` does; the real `SampleHandover` of a run.
 
     When one leaves, and where its samples go, does not depend on text that is not drawn yet.
     """
@@ -154,7 +154,7 @@ class Turnover:
         self._rng = rng
         self._tell = tell
         config = parse_config({"scheduler": settings.scheduler.model_dump()}, source="the loop")
-        self._moves = Moves(config, directory, requests, print)
+        self._moves = SampleHandover(config, directory, requests, print)
         self._joined = 0
 
     async def after(self, version: int, members: dict[str, Member]) -> None:

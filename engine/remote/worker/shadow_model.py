@@ -3,7 +3,7 @@
 Loaders stack, pad, shard and pack a checkpoint's tensors, and they write into modules. So they get
 shallow copies of the modules, with separate parameters and buffers.
 
-    twin = Twin(model, device)
+    twin = ShadowModel(model, device)
     load(twin.model, tensors)      # in a thread; the model keeps decoding
     twin.install()                 # between two steps: copies parameter by parameter
 
