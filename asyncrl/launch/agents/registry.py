@@ -2,7 +2,7 @@
 
     Hello ──► welcomed ──► State ──► known: has room for one trainer or generator
                                      │ says nothing for a while: lost, and its processes with it
-                                     │ has a child of its own that failed: asked last
+                                     │ has had a child that failed: asked last
 
 A process waits here until an agent has room for it. The trainer's come first, all ranks at once:
 one alone would only wait for the others. A relay goes to an agent of its node and does not take
