@@ -102,11 +102,7 @@ def set_setting(
 
 
 def _request(name: str | None, runs: Path, request: control.Request) -> None:
-    """Send a request and print its effect.
-
-    Raises UserError if it is refused or the run is ambiguous, and AsyncrlError if it is unknown
-    whether it was carried out.
-    """
+    """Send a request and print its effect. Raises UserError, or AsyncrlError if unknown."""
     from asyncrl.runs.run_list import find_run_for_order
     from asyncrl.steering.control_socket import ask
     from asyncrl.wire.messages import control

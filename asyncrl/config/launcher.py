@@ -18,7 +18,7 @@ class ClusterConfig(BaseModel):
     weights_directory: str = "/dev/shm"  # noqa: S108 - memory, and files there have mode 0600
     """Folder in memory for weights, the same on every node."""
     relays: Literal["auto", "always"] = "auto"
-    """When a relay on each node carries weights between nodes: `auto` if the run's processes are on
+    """Use of a relay on each node for weights between nodes: `auto` if the run's processes are on
     several machines, `always` also between nodes of one machine, as if they did not share memory.
     """
     max_relay_restarts: int = Field(default=10, ge=0, le=10_000)
@@ -104,7 +104,7 @@ class Bundle(BaseModel):
 
 
 class RayConfig(ClusterConfig):
-    """How a run uses a Ray cluster. Only read with `launcher.kind: ray`."""
+    """Settings of a run on a Ray cluster. Only read with `launcher.kind: ray`."""
 
     address: str | None = Field(default=None, max_length=300)
     """`HOST:PORT` of the head; `auto`: the cluster that this machine belongs to; null: a cluster of
@@ -134,7 +134,7 @@ GpuNumber = Annotated[int, Field(ge=0, le=1024)]
 
 
 class LauncherConfig(BaseModel):
-    """How the processes of a run are started and supervised."""
+    """Start and supervision of a run's processes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -152,10 +152,10 @@ class LauncherConfig(BaseModel):
     none, everything runs on the CPU. Each generator gets `tensor_parallel_size` of its engine of
     them, the trainer the next one (docs/trainer.md)."""
     weights: Literal["files", "broadcast"] = "files"
-    """How new weights reach the generators. `files`: each reads them from the memory of its node.
-    `broadcast`: the trainer sends them to all at once, by NCCL between GPUs and by gloo otherwise;
-    a generator that misses the broadcast reads the file. The sockets do not have keys: needs
-    `trusted_network`."""
+    """Transport of new weights to the generators. `files`: each reads them from the memory of its
+    node. `broadcast`: the trainer sends them to all at once, by NCCL between GPUs and by gloo
+    otherwise; a generator that misses the broadcast reads the file. The sockets do not have keys:
+    needs `trusted_network`."""
     trusted_network: bool = False
     """Confirms that only people you trust can log in to the run's nodes, or connect to or listen to
     the network between them. Only `weights: broadcast` and `trainer.rank_network` need it

@@ -203,10 +203,7 @@ class RunConfig(BaseModel):
 
     @property
     def processes_at_start(self) -> int:
-        """Maximum number of initial processes besides the controller: trainer, generators, relays.
-
-        On several machines each process may be on a separate node, which has a relay.
-        """
+        """Maximum number of initial processes besides the controller, relays included."""
         count = self.trainer.ranks + self.launcher.generators
         return count if self.launcher.kind == "local" else 2 * count
 

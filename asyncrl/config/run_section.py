@@ -73,9 +73,9 @@ class RunSection(BaseModel):
     float32. The engine is then slower when few rows decode, and the trainer takes groups in the
     order of their numbers (docs/operate.md)."""
     on_wrong_policy: OnWrongPolicy = "stop"
-    """How to react to a generator that samples from a policy other than the trainer's for that
-    version: other weights, another temperature, another tokenizer, KV of older weights. `stop`: the
-    run ends before it trains on such tokens. `warn`: it continues, with warnings in the terminal,
+    """Reaction to a generator that samples from a policy other than the trainer's for that version:
+    other weights, another temperature, another tokenizer, KV of older weights. `stop`: the run ends
+    before it trains on such tokens. `warn`: it continues, with warnings in the terminal,
     metrics.jsonl, result.json and the report."""
     changes: Changes = {}
     """Settings that change during the run, by the first step that has them: `{100:

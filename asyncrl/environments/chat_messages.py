@@ -77,7 +77,7 @@ def new_messages(known: Sequence[Message], messages: Sequence[Message]) -> list[
 def mean_the_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return True if two messages say the same, whatever form a client has sent them in.
 
-    An assistant's name counts only if both have one: clients name answers that had no name.
+    An assistant's name counts only if both have one: clients name answers that came without a name.
 
     Example:
         >>> call = {"id": "1", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}

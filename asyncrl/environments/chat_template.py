@@ -65,11 +65,7 @@ def _with_placeholder(
 
 
 def nearest_context(before: Sequence[Message]) -> list[Message]:
-    """Return the messages that the end of a turn can depend on in the templates in use.
-
-    These are the leading system messages and the user's last message. Rendering only them keeps the
-    cost of a turn independent of the number of previous turns.
-    """
+    """Return the messages that a turn's end can depend on, independent of the turns' number."""
     first = list(before[:1])
     system = first if first and first[0].get("role") in ("system", "developer") else []
     users = (message for message in reversed(before) if message.get("role") == "user")

@@ -40,12 +40,12 @@ class EnvironmentConfig(BaseModel):
     longer one is a failure of the environment. A new conversation is bounded by
     `sampling.max_tokens` instead."""
     tool_format: ToolFormat = "auto"
-    """How the model writes tool calls: `hermes` (Qwen, Hermes), `llama` (Llama 3.1), `mistral`, or
+    """Form of the model's tool calls: `hermes` (Qwen, Hermes), `llama` (Llama 3.1), `mistral`, or
     `json`, an object with `name` and `arguments`. `auto`: as its chat template says."""
     history: Literal["keep", "template"] = "keep"
-    """What to do where the chat template changes earlier turns (Qwen3 removes their reasoning).
-    `keep`: keep the generated tokens, and log it. `template`: continue in a new context with the
-    template's version, which costs a prefill where it differs."""
+    """Handling of chat templates that change earlier turns (Qwen3 removes their reasoning). `keep`:
+    keep the generated tokens, and log it. `template`: continue in a new context with the template's
+    version, which costs a prefill where it differs."""
     workers: int = Field(default=1, ge=1, le=256)
     """Worker processes per generator. Each runs many environments at once: those with async
     methods in one event loop, others in a thread each."""

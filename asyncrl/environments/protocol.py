@@ -76,10 +76,12 @@ class Action:
     text: str
     """The turn without special tokens."""
     tokens: list[int]
+    """All tokens of the turn, as drawn."""
     message: Message
     """The turn as a chat message with role "assistant", `content`, and `tool_calls` if there are
     any."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    """The calls found in the turn, each with `name` and `arguments`."""
     context_length: int = 0
     """Tokens that the policy read before this turn."""
 
@@ -91,6 +93,7 @@ class StepResult:
     observation: Observation | None = None
     """None or empty only with `done`."""
     done: bool = False
+    """The sample ends with this turn."""
     reward: float = 0.0
     """The turn's reward; a sample's reward is their sum."""
     info: dict[str, Any] = field(default_factory=dict)

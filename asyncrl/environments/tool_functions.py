@@ -103,10 +103,7 @@ class FunctionTool:
         return {str(names[field]): getattr(values, field) for field in names}, ""
 
     def call(self, given: Mapping[str, Any]) -> str:
-        """Return the result, or an error text for wrong arguments. Exceptions propagate.
-
-        A text is returned unchanged; other values become JSON.
-        """
+        """Return the result as text or JSON; wrong arguments give an error text."""
         arguments, wrong = self.arguments(given)
         return f"error: {wrong}" if wrong else result_text(self.function(**arguments))
 

@@ -50,7 +50,7 @@ class Renderer(Protocol):
         """Return `[P]` the next turn's whole prompt if the template changes earlier turns."""
 
     def other_way(self) -> contextlib.AbstractContextManager[None]:
-        """Make tokens, inside this context, as the other rendering would have made them."""
+        """Give observations, inside this context, the tokens of the renderer's `other_way`."""
 
     def turn_text(self, turn_tokens: Sequence[int] | IntArray) -> str:
         """Return a turn's text, special tokens included, without the final stop token."""

@@ -2,11 +2,11 @@
 
     version v - lead is published ──► samples of v are dealt to the generators, as run-ahead
     version v is installed        ──► they are verified and finished; each is of v and no other
-    the last one comes back       ──► the result; if any is lost for good, the round is given up
+    the last one comes back       ──► the result; if any is lost for good, the round is abandoned
 
 Without verification (`scheduler.on_update` other than `verify`) the lead is 0. Generators postpone
 newer versions until their held-out samples are finished, for `hold_seconds` at most
-(`asyncrl.generator.evaluation`). Only this depends on a round.
+(`asyncrl.generator.evaluation`). Nothing else waits for a round.
 """
 
 from __future__ import annotations
@@ -69,11 +69,7 @@ class _Round:
 
 
 class EvaluationDuringTraining:
-    """Runs one evaluation round at a time.
-
-    `result` is called with each complete round, and `given_up` with the version of each round
-    without a result. `say` informs the user.
-    """
+    """Runs one evaluation round at a time; `given_up` is called if there is no result."""
 
     def __init__(
         self,
@@ -111,11 +107,7 @@ class EvaluationDuringTraining:
         self._config = config
 
     async def begin(self, published: int, evaluated: int) -> None:
-        """Start at the beginning of training, or after a resume.
-
-        `published` is the version that it begins with, and `evaluated` the newest version with a
-        result.
-        """
+        """Start after the `published` version; `evaluated` is the newest one with a result."""
         self._known = evaluated
         every = self._config.evaluation.every
         if every is not None and published:

@@ -79,8 +79,8 @@ def _sampling(rows: int, **ways: float) -> SamplingColumns:
 def _compare(logits: torch.Tensor, k: int, sampling: SamplingColumns) -> tuple[float, list[str]]:
     """Return the seconds of the first draw, and the kernels' differences from the references.
 
-    In float32, where hardly any two logits are equal, the reference is the tensor operations on the
-    same device, which lack a rule for ties. In bfloat16 it is the compiled code of a CPU.
+    In float32, where hardly any two logits are equal, the reference is the tensor operations on
+    the same device, which lack a rule for ties. In bfloat16 it is the compiled code of a CPU.
     """
     import numpy as np
     import torch

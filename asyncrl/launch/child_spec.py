@@ -124,11 +124,7 @@ class TrainerSpec(ModelSpec, frozen=True, kw_only=True, tag="trainer"):
 
     @property
     def meeting(self) -> Path:
-        """The file through which the ranks of a trainer meet.
-
-        On one machine it is in the run's private folder; on several in `MEETINGS`, which all ranks
-        see.
-        """
+        """The file through which the ranks meet, in the run's private folder or in `MEETINGS`."""
         name = f"ranks-{self.lineage}"
         if self.data_address.startswith("ipc://"):
             return Path(self.data_address.removeprefix("ipc://")).parent / name

@@ -72,11 +72,7 @@ def find_gpus() -> list[Gpu]:
 
 
 def parse_query(text: str) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
-    """Return MiB and compute capability by UUID from nvidia-smi's lines `UUID, MiB, 9.0`.
-
-    Values that are not numbers are left out: "[N/A]" is the memory of a GPU that shares the
-    machine's.
-    """
+    """Return MiB and compute capability by UUID, from lines `UUID, MiB, 9.0`."""
     memory: dict[str, int] = {}
     capability: dict[str, tuple[int, int]] = {}
     for line in text.splitlines():

@@ -1,7 +1,7 @@
 """The child of a node: started as locally, watched, and never left behind.
 
     process on a node (an actor of Ray, an agent)
-        ├── child (asyncrl.child), in a session of its own, keys on its standard input
+        ├── child (asyncrl.child), which leads a session, keys on its standard input
         └── keeper (asyncrl.launch.orphan_reaper), a child of neither
 
 The kernel signals a child on the death of the *thread* that started it, so that thread waits for

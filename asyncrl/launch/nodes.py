@@ -42,11 +42,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
 
 
 class Machines:
-    """Merges nodes that are one machine to a run: they share memory and the run's files.
-
-    `home` is the memory of the controller's machine, and `nodes` are those that the run begins on.
-    With `always`, every node is a separate machine.
-    """
+    """Merges nodes that share memory and a run's files, unless `always` separates them."""
 
     def __init__(self, home: str, nodes: Sequence[NodeInfo], *, always: bool) -> None:
         self._always = always

@@ -5,7 +5,7 @@ SIGTERM to its child. But a child that hangs does not end, and engines and rewar
 children, not the worker's. So each child has a keeper, a process that is a child of neither. It
 sleeps until one of the two ends, then
 
-- gives the child some seconds to end by itself,
+- gives the child some seconds to end on its own,
 - kills it, its session, and every process that has the child's mark in its environment,
 - removes the child's files in memory, and those of the run if no process of it is left here: none
   in /proc, and no other keeper.

@@ -158,11 +158,7 @@ def _is(gpu: Gpu, name: str) -> bool:
 
 
 def plan_gpus(gpus: Sequence[Gpu], needs: GpuNeeds, *, renumbers: bool) -> GpuPlan:
-    """Assign separate GPUs to every process.
-
-    `gpus` are those that the run may use (`select_gpus`); `renumbers` is as in `GpuPlan`. Raises
-    UserError if there are too few, or a generator would need several parts of divided GPUs.
-    """
+    """Assign separate GPUs to every process. Raises UserError if there are too few."""
     needs = needs.on(len(gpus))
     if needs.total > len(gpus):
         raise UserError(_too_few(gpus, needs))

@@ -186,11 +186,7 @@ async def _report(control: Line[Any], message: msgspec.Struct | None) -> None:
 async def load_checked_tokenizer(
     child: Child[Any, Any], report: Callable[[WrongPolicy], msgspec.Struct]
 ) -> Any:
-    """Load the tokenizer of the process's model, and compare it with the prompts' one.
-
-    `report` makes the message to the controller about a difference. Raises ModelError if there is
-    no tokenizer, and WrongPolicyError if it differs and `run.on_wrong_policy` is stop.
-    """
+    """Load the tokenizer and compare it with the prompts'. Raises ModelError, WrongPolicyError."""
     spec = child.spec
     tokenizer = load_tokenizer(spec.model_path)
     if spec.tokenizer is None:

@@ -83,11 +83,7 @@ class ProcessRecords:
 
 
 def end_leftovers(run: Path, say: Callable[[str], None]) -> None:
-    """End the processes that earlier controllers of a run left behind, and forget their records.
-
-    The caller holds the run's lock, so all controllers of this run are dead. Raises AsyncrlError if
-    a process did not end.
-    """
+    """End processes of a run's dead controllers, forget their records. Raises AsyncrlError."""
     path = run / _FILE
     try:
         records = read_jsonl(path, ProcessRecord)

@@ -21,11 +21,7 @@ _KINDS = r"(?:(?:trainer|relay-\d+)(?:\.\d+)?-weights-\d+|exchange|owner)"
 
 
 def local_run_id(run_name: str, parent: int) -> str:
-    """Return the id of a run whose processes are all on this machine.
-
-    It ends with the process id `parent` of the run's starter, so that the files of a killed run can
-    be recognised.
-    """
+    """Return a local run's id; it ends with `parent`, so that dead runs are recognised."""
     return f"{run_name}-{parent}"
 
 

@@ -15,11 +15,7 @@ from asyncrl.launch.records import MARK_VARIABLE
 
 
 def start_order(spec: ChildSpec, *, mark: str, relay_per_node: bool) -> str:
-    """Return the order for `asyncrl.launch.node_child.NodeChild.start`, JSON.
-
-    `spec` is the child's, with its configuration; `mark` is that of the run's processes. With
-    `relay_per_node`, two nodes of one machine have a relay each.
-    """
+    """Return the order for `asyncrl.launch.node_child.NodeChild.start`, JSON."""
     order: dict[str, Any] = {
         "name": spec.name,
         "run_id": spec.run_id,

@@ -28,11 +28,7 @@ def command_for(verb: str, run: Path) -> str:
 def resume_command(
     run: Path, config_file: Path | None = None, overrides: Sequence[str] = ()
 ) -> str:
-    """Return the command that continues the run in this folder.
-
-    Without the user's `config_file`, the run's complete copy is used. `overrides` are those that
-    the user gave with `--set`.
-    """
+    """Return the command that continues the run, by default from its own configuration."""
     words = ["asyncrl", "run", str(config_file or run / "config.yaml")]
     for override in overrides if config_file is not None else ():
         words += ["--set", override]

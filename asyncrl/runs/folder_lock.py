@@ -61,11 +61,7 @@ def take(folder: Path) -> int | None:
 
 
 def is_held(folder: Path) -> bool:
-    """Return True if a controller holds the lock. Read access suffices; nothing changes.
-
-    Raises UnlockableError if the file system does not support locks, and OSError if the file exists
-    and cannot be read.
-    """
+    """Return True if a controller holds the lock; read-only. Raises UnlockableError, OSError."""
     try:
         descriptor = os.open(folder / NAME, os.O_RDONLY)
     except FileNotFoundError:

@@ -26,11 +26,7 @@ def find_logs(run: Path, process: str | None) -> list[Path]:
 
 
 class LogReader:
-    """Reads the content of each file, and later the additions.
-
-    `files` is called every time, since processes come and go. `lines` limits the lines of files
-    that exist at the first call.
-    """
+    """Reads the last `lines` of each file, and later the additions; `files` may change."""
 
     def __init__(self, files: Callable[[], list[Path]], lines: int) -> None:
         self._files = files
@@ -39,11 +35,7 @@ class LogReader:
         self._rests: dict[Path, bytes] = {}
 
     def new_lines(self, *, last: bool = False) -> Iterator[tuple[str, str]]:
-        """Yield new whole lines as (process, line), with terminal escapes removed.
-
-        With `last`, nothing more will be read, so an unfinished last line of a killed process is
-        included.
-        """
+        """Yield new lines as (process, line); `last` includes an unfinished one."""
         for path in self._files():
             for line in self._of(path, last=last):
                 yield path.stem, without_controls(line)

@@ -108,11 +108,7 @@ class Endable(Protocol):
 
 
 class Surroundings:
-    """Checks whether the folders exist, and restores sockets.
-
-    `folder` is the run's, `runtime` that of its sockets. The process's `hubs` in `runtime` are
-    bound again if their files are missing. `say` informs the user.
-    """
+    """Checks whether the folders exist, and binds the sockets of `hubs` again if needed."""
 
     def __init__(
         self,

@@ -102,11 +102,7 @@ class Cost:
         return self.step(fed, context)
 
     def step(self, fed: float, context: float) -> float:
-        """Return the seconds of an engine step.
-
-        `fed` counts all tokens fed, including prompts, drafts and tokens to verify; `context` those
-        attended to by the decoding rows together.
-        """
+        """Return the seconds of an engine step with `fed` tokens, drafts included."""
         read = self.memory_seconds + self.kv_seconds * context
         return self.step_seconds + max(read, self.token_seconds * fed)
 
@@ -124,11 +120,7 @@ class Cost:
         return tokens_per_step(acceptance, int(min(MAX_DRAFTS, free)))
 
     def prefill(self, tokens: float, rows: float, context: float) -> float:
-        """Return the seconds that feeding these tokens adds to a decode step.
-
-        This is their arithmetic beyond what fits while the step reads the weights. `tokens` are of
-        prompts or to be verified; `context` counts the tokens attended to by the decoding rows.
-        """
+        """Return the seconds that `tokens` add to a decode step, beyond its spare arithmetic."""
         alone = self.step(rows, context) if rows else 0.0
         return self.step(rows + tokens, context) - alone
 

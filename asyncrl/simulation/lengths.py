@@ -91,11 +91,7 @@ class Survival:
     def _walk_left(
         self, chance: float, segments: Sequence[tuple[int, float]], version: int, drift: float
     ) -> float:
-        """Return the variance at which the walk that survives with this probability ends.
-
-        Return infinity if it survives all segments, which is frequent, to avoid inverting
-        `survival`.
-        """
+        """Return the variance at which the walk of this probability ends, often infinity."""
         walked = sum(
             self._rates(drift * (version - drawn))[0] * tokens for drawn, tokens in segments
         )

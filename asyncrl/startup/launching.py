@@ -53,10 +53,7 @@ async def open_launcher(
     closing: AsyncExitStack,
     say: Callable[[str], None],
 ) -> Launching:
-    """Open the launcher; `closing` ends it.
-
-    Raises UserError if the cluster does not exist or cannot carry the run.
-    """
+    """Open the launcher, ended by `closing`. Raises UserError if it cannot carry the run."""
     config = prepared.config
     if config.launcher.kind != "local":
         remove_meetings(run)

@@ -75,11 +75,7 @@ class Finding(NamedTuple):
 def check_everything(
     config: RunConfig, gpus: list[Gpu] | None, build: TorchBuild
 ) -> Iterator[Finding]:
-    """Check everything that runs have failed for.
-
-    `config` is that of a run to be started here. `gpus` are the GPUs found, or None if unknown.
-    `build` describes torch.
-    """
+    """Check everything that runs have failed for; `gpus` of None are unknown."""
     on_gpu = is_for_gpu(gpus, build)
     yield compiler(shutil.which, on_gpu=on_gpu)
     yield shared_memory(SHARED_MEMORY)

@@ -118,11 +118,7 @@ def critic_parameters(config: RunConfig, policy: int) -> int:
 
 
 def memory_comment(config: RunConfig) -> str:
-    """Return a YAML comment with a training step's memory, if the model is on this machine.
-
-    A GPU is assumed unless the configuration or the installed torch says otherwise: another machine
-    may do the training.
-    """
+    """Return a YAML comment with a step's memory, on a GPU unless known otherwise."""
     path = config.model.path
     here = local_model(path)
     shape = None if here is None else shape_of(config, here, parameters(here))

@@ -121,11 +121,7 @@ def check_rewards(config: RewardConfig) -> None:
 
 
 def check_environment(config: RunConfig) -> None:
-    """Load the environment in its own worker and check its arguments.
-
-    Raises RewardError if it does not exist or does not take the given arguments, or if its module
-    fails to import.
-    """
+    """Load the environment in its own worker and check its arguments. Raises RewardError."""
     if config.environment.name is not None:
         environment = config.environment.model_copy(update={"workers": 1})
         asyncio.run(_start_once(EnvironmentPool(environment, config.rewards)))

@@ -127,11 +127,7 @@ def _inexact(config: RunConfig) -> list[str]:
 
 
 def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -> str:
-    """Describe the processes, their devices, and the memory that they need at least.
-
-    `gpus` is None if the launcher places them or there are none; `count`, the number of parameters,
-    is None if unknown.
-    """
+    """Describe the processes, their devices, and the memory that they need at least."""
     launcher, ranks = config.launcher, config.trainer.ranks
     on_cpu = launcher.kind == "local" and (gpus is None or not gpus.generators[0])
     trainer_on_cpu = launcher.kind == "local" and (gpus is None or not gpus.trainer)

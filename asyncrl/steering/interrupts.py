@@ -65,10 +65,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle the signals inside the block. Call from the main thread, in a running loop.
-
-        Raises Interrupted at the end of the block if it received a second signal.
-        """
+        """Handle signals inside the block, in the main thread. Raises Interrupted at its end."""
         loop = asyncio.get_running_loop()
 
         def handle(number: int, _frame: FrameType | None) -> None:

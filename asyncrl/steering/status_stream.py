@@ -25,11 +25,7 @@ from asyncrl.wire.messages import control
 
 
 class EncodedOnce:
-    """A reply that is made and encoded at most once in an interval, however many clients ask.
-
-    `make` makes it; `seconds` is the interval, and the maximum age of the result of `reply`;
-    `clock` returns monotonic seconds.
-    """
+    """A reply that is made and encoded at most once in `seconds`, for all clients."""
 
     def __init__(
         self,
@@ -105,10 +101,7 @@ class Sender(Protocol):
 
 
 class Audience:
-    """The watchers, and the end of each one's time.
-
-    `hub` sends, `view` makes the message, and `clock` returns monotonic seconds.
-    """
+    """The watchers, and the end of each one's time."""
 
     def __init__(
         self,

@@ -56,11 +56,7 @@ class Effect(NamedTuple):
 
 
 class Orders:
-    """Carries out orders and records them.
-
-    `run` is the run's folder, `trained_steps` counts its trained steps, and `refusal` says why an
-    order cannot be carried out now (None: it can).
-    """
+    """Carries out orders and records them, unless `refusal` gives a reason."""
 
     def __init__(
         self, run: Path, trained_steps: Callable[[], int], refusal: Callable[[Order], str | None]
@@ -159,11 +155,7 @@ def last_scale(run: Path) -> int | None:
 
 
 class _Replay:
-    """Applies the orders of a run to a configuration again, one after the other.
-
-    `config` may be the run's own copy, which includes the orders. `named` are settings that the
-    user has named again. `say` informs the user.
-    """
+    """Applies the orders of a run to a configuration again, except for `named` settings."""
 
     def __init__(self, config: RunConfig, named: set[str], say: Callable[[str], None]) -> None:
         self._given = config.model_dump(mode="json")

@@ -10,11 +10,7 @@ SECONDS = 1.0
 
 
 class PacedWrites:
-    """Writes at once, or a second later together with further changes.
-
-    A write waits for the disk, and the event loop with it. A thousand generators become ready
-    within seconds.
-    """
+    """Writes at once, or a second later with further changes, since a write blocks the loop."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._write = write

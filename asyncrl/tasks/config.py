@@ -72,7 +72,7 @@ class TaskConfig(BaseModel):
     the example out. It must be deterministic, because a resumed run calls it again. Its time limit
     is 10 s per example."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
-    """Dataset only: how to treat an unusable row: not JSON, without the fields, or with a duplicate
+    """Dataset only: handling of an unusable row: not JSON, without the fields, or with a duplicate
     id. `refuse`: the run does not start. `skip`: such rows are left out, counted and listed; the
     ids of the others do not change."""
 
@@ -90,8 +90,8 @@ class TaskConfig(BaseModel):
     """Arithmetic only: fewest and most digits of a summand. The built-in model learned 2 to 3."""
 
     chat_template: Literal["auto", "always", "never"] = "auto"
-    """When prompts use the tokenizer's chat template. `auto`: if it has one. `always`: a tokenizer
-    without one is an error. `never`."""
+    """Use of the tokenizer's chat template for prompts. `auto`: if it has one. `always`: a
+    tokenizer without one is an error. `never`."""
     chat_template_kwargs: Arguments = {}
     """Variables of the chat template, such as `{enable_thinking: false}`. They apply to training
     and held-out prompts and to the turns of environments. A variable that the template does not use
@@ -104,8 +104,8 @@ class TaskConfig(BaseModel):
     max_prompt_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Longest prompt in tokens, chat template included; null: no limit."""
     too_long: Literal["refuse", "filter"] = "refuse"
-    """How to treat longer prompts. `refuse`: the run does not start. `filter`: they are left out
-    and counted."""
+    """Handling of longer prompts. `refuse`: the run does not start. `filter`: they are left out and
+    counted."""
 
     @field_validator("chat_template_kwargs")
     @classmethod

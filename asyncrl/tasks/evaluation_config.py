@@ -62,7 +62,7 @@ class EvaluationConfig(BaseModel):
     `every`, a multiple of `trainer.checkpoint_every`."""
     best_of: str | None = None
     """The set whose accuracy decides which checkpoint is best; null: `held_out`, or the first of
-    `sets` if the task has no held-out prompts."""
+    `sets` if the task does not have held-out prompts."""
     max_unscored_share: float = Field(default=0.02, ge=0, lt=1)
     """Largest share of a set's samples that may be left out because their reward failed for a
     reason unrelated to the policy, such as a reward server that is down. Above it, the evaluation

@@ -31,10 +31,7 @@ BYTES = {
 
 
 def weight_files(model: Path) -> list[Path]:
-    """Return the weight files that are loaded, whether or not they exist.
-
-    Raises ValueError, with an explanation, if the index is damaged.
-    """
+    """Return the weight files to load, existing or not. Raises ValueError for a bad index."""
     if (model / WHOLE).is_file():  # transformers takes it before an index
         return [model / WHOLE]
     index = model / INDEX

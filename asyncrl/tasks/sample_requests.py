@@ -120,11 +120,7 @@ class SampleRequests:
         return Generate(sample, payload_of(prompt), seed, priority, unfinished)
 
     def verify(self, samples: Sequence[SampleId], min_version: int, *, lineage: int = 0) -> Verify:
-        """Request verification of training samples, with new seeds for each policy.
-
-        `min_version` is the lowest version that their tokens may have. `lineage` is the trainer's:
-        after a rewind, the same versions come again.
-        """
+        """Request verification; seeds differ by policy, also after a rewind (`lineage`)."""
         policy: tuple[object, ...] = (min_version,)
         if lineage:
             policy += (f"lineage {lineage}",)

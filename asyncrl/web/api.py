@@ -189,11 +189,7 @@ _REFUSED: dict[int | str, dict[str, Any]] = {
 
 
 class Api:
-    """The dependencies of the routes.
-
-    `source` gives the status and takes orders, `feed` serves watchers, and `disk` is the thread
-    that reads files.
-    """
+    """The dependencies of the routes; `disk` is the thread that reads files."""
 
     def __init__(
         self, run: Path, source: Source, steps: StepFile, feed: Feed, disk: ThreadPoolExecutor

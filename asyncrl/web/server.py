@@ -208,11 +208,7 @@ class Server(uvicorn.Server):
 
 
 async def serve(run: Path, policy: Policy, listening: socket.socket, *, ended: bool) -> None:
-    """Serve a run until SIGTERM or SIGINT.
-
-    `listening` is a listening socket. If the run has `ended`, its folder is shown, and orders are
-    refused.
-    """
+    """Serve a run until SIGTERM or SIGINT; an `ended` one is shown without orders."""
     steps = StepFile(run / "metrics.jsonl")
     if ended:
         past = EndedRun(run)

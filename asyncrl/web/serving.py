@@ -1,6 +1,6 @@
 """The controller's side: a listening socket, and a process that starts on a connection.
 
-    socket ──somebody connects──► process started ──► it accepts
+    socket ──first connection───► process started ──► it accepts
        ▲                                                   │ it ends: killed, failed
        └── watched again after a pause, MAX_STARTS times ──┘
            (those that lived for an hour are not counted)

@@ -20,11 +20,7 @@ MAX_STEPS_IN_MEMORY = 2000
 
 
 class StepFile:
-    """The newest record of each step, in order.
-
-    A run that returns to an earlier step cuts or replaces the file, which is then read again from
-    its start.
-    """
+    """The newest record of each step, in order; a file that a rewind has cut is read again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -48,12 +48,7 @@ from asyncrl.user_code import loading as user_functions
 
 
 class OpenEnvTools:
-    """One session on a server with tools.
-
-    `connect` makes an `MCPToolClient`. `observation` is the field of the first observation that is
-    shown; None keeps the row's prompt. `reset` is passed to the server's reset.
-    `max_result_characters` bounds the answer to a call.
-    """
+    """One session on a server with tools; `observation` None keeps the row's prompt."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ Each turn's reward is the change of `get_reward()`, so a truncated sample has th
 state that it reached. With `score: end`, the reward is read once, after a turn without a call; a
 truncated sample then has none.
 
-Replay is "deterministic", since TRL has no way to save a state: reset and the calls are repeated,
+Replay is "deterministic", since TRL cannot save a state: reset and the calls are repeated,
 and the answers are compared. This exposes a class that draws unseeded random numbers; set `replay:
 recorded` if its state follows from the calls alone, else `replay: null`.
 """

@@ -42,11 +42,7 @@ Answer = Callable[[ChatCall], Awaitable[Turn]]
 
 
 class Endpoint:
-    """Serves the sessions of one process, from one event loop.
-
-    `policy` is how the run draws tokens; `ignore` names parameters of `IGNORABLE` whose values may
-    differ from the run's and are not used.
-    """
+    """Serves the sessions of one process, from one event loop."""
 
     def __init__(self, policy: PolicySettings, ignore: Sequence[str] = ()) -> None:
         self.policy = policy

@@ -18,11 +18,7 @@ _TERMINATED = -15
 
 
 class AgentProcess:
-    """A process on an agent's machine; see `asyncrl.launch.interface.ProcessHandle`.
-
-    `node_of` returns the node of an agent's machine. `wake` sends the orders now, and is called by
-    any thread and by signal handlers.
-    """
+    """A process on an agent's machine; any thread or signal handler may call `wake`."""
 
     def __init__(
         self,

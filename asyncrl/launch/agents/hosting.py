@@ -19,11 +19,7 @@ NEEDED = {"trainer": 1, "relay": 3, "generator": 0}
 
 
 class Ports:
-    """Hands out ports of a range, and takes them back.
-
-    `text` is `FIRST-LAST`; empty: the system chooses. Raises UserError if it is not a range, or too
-    small for a trainer and a relay.
-    """
+    """Hands out ports of the range `text`, if it is not empty. Raises UserError."""
 
     def __init__(self, text: str) -> None:
         self._free: list[int] | None = None

@@ -38,11 +38,7 @@ HEARD_SECONDS = 3.0
 
 
 class AgentsLauncher:
-    """Starts processes on the machines of agents. Create it within the event loop.
-
-    The agents share `secret`; `refusals` are those of the socket; `say` informs the user. Raises
-    UserError if it cannot listen at the configured address.
-    """
+    """Starts processes on agents' machines. Create it within the event loop. Raises UserError."""
 
     def __init__(
         self,

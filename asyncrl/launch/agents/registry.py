@@ -1,8 +1,8 @@
-"""The agents of a run and their processes, and the assignment. No sockets, no clock.
+"""The agents of a run and their processes, and the assignment. Without sockets or a clock.
 
     Hello ──► welcomed ──► State ──► known: has room for one trainer or generator
                                      │ says nothing for a while: lost, and its processes with it
-                                     │ has a child of its own that failed: asked last
+                                     │ has had a child that failed: asked last
 
 A process waits here until an agent has room for it. The trainer's come first, all ranks at once:
 one alone would only wait for the others. A relay goes to an agent of its node and does not take
@@ -23,11 +23,7 @@ from asyncrl.wire.messages import from_agent, to_agent
 
 
 class NeededGpus:
-    """GPUs of the trainer and of each generator.
-
-    `wanted` is by role; `optional` roles do without where the first agents do not have any
-    (`device: auto`). `agents` are the present ones, by name; `say` informs the user.
-    """
+    """GPUs of the trainer and of each generator; `optional` roles run without, too."""
 
     def __init__(
         self,
@@ -86,10 +82,7 @@ class Needs:
 
 
 class Roster:
-    """Knows every agent and every process.
-
-    `session` is this controller's, `wake` is as in `AgentProcess`, and `say` informs the user.
-    """
+    """Knows every agent and every process."""
 
     def __init__(
         self, needs: Needs, session: str, wake: Callable[[], None], say: Callable[[str], None]

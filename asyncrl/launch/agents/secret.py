@@ -24,11 +24,7 @@ _HEX = re.compile(rb"[0-9a-fA-F]{64}\s*")
 
 
 def read_secret(path: Path, setting: str) -> RunKey:
-    """Read a secret: 32 bytes, or 64 hexadecimal digits.
-
-    `setting` names the file in errors. Raises UserError if it cannot be read, is not a secret, or
-    others can read it.
-    """
+    """Read a secret of 32 bytes, or 64 hexadecimal digits. Raises UserError if not private."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())

@@ -105,11 +105,7 @@ class ChatTemplate:
         return text
 
     def prompts(self, conversations: Iterable[Sequence[Message]]) -> Iterator[str]:
-        """Render each conversation up to the place where the model answers.
-
-        Raises RenderingError for the first failing conversation, after yielding those before it;
-        the message begins with the template's line.
-        """
+        """Render conversations up to the answer. Raises RenderingError, naming the line."""
         return self._texts(conversations, None, True)
 
     def _texts(
