@@ -111,7 +111,7 @@ class RewardLane(Lane[RewardCall]):
 
     def _give_up_overdue(self) -> None:
         """The call that takes too long fails; the others are repeated."""
-        computed = self._computed()
+        computed = [] if self._abandoned else self._computed()  # else it is being killed
         for call in computed:
             self.forget(call.number)
         self.return_sent()
@@ -135,7 +135,9 @@ class RewardLane(Lane[RewardCall]):
         self._calls.process_died(victims, lost)
 
     async def _wait_to_start(self, error: RewardError) -> None:
-        """While no lane can start a process, calls fail."""
+        """While no lane can start a process, calls fail; others get those that were put back."""
+        for lane in self._lanes:
+            lane.feed()
         calls = [] if any(lane.ready for lane in self._lanes) else self.take(1)
         if not calls:
             await super()._wait_to_start(error)

@@ -222,16 +222,21 @@ class Lane(Generic[C]):
 
     async def _serve(self) -> None:
         """Feed the worker and take in its answers until it is to be replaced. Raises WorkerLost."""
+        last_look = math.inf
         while not self._is_worn_out():
             self.feed()
-            messages = await self._messages(self._seconds_left())
-            if not messages and self._is_overdue():
-                messages = await self._messages(_LATE_SECONDS)
-                if not messages and self._is_overdue():
-                    self._give_up_overdue()
-                    return
+            left = self._seconds_left()
+            if left > 0:
+                last_look = math.inf
+            elif last_look == math.inf:
+                last_look = time.monotonic() + _LATE_SECONDS
+            messages = await self._messages(left if left > 0 else last_look - time.monotonic())
             for message in messages:
                 self._take_in(message)
+            # Also while others are answered: they would hide a call that never is.
+            if time.monotonic() >= last_look and self._is_overdue():
+                self._give_up_overdue()
+                return
 
     async def _messages(self, seconds: float) -> list[Any]:
         """What the worker sends next; nothing if it sends nothing in time. Raises WorkerLost."""

@@ -116,8 +116,7 @@ class EnvironmentLane(Lane[SessionCall]):
             SessionLost: the process has ended, or had ended before.
         """
         if not (self.ready if isinstance(message, Open) else message.session in self.sessions):
-            end = self._ends.get(message.session, self._last_end)
-            raise SessionLost(end.how, end)
+            raise self._lost(message.session)
         try:
             frame = pack(message)
         except Exception as error:  # noqa: BLE001 - of what the policy has written
@@ -133,6 +132,18 @@ class EnvironmentLane(Lane[SessionCall]):
         except asyncio.CancelledError:
             self.feed()  # others may have waited for its turn
             raise
+
+    def take(self, most: int) -> list[SessionCall]:
+        """As in the base class, without calls of sessions that have ended while they waited."""
+        for call in self.queue:
+            message = call.message
+            if not isinstance(message, Open) and message.session not in self.sessions:
+                call.settle(self._lost(message.session))
+        return super().take(most)
+
+    def _lost(self, session: int) -> SessionLost:
+        end = self._ends.get(session, self._last_end)
+        return SessionLost(end.how, end)
 
     def close_session(self, session: int) -> None:
         """End a session; the worker does so after the call that it is serving."""

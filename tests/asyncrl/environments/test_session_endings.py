@@ -13,7 +13,7 @@ import pytest
 from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.protocol import Action
 from asyncrl.environments.workers.lane import EnvironmentLane, SessionLost
-from asyncrl.environments.workers.messages import Answer, Restore, Restored
+from asyncrl.environments.workers.messages import Answer, Failed, Restore, Restored
 from asyncrl.environments.workers.pool import EnvironmentFailed, EnvironmentPool, Session
 from asyncrl.rewards.config import RewardConfig
 
@@ -44,6 +44,11 @@ class Noted:
         if action.text == "wait":
             self.note("waits")
             await asyncio.sleep(1000)
+        while action.text == "stay":
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                pass
         if action.text == "raise":
             raise ValueError("half done")
         if action.text == "object":
@@ -222,3 +227,43 @@ def test_a_call_that_must_be_alone_is_and_those_behind_it_follow_even_if_it_is_c
             assert lost.suspects == 3
 
     asyncio.run(scenario())
+
+
+def test_a_call_that_waits_while_its_session_ends_is_not_sent() -> None:
+    async def scenario() -> None:
+        lane = EnvironmentLane(EnvironmentConfig(name="guessing"), RewardConfig())
+        lane.ready = True  # its process, which does not run, reads nothing
+        lane.sessions |= {0, 1}
+        calls = [
+            asyncio.create_task(lane.call(Restore(number, session, 0), 60.0, alone=number == 1))
+            for number, session in ((0, 0), (1, 1), (2, 0))
+        ]
+        await sent()
+        lane._take_in(Failed(0, "raised", ""))
+        lane.feed()
+        lane._take_in(Restored(1))
+        lane.feed()
+        await sent()
+        assert not lane.sent
+        with pytest.raises(SessionLost):
+            await calls[2]
+
+    asyncio.run(scenario())
+
+
+def test_a_step_that_cannot_be_cancelled_is_given_up_while_others_are_answered(
+    tmp_path: Path,
+) -> None:
+    async def scenario(pool: EnvironmentPool) -> None:
+        stubborn, other = [await pool.open({"name": name}, 1) for name in "ab"]
+
+        async def play_on() -> None:
+            while True:
+                await other.step(turn("x"))
+
+        staying = asyncio.create_task(failure_of(stubborn.step(turn("stay"))))
+        with pytest.raises(SessionLost):
+            await play_on()
+        assert (await staying).reason == "timeout"
+
+    play(tmp_path, "Noted", scenario, step_timeout_seconds=0.5)

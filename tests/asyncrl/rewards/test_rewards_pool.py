@@ -13,7 +13,8 @@ from asyncrl.errors import RewardError, RewardFailed, RewardTimeout
 from asyncrl.rewards.calls import Reward
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.rewards.protocol import Began, Scored
+from asyncrl.rewards.protocol import Began, Call, Scored
+from asyncrl.user_code.streams import pack
 
 SOURCE = '''
 import os, subprocess, sys, time
@@ -252,6 +253,56 @@ def test_a_cancelled_call_does_not_answer_the_next_one(source: Path, tmp_path: P
             with pytest.raises(asyncio.CancelledError):
                 await call
             assert (await pool.score("", "ok", {})).value == 2.0
+
+    asyncio.run(check())
+
+
+def test_a_call_behind_a_cancelled_one_is_not_overdue_while_the_process_is_killed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        async with running({"name": f"{source}:by_response"}, timeout_seconds=60) as pool:
+            [lane] = pool._lanes
+            lane._limit = 64  # as after quick calls
+            example = {"pids": str(tmp_path / "pids")}
+            texts = ["first", "hang", "ok", "ok"]
+            calls = [asyncio.create_task(pool.score("", text, example)) for text in texts]
+            async with asyncio.timeout(60):
+                while not (lane.due and len(lane.sent) == 3):  # noqa: ASYNC110 - as above
+                    await asyncio.sleep(0.01)
+            monkeypatch.setattr(lane.process, "terminate", lambda: None)  # it takes its time
+            calls[1].cancel()
+            await asyncio.wait([calls[1]])
+            lane._give_up_overdue()
+            assert not lane.sent
+            await asyncio.sleep(0)
+            assert not calls[2].done()
+            monkeypatch.undo()
+            lane.process.terminate()
+            assert [(await call).value for call in calls[2:]] == [2.0, 2.0]
+
+    asyncio.run(check())
+
+
+def test_a_lane_that_cannot_start_a_process_leaves_its_calls_to_the_others(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        async with running({"name": f"{source}:by_response"}, workers=2) as pool:
+            broken, _ = pool._lanes
+
+            async def start() -> None:
+                raise RewardError("no memory")
+
+            monkeypatch.setattr(broken, "start", start)
+            call = asyncio.create_task(pool.score("", "hang", {"pids": os.devnull}))
+            async with asyncio.timeout(60):
+                while not broken.due:  # noqa: ASYNC110 - as above
+                    await asyncio.sleep(0.01)
+                [sent] = broken.sent.values()
+                sent.frame = pack(Call(sent.number, "", "ok", {}))
+                broken.process.terminate()
+                assert (await call).value == 2.0
 
     asyncio.run(check())
 
