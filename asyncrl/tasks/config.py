@@ -68,9 +68,9 @@ class TaskConfig(BaseModel):
 
     map: FunctionName | None = None
     """Dataset only: your own function, applied first to every example, `my.module:function` or
-    `path/to/file.py:function`. It takes the example as a dict and returns a dict, or nothing to leave
-    the example out. It must be deterministic, because a resumed run calls it again. Its time limit
-    is 10 s per example."""
+    `path/to/file.py:function`. It takes the example as a dict and returns a dict, or nothing to
+    leave the example out. It must be deterministic, because a resumed run calls it again. Its time
+    limit is 10 s per example."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
     """Dataset only: handling of an unusable row: not JSON, without the fields, or with a duplicate
     id. `refuse`: the run does not start. `skip`: such rows are left out, counted and listed; the
