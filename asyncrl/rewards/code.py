@@ -133,7 +133,7 @@ class _Judging:
         return self.deadline - time.monotonic()
 
     def _limits(self, tests: float) -> Limits:
-        """Of one run, which may take the clock time of so many tests."""
+        """Return the limits of one run, which may take the clock time of `tests` tests."""
         return Limits(
             wall_seconds=max(1e-3, min(tests * self.test_seconds, self._left())),
             cpu_seconds=math.ceil(self.test_seconds),

@@ -102,7 +102,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     continues: bool = False
     """It was a step of an environment with `restore`: the session can go back to before it."""
     hanging: int = 0
-    """As in `Hanging`."""
+    """See `Hanging`."""
 
 
 class Hanging(msgspec.Struct, frozen=True, tag=True):

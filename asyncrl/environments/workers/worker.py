@@ -293,7 +293,7 @@ class _Worker:
         self._running: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._hanging = 0
-        """As the pool was told."""
+        """The same values as the pool's."""
 
     async def serve(self) -> None:
         """Answer calls until the stream ends."""
