@@ -134,7 +134,7 @@ class EnvironmentLane(Lane[SessionCall]):
             raise
 
     def take(self, most: int) -> list[SessionCall]:
-        """Take calls as the base class does, without those whose session ended while they waited."""
+        """Take calls as the base class does, without those of ended sessions."""
         for call in self.queue:
             message = call.message
             if not isinstance(message, Open) and message.session not in self.sessions:
