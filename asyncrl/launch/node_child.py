@@ -1,14 +1,12 @@
 """The child of a node: started as locally, watched, and not left behind.
 
-    process on a node (an actor of Ray, an agent)
+    agent on a node
         ├── child (asyncrl.child), in a session of its own, keys on its standard input
         └── keeper (asyncrl.launch.orphan_reaper), a child of neither
 
 The kernel tells a child of the death of the *thread* that started it, so that thread waits for it.
 What is left behind by a process that is killed itself is ended by its keeper. A keeper that is
 killed is replaced.
-
-This module travels to the nodes of a Ray cluster by value. So it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -31,12 +29,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MARK_VARIABLE = "ASYNCRL_PROCESS_MARK"
-"""In the environment of a child and of all that it starts; its keeper finds them by it."""
-RUN_MARK = "ASYNCRL_CONTROLLER_MARK"
-"""`asyncrl.launch.records.MARK_VARIABLE`, which this module must not import."""
-CONFIG_VARIABLE = "ASYNCRL_RUN_CONFIG"
-"""`asyncrl.launch.child_spec.CONFIG_VARIABLE`, which this module must not import."""
+from asyncrl.launch.child_spec import CONFIG_VARIABLE
+from asyncrl.launch.orphan_reaper import MARK_VARIABLE
+from asyncrl.launch.records import MARK_VARIABLE as RUN_MARK
+
 CHILD_MODULE = "asyncrl.child"
 KEEPER_MODULE = "asyncrl.launch.orphan_reaper"
 
@@ -44,7 +40,6 @@ GRACE_SECONDS = 12.0
 """Time that the child of a lost process has to end by itself. It cleans up for at most 10 s after
 SIGTERM (`asyncrl.child`)."""
 _START_SECONDS = 30.0
-PROBE_SECONDS = 5.0
 _KEEPER_SECONDS = 1.0
 """Between a keeper's end and the start of another, unless the child ends meanwhile."""
 _TAIL_BYTES = 16_384
@@ -103,8 +98,6 @@ class Place:
     """Names the node."""
     ip: str
     """At which its children listen."""
-    gpus: list[str] | None = None
-    """That the child may use; None: those that this process may."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Of the child's spec; a role that lacks such a field has no use for it."""
     run_directory: str = ""
@@ -149,8 +142,6 @@ class NodeChild:
             "shares_run_directory": asked["shares_run_directory"],
             "data_address": "" if spec["role"] == "generator" else f"tcp://{place.ip}:*",
         }
-        if place.gpus is not None:
-            changes["gpus"] = len(place.gpus)
         if spec["role"] == "relay" or spec["relayed"]:
             memory = memory_of(Path(spec["weights_directory"]))
             meeting = place.node if asked["relay_per_node"] else memory
@@ -161,8 +152,6 @@ class NodeChild:
         mark = secrets.token_hex(16)
         environment = os.environ | asked["environment"] | {MARK_VARIABLE: mark}
         environment[CONFIG_VARIABLE] = spec.pop("config_json")  # no command line for secrets
-        if place.gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
         cwd = asked["cwd"] if Path(asked["cwd"]).is_dir() else None
         threading.Thread(
             target=self._run, args=(spec, keys, environment, cwd, mark), daemon=True
@@ -250,7 +239,7 @@ class NodeChild:
 def _started_keeper(command: list[str]) -> int:
     """Start a keeper; its process id.
 
-    It writes that id and leaves the process that was started, so that it is no child of the worker.
+    It writes that id and leaves the process that was started, so that it is no child of the agent.
 
     Raises:
         OSError, subprocess.SubprocessError, ValueError: it was not started.
@@ -302,16 +291,6 @@ def _disk_of(folder: Path) -> str:
     """Names a folder, also among mount namespaces."""
     found = folder.stat()
     return f"{found.st_dev} {found.st_ino}"
-
-
-def cannot_reach(address: str) -> str:
-    """Why no connection to this address can be made; empty: it can."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
-    except OSError as error:
-        return str(error)
-    return ""
 
 
 def _opened(log: Path) -> Any:

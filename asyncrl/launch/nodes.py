@@ -25,9 +25,6 @@ class NodeInfo(msgspec.Struct, frozen=True):
     """Version and digest of the code; empty: it cannot be imported."""
     shares_run_directory: bool
     has_model: bool
-    gpus: int = 0
-    unreachable: str = ""
-    """Why the controller's machine cannot be reached from there; empty: it can."""
     disk: str = ""
     """Names its folder of temporary files, where those of a run are that it does not share."""
 

@@ -44,7 +44,10 @@ class AgentProcess:
         self.ending = self.by_force = False
         self.reported: from_agent.Hosted | None = None
         """What its agent said of it last."""
+        self.ended: float | None = None
+        """When its agent first said that it has ended, though nobody asked for it."""
         self._lost = ""
+        self._lost_with_machine = False
 
     def exit_code(self) -> int | None:
         """None while the process runs; negative for a signal, or if its agent was lost."""
@@ -62,14 +65,14 @@ class AgentProcess:
     @property
     def address(self) -> str:
         """Of its machine, where others reach it; empty: the controller's machine, or not placed."""
-        if self.agent is None or self.agent.is_on_loopback:
+        if self.agent is None or self.agent.is_at_home:
             return ""
         return self.agent.hello.address
 
     @property
     def lost_with_machine(self) -> bool:
-        """Whether its agent was lost, or was told to end."""
-        return bool(self._lost) or (self.agent is not None and self.agent.leaves_at is not None)
+        """Whether its agent was lost, or was told to end, or none came for it."""
+        return self.agent is None or self._lost_with_machine or self.agent.leaves_at is not None
 
     def cause(self) -> str:
         """Why it ended, where its exit code does not say it."""
@@ -95,10 +98,10 @@ class AgentProcess:
             start = to_agent.Start(order, msgspec.msgpack.encode(self.keys))
         return to_agent.Wanted(self.spec.name, start, self.ending, self.by_force, ready)
 
-    def lose(self, cause: str) -> None:
+    def lose(self, cause: str, *, with_machine: bool = True) -> None:
         """Its agent is lost; a process ends once."""
         if self.exit_code() is None:
-            self._lost = cause
+            self._lost, self._lost_with_machine = cause, with_machine
 
 
 @dataclass(slots=True)
@@ -117,6 +120,8 @@ class Agent:
     """Processes that failed on its machine."""
     leaves_at: float | None = None
     """When it ends (monotonic seconds); None: it stays."""
+    home: str = ""
+    """The controller's address, if its machine's agents connect from there."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.hello.role})"
@@ -125,6 +130,11 @@ class Agent:
     def is_on_loopback(self) -> bool:
         """Whether its machine is reached at an address that is good on one machine only."""
         return self.hello.address.startswith(("127.", "localhost"))
+
+    @property
+    def is_at_home(self) -> bool:
+        """Whether its machine is the controller's."""
+        return self.is_on_loopback or self.hello.address == self.home
 
     @property
     def work(self) -> AgentProcess | None:
@@ -136,8 +146,8 @@ class Agent:
 def info_of(agent: Agent, facts: str) -> NodeInfo:
     """What an agent has found on its machine, JSON."""
     found: dict[str, object] = msgspec.json.decode(facts)
-    known = {"id": agent.name, "ip": agent.hello.address, "gpus": agent.hello.gpus}
-    info = msgspec.convert(found | known, NodeInfo)
+    known = {"id": agent.name} | found | {"ip": agent.hello.address}
+    info = msgspec.convert(known, NodeInfo)
     # Two containers may share memory and not the folder in which processes of a node meet.
     return replace(info, memory=f"{info.memory} {info.disk}")
 
