@@ -27,7 +27,8 @@ from asyncrl.launch.records import ProcessRecords
 NODES_FILE = ".nodes"
 """In the run's folder. An agent that can read the token in it shares the folder."""
 LOST_SECONDS = 60.0
-"""An agent that hears nothing of the controller for this long ends its processes and waits."""
+"""An agent that hears nothing of the controller for this long ends its processes and waits. One of
+Ray's is ended by Ray before, so a controller may be suspended for longer."""
 _SAY_SECONDS = 30.0
 """Between two lines about what is waited for."""
 
@@ -76,7 +77,7 @@ def needs_of_run(
         mark=records.mark,
         silence_seconds=(launcher.agents if own_silence else launcher).silence_seconds,
         silence_setting=f"launcher{'.agents' * own_silence}.silence_seconds",
-        lost_seconds=LOST_SECONDS,
+        lost_seconds=LOST_SECONDS * (1 if own_silence else 10),
         relay_per_node=settings.relays == "always",
     )
 

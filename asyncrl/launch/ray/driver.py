@@ -80,6 +80,7 @@ class Driver:
         self._groups: dict[str, PlacementGroup] = {}
         """Where each agent is, by the name of its slot; without those that were given back."""
         self._actors: dict[str, Any] = {}
+        """The last one of each slot."""
         self._serving: set[str] = set()
         """Slots whose agents run."""
         check_runtime_env(asked.runtime_env)
@@ -152,28 +153,32 @@ class Driver:
                     self._order = order
                     for bundle, slot in enumerate(self._slots):
                         self._groups[slot.name] = self._group
-                        _in_thread(self._keep, slot, bundle)
+                        _in_thread(self._keep, slot, self._group, bundle)
                 case messages.Reserve(slot=slot, seconds=seconds):
                     _in_thread(self._join, slot, seconds)
                 case messages.GiveBack(name=name):
                     self._give_back(name)
 
-    def _keep(self, slot: Slot, bundle: int = 0) -> None:
+    def _keep(self, slot: Slot, group: PlacementGroup, bundle: int = 0) -> None:
         """Have an agent run in a slot, again and again, until the slot is given back."""
         node = worker = trouble = ""
-        while (group := self._groups.get(slot.name)) is not None:
-            if slot.name not in self._actors:
-                self._actors[slot.name] = self._make(slot, group, bundle)
-            one = self._actors[slot.name]
+        one: Any = None
+        while self._groups.get(slot.name) is group:
             try:
+                if one is None:
+                    one = self._actors[slot.name] = self._make(slot, group, bundle)
                 where = ray.get(one.where.remote(self._order.controller))
             except ActorUnavailableError as error:  # Ray restarts it, or a connection broke
                 trouble = _lost(error)
             except RayError as error:
                 self._say(messages.Lost(slot.name, _lost(error)))
                 ray.kill(one)
-                self._actors.pop(slot.name, None)  # another one takes its place
-                worker = ""
+                one, worker = None, ""  # another one takes its place
+            except (ValueError, TypeError) as error:
+                settings = "launcher.ray.runtime_env, launcher.ray.image"
+                why = f"{settings}: Ray refuses them: {one_line(error)}"
+                self._say(messages.Lost(slot.name, why))
+                return
             else:
                 if worker and where[1] != worker:
                     if where[0] != node:  # a bundle moves if its node is lost, and only then
@@ -182,6 +187,7 @@ class Driver:
                 node, worker, unreachable = where
                 trouble = self._unreachable(slot, unreachable) or self._serve(slot, one)
             time.sleep(AGAIN_SECONDS)
+        self._say(messages.Lost(slot.name, "its room was given back"))
 
     def _make(self, slot: Slot, group: PlacementGroup, bundle: int) -> Any:
         """An actor, which Ray restarts when its worker or node is lost."""
@@ -245,7 +251,7 @@ class Driver:
                 )
         self._say(messages.Reserved(slot.name, reason or ""))
         if reason is None:
-            self._keep(slot)
+            self._keep(slot, group)
 
     def _give_back(self, name: str) -> None:
         """Ray may give it to others; an actor in it is killed."""

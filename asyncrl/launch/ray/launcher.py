@@ -230,8 +230,6 @@ class RayLauncher(AgentsLauncher):
                 case messages.Reserved(name=name, reason=reason):
                     if name in self._reserving and not self._reserving[name].done():
                         self._reserving[name].set_result(reason)
-                case messages.Refused(reason=reason):
-                    self.troubles.append(reason)
                 case messages.HeadLost(reason=reason, agents_too=agents_too):
                     self.roster.hold_seconds = 0.0
                     self.roster.silence_seconds = SILENT_SECONDS

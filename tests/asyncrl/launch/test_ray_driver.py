@@ -43,7 +43,6 @@ class World:
         self.driver._order = SERVE
         self.driver._groups = {"generator-0": MagicMock()}
         self.driver._actors, self.driver._serving = {}, set()
-        self.driver._group = MagicMock()
         monkeypatch.setattr(self.driver, "_make", self._make)
         ray = SimpleNamespace(get=self._get, kill=self._kill)
         monkeypatch.setattr(driver_of_ray, "ray", ray)
@@ -66,7 +65,8 @@ class World:
 
     def keep(self, *answers: Any) -> list[messages.FromDriver]:
         self.answers = list(answers)
-        self.driver._keep(Slot("generator-0", 1))
+        self.driver._keep(Slot("generator-0", 1), self.driver._groups["generator-0"])
+        assert self.said.pop() == messages.Lost("generator-0", "its room was given back")
         return self.said
 
 
@@ -130,7 +130,7 @@ def test_a_joiner_without_room_is_told_so_and_takes_nothing(
     nodes.clear()
     world.driver._join(Slot("generator-2", 1), 6.0)
     first, second = world.said
-    assert "would need {'CPU': 1} and" in first.reason.replace(",", " and", 1)
+    assert first.reason.startswith("generator-1 would need {'CPU': 1}, and the Ray cluster did")
     assert "did not give it within 6 s; free are CPU 0" in first.reason
     assert "the Ray cluster has 0 CPU in all" in second.reason
     assert removed == [group]
