@@ -59,9 +59,11 @@ class AgentActor:
                 self._agent = self._start(arguments, variables, secret)
             agent = self._agent
         if starts:
-            for words in agent.stdout or ():
-                print(words, end="", flush=True)  # to the worker's log
-                self._said.append(words.strip())
+            assert agent.stdout is not None  # noqa: S101
+            with agent.stdout:
+                for words in agent.stdout:
+                    print(words, end="", flush=True)  # to the worker's log
+                    self._said.append(words.strip())
         code = agent.wait()
         with self._lock:
             self._agent = None if self._agent is agent else self._agent

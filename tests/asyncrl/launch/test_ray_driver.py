@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -197,12 +197,11 @@ sys.exit(3)
 
 
 @pytest.fixture
-def in_a_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(
         get_node_id=lambda: "n1", get_accelerator_ids=lambda: {"GPU": ["4", "6"]}
     )
     monkeypatch.setattr("ray.get_runtime_context", lambda: context)
-    yield
 
 
 @pytest.mark.usefixtures("in_a_worker")

@@ -80,7 +80,8 @@ class Opened:
         hello = from_agent.Hello(role, "host", "10.0.0.2", 0, ours.python, ours.asyncrl, "b")
         welcome = self.roster.hello(name, hello, time.monotonic())
         assert isinstance(welcome, to_agent.Welcome)
-        facts = msgspec.to_builtins(replace(NODE, id=node))
+        info = replace(NODE, id=node, python=ours.python, asyncrl=ours.asyncrl)
+        facts = msgspec.to_builtins(info)
         self.state(name, facts=json.dumps(facts))
         self.roster.place()
 
@@ -128,7 +129,11 @@ def with_launcher(
         driver.tell(messages.Open(None, slots, "pack", {}, 1.0, 1.0))
         opened = await driver.opened()
         asked = needs(config, run, records)
-        launcher = RayLauncher(config, asked, RunKey.new(), driver, opened, slots, print)
+        try:
+            launcher = RayLauncher(config, asked, RunKey.new(), driver, opened, slots, print)
+        except UserError:
+            await driver.close()
+            raise
         try:
             await check(Opened(run, launcher))
         finally:
@@ -284,17 +289,19 @@ def test_a_driver_that_reads_nothing_is_killed_and_blocks_no_event_loop(
     monkeypatch.setattr(launcher_of_ray, "CLOSE_SECONDS", 0.5)
     monkeypatch.setattr(launcher_of_ray, "ANSWER_SECONDS", -5.5)
 
+    process: Any = None
+
     async def check(world: Opened) -> None:
+        nonlocal process
         process = world.launcher._driver.process
         os.kill(process.pid, signal.SIGSTOP)
         for _ in range(3):
             world.launcher._driver.tell(messages.GiveBack("x" * (1 << 20)))
         with pytest.raises(UserError, match=r"speaks to Ray did not answer within 0\.5 s"):
             await world.launcher.make_room([5])
-        await world.launcher.close()
-        assert await process.wait() == -signal.SIGKILL
 
     with_launcher(tmp_path, check)
+    assert process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
@@ -337,7 +344,7 @@ def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
     config = load_config(None, ["launcher.kind=ray", "launcher.ray.bind_address=192.0.2.77"])
-    with pytest.raises(UserError, match=r"listen for agents at 192\.0\.2\.77.* bind_address"):
+    with pytest.raises(UserError, match=r"listen for agents at 192\.0\.2\.77.*bind_address"):
         with_launcher(tmp_path, lambda _: pytest.fail("it was opened"), config)
 
 
