@@ -43,20 +43,17 @@ class AgentActor:
         node = str(ray.get_runtime_context().get_node_id())
         return node, self._worker, cannot_reach(controller)
 
-    def serve(
-        self, arguments: list[str], variables: dict[str, str], secret: bytes
-    ) -> tuple[int, str]:
+    def serve(self, arguments: list[str], secret: bytes) -> tuple[int, str]:
         """Run an agent until it ends, unless one runs: its exit code and its last words.
 
         Args:
             arguments: of `asyncrl agent`, without those for its secret.
-            variables: more for its environment.
             secret: for its standard input, as command lines and environments can be read.
         """
         with self._lock:
             starts = self._agent is None
             if self._agent is None:
-                self._agent = self._start(arguments, variables, secret)
+                self._agent = self._start(arguments, secret)
             agent = self._agent
         if starts:
             assert agent.stdout is not None  # noqa: S101
@@ -69,9 +66,7 @@ class AgentActor:
             self._agent = None if self._agent is agent else self._agent
         return code, " ".join(self._said)
 
-    def _start(
-        self, arguments: list[str], variables: dict[str, str], secret: bytes
-    ) -> subprocess.Popen[str]:
+    def _start(self, arguments: list[str], secret: bytes) -> subprocess.Popen[str]:
         import ray
 
         context = ray.get_runtime_context()
@@ -84,7 +79,7 @@ class AgentActor:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=os.environ | variables | own,
+            env=os.environ | own,
             text=True,
             errors="replace",
         )

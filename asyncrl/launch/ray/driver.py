@@ -217,7 +217,7 @@ class Driver:
         ]
         self._serving.add(slot.name)
         try:
-            code, words = ray.get(one.serve.remote(arguments, order.variables, order.secret))
+            code, words = ray.get(one.serve.remote(arguments, order.secret))
         except RayError as error:  # or a connection broke, and the agent lives
             return _lost(error)
         finally:

@@ -29,7 +29,7 @@ from asyncrl.launch.agents.wait_for_agents import gather
 from asyncrl.launch.child_spec import ChildSpec, Role
 from asyncrl.launch.ray import messages
 from asyncrl.launch.ray.messages import Slot
-from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
+from asyncrl.launch.records import ProcessRecords
 from asyncrl.wire import RunKey
 
 DRIVER_MODULE = "asyncrl.launch.ray.driver"
@@ -200,8 +200,7 @@ class RayLauncher(AgentsLauncher):
         self._lost: AsyncrlError | None = None
         self.roster.may_host = _is_its_slot
         self.roster.hold_seconds = NODE_SECONDS
-        variables = {MARK_VARIABLE: needs.mark}
-        driver.tell(messages.Serve(self.address, secret.secret, variables))
+        driver.tell(messages.Serve(self.address, secret.secret))
         self.begin(self._hear())
 
     def on_lost(self, tell: Callable[[AsyncrlError], None]) -> None:

@@ -50,8 +50,6 @@ class Serve(msgspec.Struct, frozen=True, tag=True):
     controller: str
     """HOST:PORT where it waits for agents."""
     secret: bytes
-    variables: dict[str, str]
-    """For the environment of the agents."""
 
     def __repr__(self) -> str:
         """Without the secret."""

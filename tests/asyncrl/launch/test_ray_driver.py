@@ -26,7 +26,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 driver_of_ray = pytest.importorskip("asyncrl.launch.ray.driver")
 
-SERVE = messages.Serve("127.0.0.1:5", b"secret", {"MARK": "m"})
+SERVE = messages.Serve("127.0.0.1:5", b"secret")
 BROKEN, DIED = ActorUnavailableError("the connection", None), ActorDiedError()
 
 
@@ -190,8 +190,8 @@ AGENT = """
 import json, os, sys, time
 sys.argv.pop(1)
 print(json.dumps([sys.argv[1:], sys.stdin.read(), os.environ["CUDA_VISIBLE_DEVICES"],
-                  os.environ["ASYNCRL_AGENT_NODE"], os.environ["MARK"]]), flush=True)
-time.sleep(float(os.environ["MARK"]))
+                  os.environ["ASYNCRL_AGENT_NODE"]]), flush=True)
+time.sleep(float(sys.argv[-1]))
 sys.exit(3)
 """
 
@@ -210,11 +210,10 @@ def test_an_agent_gets_what_its_bundle_has_and_its_secret_is_on_no_command_line(
 ) -> None:
     monkeypatch.setattr(actor, "_AGENT", AGENT)
     made = actor.AgentActor()
-    code, words = made.serve(["--role", "trainer"], {"MARK": "0"}, b"\x01" * 32)
+    code, words = made.serve(["--role", "0"], b"\x01" * 32)
     assert code == 3
     assert words == (
-        '[["agent", "--key-file", "/dev/stdin", "--role", "trainer"], '
-        f'"{"01" * 32}", "4,6", "n1", "0"]'
+        f'[["agent", "--key-file", "/dev/stdin", "--role", "0"], "{"01" * 32}", "4,6", "n1"]'
     )
 
 
@@ -226,7 +225,7 @@ def test_a_second_call_waits_for_the_agent_that_runs(monkeypatch: pytest.MonkeyP
     codes: list[int] = []
 
     def serve() -> None:
-        codes.append(made.serve([], {"MARK": "600"}, b"s")[0])
+        codes.append(made.serve(["600"], b"s")[0])
 
     calls = [threading.Thread(target=serve) for _ in range(2)]
     for call in calls:
@@ -249,7 +248,7 @@ def test_a_killed_worker_takes_its_agent_along(tmp_path: Path) -> None:
         "sys.modules['ray'] = N(get_runtime_context=lambda: N(get_node_id=lambda: 'n', "
         "get_accelerator_ids=dict))\n"
         "made = actor.AgentActor()\n"
-        "made.serve(['--controller', '127.0.0.1:1', '--role', 'any'], {}, bytes(32))\n"
+        "made.serve(['--controller', '127.0.0.1:1', '--role', 'any'], bytes(32))\n"
     )
     log = tmp_path / "log"
     with log.open("wb") as output:
