@@ -54,7 +54,7 @@ def test_a_job_trains_ends_before_its_limit_and_continues(
 
     def submit(**settings: object) -> subprocess.Popen[str]:
         words = command_line.arguments(**settings)  # PYTHON -m asyncrl run CONFIG --set ...
-        return subprocess.Popen(
+        job = subprocess.Popen(
             ["bash", str(JOB), *words[4:]],
             cwd=ROOT,
             env=environment,
@@ -62,20 +62,25 @@ def test_a_job_trains_ends_before_its_limit_and_continues(
             stderr=subprocess.STDOUT,
             text=True,
         )
+        command_line.started.append(job)
+        return job
 
-    job = submit(run__steps=1_000_000)
+    def ended(job: subprocess.Popen[str]) -> None:
+        said = job.communicate(timeout=PATIENCE)[0]
+        assert job.returncode == 0, said
+
     metrics = command_line.folder / "metrics.jsonl"
-    until(lambda: metrics.exists(), seconds=PATIENCE, what="training", run=job)
-    command_line.wait_for_steps(2)
-    assert len(command_line.children("generator")) == 2
-    assert (tmp_path / ".asyncrl-7.key").stat().st_mode & 0o777 == 0o600
-    job.send_signal(signal.SIGTERM)  # as `--signal=B:TERM@300`
-    said = job.communicate(timeout=PATIENCE)[0]
-    assert job.returncode == 0, said
+    job = submit(run__steps=1_000_000)
+    try:
+        until(lambda: metrics.exists(), seconds=PATIENCE, what="training", run=job)
+        command_line.wait_for_steps(2)
+        assert len(command_line.children("generator")) == 2
+        assert (tmp_path / ".asyncrl-7.key").stat().st_mode & 0o777 == 0o600
+    finally:
+        job.send_signal(signal.SIGTERM)  # as `--signal=B:TERM@300`
+        ended(job)
     steps = command_line.steps()
-    job = submit(run__steps=steps + 2)
-    said = job.communicate(timeout=PATIENCE)[0]
-    assert job.returncode == 0, said
+    ended(submit(run__steps=steps + 2))
     assert not (tmp_path / ".asyncrl-7.key").exists()
     records = command_line.metrics()
     assert [one.step for one in records] == list(range(steps + 2))
