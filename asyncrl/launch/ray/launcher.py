@@ -16,6 +16,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -222,10 +223,10 @@ class RayLauncher(AgentsLauncher):
             match message:
                 case messages.Lost(name=name, cause=cause):
                     self.troubles.append(f"{name}: {cause}")
-                    self._agents_lost(cause, lambda one, name=name: slot_of(one) == name)
+                    self._agents_lost(cause, partial(_is_of, name))
                 case messages.NodeLeft(node=node):
                     cause = "its node left the Ray cluster"
-                    self._agents_lost(cause, lambda one, node=node: _is_on(one, node), node=True)
+                    self._agents_lost(cause, partial(_is_on, node), node=True)
                 case messages.Reserved(name=name, reason=reason):
                     if name in self._reserving and not self._reserving[name].done():
                         self._reserving[name].set_result(reason)
@@ -266,7 +267,8 @@ class RayLauncher(AgentsLauncher):
 
     async def _reserve(self, name: str) -> str:
         """Ask for a slot; why it is not given, empty if it is."""
-        answer = self._reserving[name] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._reserving[name] = answer
         self._driver.tell(messages.Reserve(replace(self._slot, name=name), ROOM_SECONDS))
         try:
             async with asyncio.timeout(ROOM_SECONDS + ANSWER_SECONDS):
@@ -293,18 +295,17 @@ class RayLauncher(AgentsLauncher):
         await self._driver.close()
 
 
-def slot_of(agent: Agent) -> str:
-    """The name of the slot of an agent."""
-    return agent.name.rpartition("-")[0]
+def _is_of(slot: str, agent: Agent) -> bool:
+    return agent.name.rpartition("-")[0] == slot
 
 
-def _is_on(agent: Agent, node: str) -> bool:
+def _is_on(node: str, agent: Agent) -> bool:
     return agent.info is not None and agent.info.id == node
 
 
 def _is_its_slot(spec: ChildSpec, agent: Agent) -> bool:
     """Whether a process belongs to an agent: replacements are where their predecessors were."""
-    return spec.name.split(".")[0] == slot_of(agent)
+    return _is_of(spec.name.split(".")[0], agent)
 
 
 async def open_ray(
