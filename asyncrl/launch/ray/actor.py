@@ -18,7 +18,8 @@ from collections import deque
 NODE_VARIABLE = "ASYNCRL_AGENT_NODE"
 """`asyncrl.launch.agents.agent.NODE_VARIABLE`, which this module must not import."""
 PROBE_SECONDS = 5.0
-_LINES = 12
+_LINES = 2
+"""Of what an agent said last."""
 _AGENT = (
     "import sys; from asyncrl.user_code.process_tree import end_with_parent; "
     "end_with_parent(int(sys.argv.pop(1)), 9); from asyncrl.cli import main; main()"
