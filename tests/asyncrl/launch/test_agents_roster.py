@@ -32,7 +32,7 @@ FACTS: dict[str, Any] = {
 OURS = NodeInfo("controller", "", "h", "m d", "3.11", "1 (a)", True, True)
 NEEDS = Needs(
     "test", "{}", OURS, "/model", "/runs/test", 0, 0, frozenset(), "mark",
-    silence_seconds=20.0, lost_seconds=60.0, relay_per_node=False,
+    silence_seconds=20.0, silence_setting="s", lost_seconds=60.0, relay_per_node=False,
 )  # fmt: skip
 
 
