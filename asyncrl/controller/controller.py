@@ -28,7 +28,7 @@ show      consumes:      reports of the processes, a snapshot of the scheduler
 phases    consumes:      what pump and watch changed
           produces:      the accuracy before, trained steps, the accuracy after
           waits for:     a condition; errors name it
-          unblocked by:  Waiter.notify, after every message and every death
+          unblocked by:  ConditionWait.notify, after every message and every death
           bounded by:    a time limit per condition; training by watch, which ends the run when
                          nothing is left that training could wait for
           code:          evaluation, training, waiting

@@ -25,7 +25,7 @@ from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.sglang.messages import Gauges, Outputs
 from asyncrl.engine.sglang.worker.drafts import tree_drawing
 from asyncrl.engine.sglang.worker.drafts.tree_drawing import Accepted, TreeDrawing
-from asyncrl.engine.sglang.worker.drafts.verify_step import StepInputs, lay_out
+from asyncrl.engine.sglang.worker.drafts.verify_step import Feed, lay_out
 from asyncrl.engine.sglang.worker.requests import Requests, SchedulerBatch
 from asyncrl.engine.sglang.worker.steps import Outbox, Reporting
 from asyncrl.rollout.trajectory import IntArray
@@ -105,7 +105,7 @@ class World:
         ):
             text += tokens[:count]
 
-    def _forward(self, trees: TokenTrees, feed: StepInputs) -> torch.Tensor:
+    def _forward(self, trees: TokenTrees, feed: Feed) -> torch.Tensor:
         """Logits after each fed token of its own path; padding gets nan."""
         rows = torch.full((len(feed.tokens), VOCAB), torch.nan)
         at = iter(range(len(feed.tokens)) if feed.real is None else feed.real.tolist())

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from asyncrl.cache.tree.rollout_tree import Drafts
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
 from asyncrl.engine.sglang.worker.drafts.verify_step import (
-    StepInputs,
+    Feed,
     accepted_nodes,
     full_mask,
     hidden_places,
@@ -76,7 +76,7 @@ def scenes(draw: st.DrawFn) -> Scene:
     return Scene(trees, rng.integers(0, 6, rows), rng.integers(0, VOCAB, count))
 
 
-def starts_of(feed: StepInputs) -> list[int]:
+def starts_of(feed: Feed) -> list[int]:
     return (np.cumsum(feed.counts) - feed.counts).tolist()
 
 
@@ -172,7 +172,7 @@ def test_walks_on_a_device_are_those_on_the_host(scene: Scene) -> None:
     assert there.tolist() == path.tolist()
 
 
-def by_hand(scene: Scene, feed: StepInputs) -> list[NDArray[np.bool_]]:
+def by_hand(scene: Scene, feed: Feed) -> list[NDArray[np.bool_]]:
     """What each row's places may attend to: the context, then their ancestors and themselves."""
     masks = []
     for row, count in enumerate(feed.counts.tolist()):
