@@ -225,11 +225,6 @@ def _heal_controller(run: ClusterRun) -> None:
     restore_nodes(run.nodes)
 
 
-def _own_raylet(run: ClusterRun, moments: random.Random) -> None:
-    del moments
-    _kill(run.nodes.raylet(run.controller_machine))
-
-
 def _driver(run: ClusterRun, moments: random.Random) -> None:
     del moments
     driver = run.driver()

@@ -126,6 +126,7 @@ class ClusterRun(LiveRun):
         return {
             "processes": len(self.descendants()),
             "sockets": sum(folder.exists() for folder in self._sockets),
-            "shared_memory": len(set(_inodes(files))),
+            # Machines may share memory.
+            "shared_memory": len({(path.stat().st_dev, path.stat().st_ino) for path in files}),
             "actors": sum(len(machine.having("ray::AgentActor")) for machine in machines),
         }
