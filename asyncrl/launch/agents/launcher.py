@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.launch.agents.agent_state import AgentProcess
-from asyncrl.launch.agents.registry import Needs, Roster
+from asyncrl.launch.agents.registry import AgentRegistry, Needs
 from asyncrl.launch.agents.secret import HUB
 from asyncrl.launch.child_spec import ChildKeys, ChildSpec, Role
 from asyncrl.launch.interface import ProcessHandle
@@ -65,7 +65,7 @@ class AgentsLauncher:
         self._config = config
         self.run_id = f"{config.run.name}-{random_letters()}"
         self._loop = asyncio.get_running_loop()
-        self.roster = Roster(needs, secrets.token_hex(8), self._wake, say)
+        self.roster = AgentRegistry(needs, secrets.token_hex(8), self._wake, say)
         self._woken = False
         self.changed = asyncio.Event()
         """Set when agents have said something."""

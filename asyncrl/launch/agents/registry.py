@@ -86,7 +86,7 @@ class Needs:
     relay_per_node: bool
 
 
-class Roster:
+class AgentRegistry:
     """Knows every agent and every process."""
 
     def __init__(
