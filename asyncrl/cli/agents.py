@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from enum import Enum
 from pathlib import Path
@@ -60,7 +61,7 @@ def agent(
     """Take part in a run with this machine: host its trainer or a generator."""
     from asyncrl.config.launcher import host_and_port
     from asyncrl.health import Health
-    from asyncrl.launch.agents.agent import Agent, Settings
+    from asyncrl.launch.agents.agent import NODE_VARIABLE, Agent, Settings
     from asyncrl.launch.agents.gpus import count_gpus
     from asyncrl.launch.agents.secret import read_secret
 
@@ -84,6 +85,7 @@ def agent(
         role=role.value,
         secret=read_secret(key_file, "--key-file"),
         name=name,
+        node=os.environ.get(NODE_VARIABLE, ""),
         runs=runs,
         advertise=advertise,
         ports=ports,

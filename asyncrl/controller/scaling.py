@@ -90,7 +90,7 @@ def _listed(names: list[str], limit: int = 4) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
-class Arrivals:
+class AgentAutoscaling:
     """Polls the agents. `why_closed` returns why the run cannot be changed now, or None."""
 
     def __init__(
@@ -188,10 +188,10 @@ def arrivals_of(
     run: Path,
     why_closed: Callable[[], str | None],
     say: Callable[[str], None],
-) -> Arrivals | None:
+) -> AgentAutoscaling | None:
     """Create the poller of agents, if there are any; `run` is the run's folder."""
     if agents is None:
         return None
     agents.roster.is_ready = fleet.is_ready
     scaling.ordered = last_scale(run)
-    return Arrivals(agents, fleet, scaling, why_closed=why_closed, say=say)
+    return AgentAutoscaling(agents, fleet, scaling, why_closed=why_closed, say=say)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl.controller.progress import Progress
-from asyncrl.controller.scaling import Arrivals
+from asyncrl.controller.scaling import AgentAutoscaling
 from asyncrl.controller.trainer_restarts import TrainerRestarts
 from asyncrl.controller.training import Training
 from asyncrl.errors import RunFailed
@@ -27,7 +27,7 @@ class Watchdog:
         training: Training,
         evaluation: FleetEvaluation,
         progress: Progress,
-        arrivals: Arrivals | None = None,
+        arrivals: AgentAutoscaling | None = None,
     ) -> None:
         self._arrivals = arrivals
         self._fleet = fleet

@@ -1,14 +1,12 @@
 """The child of a node: started as locally, watched, and never left behind.
 
-    process on a node (an actor of Ray, an agent)
-        ├── child (asyncrl.child), which leads a session, keys on its standard input
+    agent on a node
+        ├── child (asyncrl.child), in a session of its own, keys on its standard input
         └── keeper (asyncrl.launch.orphan_reaper), a child of neither
 
-The kernel signals a child on the death of the *thread* that started it, so that thread waits for
-it. If the process is killed itself, its keeper ends what is left. A keeper that is killed is
-replaced.
-
-This module travels to the nodes of a Ray cluster by value, so it imports the standard library only.
+The kernel tells a child of the death of the *thread* that started it, so that thread waits for it.
+What is left behind by a process that is killed itself is ended by its keeper. A keeper that is
+killed is replaced.
 """
 
 from __future__ import annotations
@@ -31,12 +29,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MARK_VARIABLE = "ASYNCRL_PROCESS_MARK"
-"""Environment variable of a child and of all that it starts, by which its keeper finds them."""
-RUN_MARK = "ASYNCRL_CONTROLLER_MARK"
-"""`asyncrl.launch.records.MARK_VARIABLE`, which this module must not import."""
-CONFIG_VARIABLE = "ASYNCRL_RUN_CONFIG"
-"""`asyncrl.launch.child_spec.CONFIG_VARIABLE`, which this module must not import."""
+from asyncrl.launch.child_spec import CONFIG_VARIABLE
+from asyncrl.launch.orphan_reaper import MARK_VARIABLE
+from asyncrl.launch.records import MARK_VARIABLE as RUN_MARK
+
 CHILD_MODULE = "asyncrl.child"
 KEEPER_MODULE = "asyncrl.launch.orphan_reaper"
 
@@ -44,7 +40,6 @@ GRACE_SECONDS = 12.0
 """Time for the child of a lost process to end on its own. It cleans up for at most 10 s after
 SIGTERM (`asyncrl.child`)."""
 _START_SECONDS = 30.0
-PROBE_SECONDS = 5.0
 _KEEPER_SECONDS = 1.0
 """Delay of the restart of a keeper, unless the child ends first."""
 _TAIL_BYTES = 16_384
@@ -97,7 +92,7 @@ class Place:
 
     node: str
     ip: str
-    gpus: list[str] | None = None
+    """At which its children listen."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Changes of the child's spec; a field that the role lacks is ignored."""
     run_directory: str = ""
@@ -137,8 +132,6 @@ class NodeChild:
             "shares_run_directory": asked["shares_run_directory"],
             "data_address": "" if spec["role"] == "generator" else f"tcp://{place.ip}:*",
         }
-        if place.gpus is not None:
-            changes["gpus"] = len(place.gpus)
         if spec["role"] == "relay" or spec["relayed"]:
             memory = memory_of(Path(spec["weights_directory"]))
             meeting = place.node if asked["relay_per_node"] else memory
@@ -149,8 +142,6 @@ class NodeChild:
         mark = secrets.token_hex(16)
         environment = os.environ | asked["environment"] | {MARK_VARIABLE: mark}
         environment[CONFIG_VARIABLE] = spec.pop("config_json")  # no command line for secrets
-        if place.gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
         cwd = asked["cwd"] if Path(asked["cwd"]).is_dir() else None
         threading.Thread(
             target=self._run, args=(spec, keys, environment, cwd, mark), daemon=True
@@ -237,8 +228,10 @@ class NodeChild:
 def _started_keeper(command: list[str]) -> int:
     """Start a keeper; return its process id.
 
-    It writes that id and leaves the process that was started, so that it is not a child of the
-    worker. Raises OSError, subprocess.SubprocessError or ValueError if it was not started.
+    It writes that id and leaves the process that was started, so that it is no child of the agent.
+
+    Raises:
+        OSError, subprocess.SubprocessError, ValueError: it was not started.
     """
     done = subprocess.run(
         command,
@@ -282,16 +275,6 @@ def _disk_of(folder: Path) -> str:
     """Identify a folder, also among mount namespaces."""
     found = folder.stat()
     return f"{found.st_dev} {found.st_ino}"
-
-
-def cannot_reach(address: str) -> str:
-    """Say why a connection to this address fails; empty if it does not."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
-    except OSError as error:
-        return str(error)
-    return ""
 
 
 def _opened(log: Path) -> Any:

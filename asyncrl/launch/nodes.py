@@ -24,9 +24,6 @@ class NodeInfo(msgspec.Struct, frozen=True):
     """Version and digest of the code; empty if it cannot be imported."""
     shares_run_directory: bool
     has_model: bool
-    gpus: int = 0
-    unreachable: str = ""
-    """The reason why it cannot reach the controller's machine; empty if it can."""
     disk: str = ""
     """Identifies its folder of temporary files, which holds a run's files that it does not
     share.

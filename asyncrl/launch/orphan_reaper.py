@@ -1,16 +1,16 @@
 """Ends what a child of a node leaves behind: `python -m asyncrl.launch.orphan_reaper ...`.
 
-A Ray worker can be killed at any moment, by Ray or with its node's processes. The kernel then sends
-SIGTERM to its child. But a child that hangs does not end, and engines and reward workers are its
-children, not the worker's. So each child has a keeper, a process that is a child of neither. It
-sleeps until one of the two ends, then
+An agent can be killed at any moment, by Ray or with its node's processes. Its child is then told by
+the kernel (SIGTERM). But a child that hangs does not end, and engines and reward workers are its
+children, not the agent's. So each child has a keeper, a process that neither the agent nor the
+child knows as its own. It sleeps until one of the two ends, then
 
 - gives the child some seconds to end on its own,
 - kills it, its session, and every process that has the child's mark in its environment,
 - removes the child's files in memory, and those of the run if no process of it is left here: none
   in /proc, and no other keeper.
 
-Arguments: process ids of actor and child, mark of the child, mark of the run, folder of files in
+Arguments: process ids of agent and child, mark of the child, mark of the run, folder of files in
 memory, the run's id, name of the child, seconds for it to end.
 """
 
@@ -28,33 +28,34 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.launch.identity import ProcessIdentity, send, session_members, with_variable
-from asyncrl.launch.node_child import MARK_VARIABLE
 from asyncrl.launch.records import MARK_VARIABLE as RUN_MARK
 
+MARK_VARIABLE = "ASYNCRL_PROCESS_MARK"
+"""In the environment of a child and of all that it starts; its keeper finds them by it."""
 KILL_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 
 
 def main() -> None:
     """Leave the starting process, then wait."""
-    actor, child = int(sys.argv[1]), int(sys.argv[2])
+    agent, child = int(sys.argv[1]), int(sys.argv[2])
     mark, run_mark, folder, run_id, name = sys.argv[3:8]
     try:
-        actor_end: int | None = os.pidfd_open(actor)
+        agent_end: int | None = os.pidfd_open(agent)
     except ProcessLookupError:
-        actor_end = None
+        agent_end = None
     try:
         child_end: int | None = os.pidfd_open(child)
     except ProcessLookupError:
         child_end = None
     if keeper := os.fork():
-        print(keeper, flush=True)  # for the actor, which starts another when this one ends
-        os._exit(0)  # so that it is no child of the worker, whose children Ray kills
+        print(keeper, flush=True)  # for the agent, which starts another when this one ends
+        os._exit(0)  # so that it is no child of the agent, which may be killed with its children
     with Path(os.devnull).open("wb") as nothing:
         os.dup2(nothing.fileno(), 1)
     kept = Path(folder) / f"asyncrl-{run_id}-kept"
     descriptor = share(kept)
-    keep(actor_end, child_end, child, mark, grace=float(sys.argv[8]))
+    keep(agent_end, child_end, child, mark, grace=float(sys.argv[8]))
     remove(Path(folder), f"asyncrl-{run_id}-{name}-weights-*")
     if not any(with_variable(RUN_MARK, {run_mark})) and is_last(descriptor):
         remove(Path(folder), f"asyncrl-{run_id}-*")
@@ -96,15 +97,18 @@ def remove(folder: Path, pattern: str) -> None:
 
 
 def keep(
-    actor_end: int | None, child_end: int | None, child: int, mark: str, *, grace: float
+    agent_end: int | None, child_end: int | None, child: int, mark: str, *, grace: float
 ) -> None:
     """Wait for the end of actor or child, then end the rest.
 
-    `actor_end` and `child_end` are descriptors that become readable at the end of each; None: it
-    has ended. `child` is the process id of the child, which leads its session; `mark` is that of
-    the child and of what it starts; `grace` is the time, in seconds, for it to end on its own.
+    Args:
+        agent_end: a descriptor that is readable when the agent has ended; None: it has.
+        child_end: the same of the child.
+        child: process id of the child, the leader of its session.
+        mark: of the child and of what it starts.
+        grace: seconds that the child has to end by itself.
     """
-    waiting = [one for one in (actor_end, child_end) if one is not None]
+    waiting = [one for one in (agent_end, child_end) if one is not None]
     if len(waiting) == 2:
         select.select(waiting, [], [])
     if child_end is not None and not select.select([child_end], [], [], 0)[0]:

@@ -13,12 +13,12 @@ from asyncrl.config.run_config import RunConfig
 from asyncrl.cores import trainer_name
 from asyncrl.errors import AsyncrlError
 from asyncrl.launch.agents.launcher import AgentsLauncher
-from asyncrl.launch.agents.wait_for_agents import open_agents
+from asyncrl.launch.agents.wait_for_agents import needs_of_run, open_agents
 from asyncrl.launch.child_spec import remove_meetings
 from asyncrl.launch.interface import Launcher
 from asyncrl.launch.local import LocalLauncher
-from asyncrl.launch.ray.launcher import RayLauncher
-from asyncrl.launch.ray.nodes import Slot
+from asyncrl.launch.ray.launcher import open_ray
+from asyncrl.launch.ray.messages import Slot
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.startup.devices import engine_device, needs_of
 from asyncrl.startup.prepare import Prepared
@@ -43,6 +43,7 @@ class Launching:
     """Sets the configuration of processes started from now on, for launchers whose processes cannot
     read the run's folder."""
     agents: AgentsLauncher | None = None
+    """The launcher, if its agents come and go by themselves."""
 
 
 async def open_launcher(
@@ -58,17 +59,7 @@ async def open_launcher(
     if config.launcher.kind != "local":
         remove_meetings(run)
         closing.callback(remove_meetings, run)
-    if config.launcher.kind == "ray":
-        model_path, folder = _absolute(prepared.model_path), Path(_absolute(str(run)))
-        ray = await RayLauncher.open(config, slots_of(config), folder, model_path, records)
-        closing.push_async_callback(ray.close)
-        for line in ray.lines():
-            say(line)
-        device: Literal["cpu", "cuda"] = "cuda" if ray.generators_have_gpus else "cpu"
-        return Launching(
-            ray, f"tcp://{ray.node_ip}:*", "", model_path, device, ray.on_lost, ray.use
-        )
-    if config.launcher.kind == "agents":
+    if config.launcher.kind != "local":
         return await _open_agents(prepared, run, records, closing, say)
     local = LocalLauncher(
         run / "logs",
@@ -101,25 +92,31 @@ async def _open_agents(
     needs = needs_of(config, any_gpu=True)
     generators_may = all(engine.device == "auto" for engine in config.engines)
     trainer_may = config.trainer.device == "auto"
-    found = await open_agents(
+    asked = needs_of_run(
         config,
         gpus=(needs.trainer // config.trainer.ranks, needs.per_generator),
         optional_gpus=frozenset([*["trainer"] * trainer_may, *["generator"] * generators_may]),
         run_directory=Path(_absolute(str(run))),
         model_path=model_path,
         records=records,
-        say=say,
     )
+    by_ray = config.launcher.kind == "ray"
+    found: AgentsLauncher
+    if by_ray:
+        ray = await open_ray(config, slots_of(config), asked, records, say, run / "logs")
+        found, control = ray, f"{ray.node_ip}:*"
+    else:
+        found, control = await open_agents(config, asked, say), config.launcher.agents.control
     closing.push_async_callback(found.close)
     return Launching(
         found,
-        f"tcp://{config.launcher.agents.control}",
+        f"tcp://{control}",
         "",
         model_path,
         "cuda" if found.roster.generators_have_gpus else "cpu",
         found.on_lost,
         found.use,
-        found,
+        None if by_ray else found,
     )
 
 

@@ -17,7 +17,7 @@ from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.sglang.interpreter import check_interpreter
 from asyncrl.environments.workers.pool import EnvironmentPool
 from asyncrl.errors import UserError
-from asyncrl.launch.ray.connect import check_ray
+from asyncrl.launch.ray.launcher import check_ray
 from asyncrl.monitoring.sinks.config import missing_credentials, missing_package
 from asyncrl.reward_server.keeping import starts_servers
 from asyncrl.rewards import judge, reward_model

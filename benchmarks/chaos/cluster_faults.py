@@ -65,7 +65,7 @@ def measure_cluster(
 
 _HEAD_LOST = "has not answered for"
 _NODE_LOST = "this machine's node has left the Ray cluster"
-_BROKER_LOST = "the process that speaks to Ray ended"
+_DRIVER_LOST = "the process that speaks to Ray ended"
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,12 @@ def _worker(run: ClusterRun, moments: random.Random) -> Sequence[Child]:
     return [child]
 
 
+def _agent(run: ClusterRun, moments: random.Random) -> Sequence[Child]:
+    child = moments.choice(run.on())
+    _kill(child.agent)
+    return [child]
+
+
 def _keeper(run: ClusterRun, moments: random.Random) -> None:
     """And see that there is another one soon."""
     keepers = run.keepers()
@@ -219,12 +225,12 @@ def _heal_controller(run: ClusterRun) -> None:
     restore_nodes(run.nodes)
 
 
-def _broker(run: ClusterRun, moments: random.Random) -> None:
+def _driver(run: ClusterRun, moments: random.Random) -> None:
     del moments
-    broker = run.broker()
-    if broker is None:
-        raise run.error("has no broker")
-    _kill(broker)
+    driver = run.driver()
+    if driver is None:
+        raise run.error("has no process that speaks to Ray")
+    _kill(driver)
 
 
 def restore_nodes(nodes: RayMachines) -> None:
@@ -281,6 +287,7 @@ FAULTS = {
             ranks=2,
         ),
         ClusterFault("worker", "Ray worker of a process", _worker),
+        ClusterFault("agent", "agent of a process", _agent),
         ClusterFault("keeper", "keeper of a process", _keeper),
         ClusterFault("raylet", "raylet of a node", _raylet, _restore_nodes),
         ClusterFault("machine", "all of a machine at once", _machine, _restore_nodes),
@@ -291,8 +298,8 @@ FAULTS = {
             "controller", "controller, then --resume", _always(ClusterRun.kill), ends_the_run=True
         ),
         ClusterFault(
-            "broker", "broker, then --resume", _broker, ends_the_run=True,
-            expected_error=_BROKER_LOST,
+            "driver", "process that speaks to Ray, then --resume", _driver, ends_the_run=True,
+            expected_error=_DRIVER_LOST,
         ),
         ClusterFault(
             "own-raylet", "raylet of the controller's node, then --resume",

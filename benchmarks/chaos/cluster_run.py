@@ -19,7 +19,7 @@ from benchmarks.machines.namespaces import Machine
 from benchmarks.machines.ray import RayMachines
 
 KEEPER = "asyncrl.launch.orphan_reaper"
-BROKER = "asyncrl.launch.ray.broker"
+DRIVER = "asyncrl.launch.ray.driver"
 _FILES = "dev/shm"
 """Where a machine has files in memory."""
 
@@ -35,7 +35,14 @@ class Child(NamedTuple):
 
     @property
     def worker(self) -> int:
-        """Process id of the Ray worker that has started it."""
+        """Process id of the Ray worker that has started its agent."""
+        agent = status_of(self.pid)
+        status = None if agent is None else status_of(agent.parent)
+        return 0 if status is None else status.parent
+
+    @property
+    def agent(self) -> int:
+        """Process id of its agent."""
         status = status_of(self.pid)
         return 0 if status is None else status.parent
 
@@ -83,9 +90,9 @@ class ClusterRun(LiveRun):
             for pid in machine.having(KEEPER, f"{self.name}-")
         ]
 
-    def broker(self) -> int | None:
-        """Process id of the broker; None while there is none."""
-        found = self.here.having(BROKER)
+    def driver(self) -> int | None:
+        """Process id of the process that speaks to Ray; None while there is none."""
+        found = self.here.having(DRIVER)
         return found[0] if found else None
 
     def note_sockets(self) -> None:
@@ -121,5 +128,5 @@ class ClusterRun(LiveRun):
             "sockets": sum(folder.exists() for folder in self._sockets),
             # Machines may share memory.
             "shared_memory": len({(path.stat().st_dev, path.stat().st_ino) for path in files}),
-            "actors": sum(len(machine.having("ray::ProcessActor")) for machine in machines),
+            "actors": sum(len(machine.having("ray::AgentActor")) for machine in machines),
         }

@@ -142,6 +142,9 @@ RUN_BY: dict[str, str] = {
     "tests/asyncrl/run/test_ray_run.py::test_a_run_on_three_nodes_loses_everything_in_turn_and_leaves_nothing": """
         asyncrl run CONFIG --set launcher.kind=ray --set launcher.ray.address=HOST:PORT
     """,
+    "tests/asyncrl/run/test_slurm_run.py::test_a_job_trains_ends_before_its_limit_and_continues": """
+        sbatch --ntasks=4 --gpus-per-task=1 examples/slurm/run.sbatch CONFIG --set run.name=big
+    """,
     "tests/asyncrl/launch/test_agent.py::test_a_probe_asks_no_proxy_and_understands_no_nonsense": """
         asyncrl health 5990 --ready
         asyncrl health PORT [--ready]

@@ -24,7 +24,6 @@ def main() -> None:
         "data_address": spec["data_address"],
         "heard": heard,
         "config": [os.environ["ASYNCRL_RUN_CONFIG"], "password" in sys.argv[1]],
-        "gpus": os.environ["CUDA_VISIBLE_DEVICES"],
         "leads": os.getsid(0) == os.getpid(),
     }
     print(json.dumps(shown), flush=True)

@@ -3,14 +3,14 @@
     controller ══ one CURVE line ══ agent on a machine ── child (asyncrl.child)
                                                             └─ keeper
 
-    secret.py           the file of the shared secret
-    gpus.py             the number of GPUs for an agent's child
-    agent_state.py      an agent and a process on its machine, as the controller knows them
-    registry.py         the agents, their processes and the assignment: a state machine, no sockets
+    secret.py           the file of the secret that all of them have
+    agent_state.py      an agent, a process on its machine
+    registry.py         the agents, their processes and who gets which: a state machine, no sockets
     launcher.py         the controller's side: a launcher and handles
     wait_for_agents.py  waits for the agents that a run begins with
     agent.py            the agent: joins a controller, carries out its orders, leaves
     hosting.py          an agent's children
+    gpus.py             how many GPUs an agent's child would find
 
-Decision 0050 says why agents are started separately.
+Decision 0050 says why somebody else starts the agents. Ray is one who does (`asyncrl.launch.ray`).
 """

@@ -151,6 +151,9 @@ class AgentLine(Line[to_agent.ToAgent]):
 
 logger = logging.getLogger("asyncrl.agent")
 
+NODE_VARIABLE = "ASYNCRL_AGENT_NODE"
+"""Environment variable with the name of its node, where whoever starts the agent has one: agents of
+one node share a relay even if each node has one."""
 BEAT_SECONDS = 1.0
 AGAIN_SECONDS = 10.0
 SAY_SECONDS = 60.0
@@ -169,6 +172,8 @@ class Settings:
     secret: RunKey
     name: str = ""
     """Empty: the host's."""
+    node: str = ""
+    """See NODE_VARIABLE; empty: the agent's name."""
     runs: Path | None = None
     """The local folder that holds the run's folder; None: the path is the controller's."""
     advertise: str = ""
@@ -190,6 +195,7 @@ class Agent:
         self._host = host_and_port(settings.controller)[0]
         name = settings.name or socket.gethostname()
         self._keys: LineKeys = settings.secret.line(HUB, f"{name}-{secrets.token_hex(3)}")
+        self._node = settings.node or self._keys.name
         self._code = code_version()
         self._ip = ""
         self._run = ""
@@ -292,7 +298,7 @@ class Agent:
             changes["metrics_port"] = settings.metrics_port + (spec["role"] == "relay")
         ip = "0.0.0.0" if settings.advertise else self._ip  # noqa: S104 - with keys
         run = "" if settings.runs is None else str((settings.runs / self._run).absolute())
-        return Place(self.name, ip, None, changes, run)
+        return Place(self._node, ip, changes, run)
 
     async def _join(self) -> bool:
         """Say hello until welcomed; False if a signal ends this agent first. Raises UserError."""
@@ -359,7 +365,8 @@ class Agent:
         if self._settings.runs is not None:
             token = Path(question["token_file"])
             question["token_file"] = str(self._settings.runs / self._run / token.name)
-        self._facts = json.dumps(await asyncio.to_thread(node_facts, question))
+        facts = await asyncio.to_thread(node_facts, question)
+        self._facts = json.dumps(facts | {"id": self._node})
         logger.info("joined run %s", self._run)
 
     async def _serve(self) -> None:

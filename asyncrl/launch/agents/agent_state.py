@@ -34,7 +34,11 @@ class AgentProcess:
         self.agent: Agent | None = None
         self.ending = self.by_force = False
         self.reported: from_agent.Hosted | None = None
+        """What its agent said of it last."""
+        self.ended: float | None = None
+        """When its agent first said that it has ended, though nobody asked for it."""
         self._lost = ""
+        self._lost_with_machine = False
 
     def exit_code(self) -> int | None:
         """None while the process runs; negative for a signal, or if its agent was lost."""
@@ -51,15 +55,15 @@ class AgentProcess:
 
     @property
     def address(self) -> str:
-        """Its machine's address for others; empty: the controller's machine, or not placed."""
-        if self.agent is None or self.agent.is_on_loopback:
+        """Of its machine, where others reach it; empty: the controller's machine, or not placed."""
+        if self.agent is None or self.agent.is_at_home:
             return ""
         return self.agent.hello.address
 
     @property
     def lost_with_machine(self) -> bool:
-        """True if its agent was lost, or received the order to end."""
-        return bool(self._lost) or (self.agent is not None and self.agent.leaves_at is not None)
+        """Whether its agent was lost, or was told to end, or none came for it."""
+        return self.agent is None or self._lost_with_machine or self.agent.leaves_at is not None
 
     def cause(self) -> str:
         """The reason of its end, where its exit code does not say it."""
@@ -85,10 +89,10 @@ class AgentProcess:
             start = to_agent.Start(order, msgspec.msgpack.encode(self.keys))
         return to_agent.Wanted(self.spec.name, start, self.ending, self.by_force, ready)
 
-    def lose(self, cause: str) -> None:
-        """Note that its agent is lost; a process ends once."""
+    def lose(self, cause: str, *, with_machine: bool = True) -> None:
+        """Its agent is lost; a process ends once."""
         if self.exit_code() is None:
-            self._lost = cause
+            self._lost, self._lost_with_machine = cause, with_machine
 
 
 @dataclass(slots=True)
@@ -104,7 +108,9 @@ class Agent:
     """The processes that it has, or is to start, without those that have ended."""
     failures: int = 0
     leaves_at: float | None = None
-    """Time when it ends (monotonic seconds); None: it stays."""
+    """When it ends (monotonic seconds); None: it stays."""
+    home: str = ""
+    """The controller's address, if its machine's agents connect from there."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.hello.role})"
@@ -113,6 +119,11 @@ class Agent:
     def is_on_loopback(self) -> bool:
         """True if its machine's address is valid on that machine only."""
         return self.hello.address.startswith(("127.", "localhost"))
+
+    @property
+    def is_at_home(self) -> bool:
+        """Whether its machine is the controller's."""
+        return self.is_on_loopback or self.hello.address == self.home
 
     @property
     def work(self) -> AgentProcess | None:
@@ -124,9 +135,9 @@ class Agent:
 def info_of(agent: Agent, facts: str) -> NodeInfo:
     """Parse an agent's facts about its machine, JSON."""
     found: dict[str, object] = msgspec.json.decode(facts)
-    known = {"id": agent.name, "ip": agent.hello.address, "gpus": agent.hello.gpus}
-    info = msgspec.convert(found | known, NodeInfo)
-    # Two containers may share memory without the folder in which processes of a node meet.
+    known = {"id": agent.name} | found | {"ip": agent.hello.address}
+    info = msgspec.convert(known, NodeInfo)
+    # Two containers may share memory and not the folder in which processes of a node meet.
     return replace(info, memory=f"{info.memory} {info.disk}")
 
 

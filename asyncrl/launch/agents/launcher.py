@@ -13,7 +13,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 import zmq
 from msgspec.structs import replace
@@ -21,9 +21,9 @@ from msgspec.structs import replace
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.launch.agents.agent_state import AgentProcess
-from asyncrl.launch.agents.registry import Needs, Roster
+from asyncrl.launch.agents.registry import AgentRegistry, Needs
 from asyncrl.launch.agents.secret import HUB
-from asyncrl.launch.child_spec import ChildKeys, ChildSpec
+from asyncrl.launch.child_spec import ChildKeys, ChildSpec, Role
 from asyncrl.launch.interface import ProcessHandle
 from asyncrl.launch.start_order import inline_config, random_letters
 from asyncrl.wire import Hub, RunKey
@@ -38,37 +38,57 @@ HEARD_SECONDS = 3.0
 
 
 class AgentsLauncher:
-    """Starts processes on agents' machines. Create it within the event loop. Raises UserError."""
+    """Starts processes on the machines of agents. Make it within the event loop.
+
+    Args:
+        config: of the run.
+        needs: of the run.
+        secret: that agents have too.
+        say: tells the user something.
+        listen: `HOST:PORT` for agents; the system chooses the port `*`.
+        advice: what to do where it cannot listen.
+
+    Raises:
+        UserError: it cannot listen there.
+    """
 
     def __init__(
         self,
         config: RunConfig,
         needs: Needs,
         secret: RunKey,
-        refusals: Refusals,
         say: Callable[[str], None],
+        *,
+        listen: str,
+        advice: str,
     ) -> None:
         self._config = config
         self.run_id = f"{config.run.name}-{random_letters()}"
         self._loop = asyncio.get_running_loop()
-        self.roster = Roster(needs, secrets.token_hex(8), self._wake, say)
+        self.roster = AgentRegistry(needs, secrets.token_hex(8), self._wake, say)
         self._woken = False
         self.changed = asyncio.Event()
-        settings = config.launcher.agents
+        """Set when agents have said something."""
         try:
             self._hub: Hub[from_agent.FromAgent] = Hub(
-                f"tcp://{settings.listen}", secret.hub(HUB), from_agent.FromAgent, refusals
+                f"tcp://{listen}", secret.hub(HUB), from_agent.FromAgent, Refusals()
             )
         except zmq.ZMQError as error:
             raise UserError(
-                f"launcher.agents.listen: this machine cannot listen at {settings.listen} "
-                f"({error.strerror}); HOST must be one of its own addresses (0.0.0.0: all), and no "
-                "other program may have the port, another run's controller neither"
+                f"this machine cannot listen for agents at {listen} ({error.strerror}); {advice}"
             ) from error
+        self.address = self._hub.address.removeprefix("tcp://")
+        """HOST:PORT where it listens."""
         self._on_lost: Callable[[AsyncrlError], None] = lambda _error: None
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._look())]
-        for task in self._tasks:
-            task.add_done_callback(self._task_ended)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.begin(self._receive())
+        self.begin(self._look())
+
+    def begin(self, loop: Coroutine[None, None, None]) -> None:
+        """Run a loop of this launcher until it is closed."""
+        task = asyncio.create_task(loop)
+        self._tasks.append(task)
+        task.add_done_callback(self._task_ended)
 
     def on_lost(self, tell: Callable[[AsyncrlError], None]) -> None:
         """Register a callback for internal launcher failures."""
@@ -112,12 +132,16 @@ class AgentsLauncher:
 
     @property
     def threads(self) -> int:
-        """Threads of a generator, which has the cores of its agent alone."""
-        return self._config.launcher.threads or 1
+        """Of a generator."""
+        return self.threads_of("generator")
+
+    def threads_of(self, role: Role) -> int:
+        """Of a process: the cores of its agent are for it alone."""
+        return 1 if role == "relay" else self._config.launcher.threads or 1
 
     @property
     def uses_relays(self) -> bool:
-        """True if the run is on several machines, or `launcher.agents.relays` is `always`."""
+        """Whether the run is on several machines, or `relays` is `always`."""
         return self.roster.are_several
 
     async def make_room(self, generators: Sequence[int]) -> None:
@@ -136,9 +160,9 @@ class AgentsLauncher:
         """Order an agent to start `python -m asyncrl.child`, without waiting."""
         full = replace(
             spec,
-            threads=1 if spec.role == "relay" else self.threads,
+            threads=self.threads_of(spec.role),
             run_id=self.run_id,
-            weights_directory=self._config.launcher.agents.weights_directory,
+            weights_directory=self._config.launcher.cluster.weights_directory,
             config_json=inline_config(self._config),
         )
         process: AgentProcess = self.roster.add(full, keys, node)

@@ -11,6 +11,7 @@ room.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -57,6 +58,8 @@ class NeededGpus:
         self._optional = frozenset()
 
 
+_TERMINATED = (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+"""Exit codes of processes of a machine that is shut down."""
 _SPARE = "; this is a spare"
 _LATE_SECONDS = 5.0
 """If `look` is called this late, the controller itself was suspended or blocked in between."""
@@ -77,11 +80,13 @@ class Needs:
     """Roles that do without where the first agents do not have any (`device: auto`)."""
     mark: str
     silence_seconds: float
+    silence_setting: str
+    """Which setting that is."""
     lost_seconds: float
     relay_per_node: bool
 
 
-class Roster:
+class AgentRegistry:
     """Knows every agent and every process."""
 
     def __init__(
@@ -97,6 +102,13 @@ class Roster:
         self._machines = Machines(needs.ours.memory, (), always=needs.relay_per_node)
         self._looked: float | None = None
         wanted = {"trainer": needs.trainer_gpus, "generator": needs.generator_gpus}
+        self.silence_seconds = needs.silence_seconds
+        """An agent that says nothing for this long is lost."""
+        self.hold_seconds = 0.0
+        """How long the end of a process that may be its machine's is kept back: in that time it
+        becomes known that the machine is gone."""
+        self.may_host: Callable[[ChildSpec, Agent], bool] = lambda _spec, _agent: True
+        """Whether a process belongs to an agent that has room for it."""
         self.gpus = NeededGpus(wanted, needs.optional_gpus, self.agents, say)
         self.is_ready: Callable[[str], bool] = lambda _name: False
         """Returns True if a process has reported that it can take work."""
@@ -118,7 +130,7 @@ class Roster:
         needs, ours = self._needs, self._needs.ours
         known = self.agents.get(name)
         if known is not None and known.hello.beginning != hello.beginning:
-            self._lose(self.agents.pop(name), "has ended what it had and begins anew")
+            self.lose(known, "it has ended what it had and begins anew")
             known = None
         if hello.asyncrl != ours.asyncrl or hello.python != ours.python:
             reason = (
@@ -129,7 +141,7 @@ class Roster:
             self._say(f"refused: {reason}")
             return to_agent.Refused(reason)
         if known is None:
-            self.agents[name] = Agent(name, hello, now)
+            self.agents[name] = Agent(name, hello, now, home=ours.ip)
         return to_agent.Welcome(self.session, needs.run, needs.question, needs.lost_seconds)
 
     def state(self, name: str, state: from_agent.State, now: float) -> bool:
@@ -147,7 +159,7 @@ class Roster:
             self._say(f"agent {agent} leaves, within {state.leaves_in:.0f} s")
         for hosted in state.processes:
             process = agent.processes.get(hosted.name)
-            if process is None:
+            if process is None or self._may_be_its_machines(process, hosted, now):
                 continue
             process.reported = hosted
             if hosted.code is not None:
@@ -157,6 +169,17 @@ class Roster:
         if agent.leaves_at is not None and not agent.processes:
             del self.agents[name]  # it has nothing more to do with the run
         return True
+
+    def _may_be_its_machines(
+        self, process: AgentProcess, hosted: from_agent.Hosted, now: float
+    ) -> bool:
+        """Whether it is not known yet that the end of a process is not that of its machine."""
+        agent = process.agent
+        asked_for = process.ending or agent is None or agent.leaves_at is not None
+        if hosted.code not in _TERMINATED or asked_for or process.spec.role == "relay":
+            return False
+        process.ended = now if process.ended is None else process.ended
+        return now - process.ended < self.hold_seconds
 
     def _why_idle(self, agent: Agent) -> str:
         role: Role = "trainer" if agent.hello.role == "trainer" else "generator"
@@ -245,7 +268,9 @@ class Roster:
         for process in sorted(self.waiting, key=lambda one: one.spec.role != "trainer"):
             if process.spec.role == "trainer" and incomplete:
                 continue
-            found = self.free(process.spec.role)
+            found = [
+                one for one in self.free(process.spec.role) if self.may_host(process.spec, one)
+            ]
             if incomplete:  # what a rank may need is kept for it
                 found = [one for one in found if one.hello.role == process.spec.role]
             if found:
@@ -292,16 +317,23 @@ class Roster:
             if missed > _LATE_SECONDS:
                 agent.heard = min(now, agent.heard + missed)
             silent = now - agent.heard
-            if silent > self._needs.silence_seconds:
-                del self.agents[agent.name]
-                self._lose(
-                    agent, f"said nothing for {silent:.0f} s (launcher.agents.silence_seconds)"
+            if silent > self.silence_seconds:
+                self.lose(
+                    agent, f"it said nothing for {silent:.0f} s ({self._needs.silence_setting})"
                 )
         self.place()
 
-    def _lose(self, agent: Agent, why: str) -> None:
-        cause = f"its agent {agent} was lost: it {why}"
+    def lose(self, agent: Agent, why: str, *, with_machine: bool = True) -> None:
+        """An agent is gone, and its processes with it.
+
+        Args:
+            agent: that is known.
+            why: in words.
+            with_machine: whether its machine may be gone too, so that it is no fault of them.
+        """
+        del self.agents[agent.name]
+        lost = f"agent {agent} was lost: {why}"
         if not agent.processes:
-            self._say(f"agent {agent} was lost: it {why}")
+            self._say(lost)
         for process in agent.processes.values():
-            process.lose(cause)
+            process.lose(f"its {lost}", with_machine=with_machine)

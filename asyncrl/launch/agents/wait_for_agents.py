@@ -23,16 +23,16 @@ from asyncrl.launch.agents.secret import read_secret
 from asyncrl.launch.node_child import node_facts
 from asyncrl.launch.nodes import NodeInfo, ranks_apart
 from asyncrl.launch.records import ProcessRecords
-from asyncrl.wire.transport.refusals import Refusals
 
 NODES_FILE = ".nodes"
 """File in the run's folder. An agent that can read the token in it shares the folder."""
 LOST_SECONDS = 60.0
-"""An agent without messages from the controller for this long ends its processes and waits."""
+"""An agent that hears nothing of the controller for this long ends its processes and waits. One of
+Ray's is ended by Ray before, so a controller may be suspended for longer."""
 _SAY_SECONDS = 30.0
 
 
-async def open_agents(
+def needs_of_run(
     config: RunConfig,
     *,
     gpus: tuple[int, int],
@@ -40,19 +40,19 @@ async def open_agents(
     run_directory: Path,
     model_path: str,
     records: ProcessRecords,
-    say: Callable[[str], None],
-) -> AgentsLauncher:
-    """Listen for agents, and wait until there are enough for the run to begin.
+) -> Needs:
+    """What a run asks of its agents' machines. Writes the token by which they know its folder.
 
-    `gpus` are the numbers for the trainer and each generator; `optional_gpus` are roles that do
-    without where agents do not have any. `run_directory` is absolute, and so is `model_path` unless
-    it is an id of the hub. `records` holds the mark of the run's processes; `say` informs the user.
-    Raises UserError if the secret cannot be read, the port is in use, or the agents did not come.
+    Args:
+        config: of the run.
+        gpus: that the trainer and each generator want.
+        optional_gpus: roles that do without where agents have none.
+        run_directory: absolute.
+        model_path: absolute, or an id of the hub.
+        records: holds the mark of the run's processes.
     """
-    settings = config.launcher.agents
-    assert settings.key_file is not None  # noqa: S101 - the configuration is checked
-    _check_control(settings.control)
-    secret = read_secret(Path(settings.key_file), "launcher.agents.key_file")
+    launcher = config.launcher
+    settings = launcher.cluster
     file, token = run_directory / NODES_FILE, secrets.token_hex(16)
     file.write_text(token, encoding="utf-8")
     question = {
@@ -63,7 +63,8 @@ async def open_agents(
     }
     facts = node_facts(question) | {"id": "controller", "ip": ""}
     ours = msgspec.convert(facts, NodeInfo)
-    needs = Needs(
+    own_silence = launcher.kind == "agents"
+    return Needs(
         run=config.run.name,
         question=json.dumps(question),
         ours=replace(ours, memory=f"{ours.memory} {ours.disk}"),
@@ -73,13 +74,48 @@ async def open_agents(
         generator_gpus=gpus[1],
         optional_gpus=optional_gpus,
         mark=records.mark,
-        silence_seconds=settings.silence_seconds,
-        lost_seconds=LOST_SECONDS,
+        silence_seconds=(launcher.agents if own_silence else launcher).silence_seconds,
+        silence_setting=f"launcher{'.agents' * own_silence}.silence_seconds",
+        lost_seconds=LOST_SECONDS * (1 if own_silence else 10),
         relay_per_node=settings.relays == "always",
     )
-    launcher = AgentsLauncher(config, needs, secret, Refusals(), say)
+
+
+async def open_agents(
+    config: RunConfig, needs: Needs, say: Callable[[str], None]
+) -> AgentsLauncher:
+    """Listen for agents, and wait until there are as many as the run begins with.
+
+    Args:
+        config: of the run.
+        needs: of the run.
+        say: tells the user something.
+
+    Raises:
+        UserError: the secret cannot be read, the port is in use, or the agents did not come.
+    """
+    settings = config.launcher.agents
+    assert settings.key_file is not None  # noqa: S101 - the configuration is checked
+    _check_control(settings.control)
+    secret = read_secret(Path(settings.key_file), "launcher.agents.key_file")
+    launcher = AgentsLauncher(
+        config,
+        needs,
+        secret,
+        say,
+        listen=settings.listen,
+        advice="HOST of launcher.agents.listen must be one of its own addresses (0.0.0.0: all), "
+        "and no other program may have the port, another run's controller neither",
+    )
     try:
-        await _gather(launcher, config, say)
+        await gather(
+            launcher,
+            config,
+            say,
+            place=f"at {settings.listen}",
+            advice="start `asyncrl agent --controller HOST:PORT --key-file FILE --role ROLE`, and "
+            "read what it says",
+        )
     except BaseException:
         await launcher.close()
         raise
@@ -98,8 +134,29 @@ def _check_control(address: str) -> None:
         ) from error
 
 
-async def _gather(launcher: AgentsLauncher, config: RunConfig, say: Callable[[str], None]) -> None:
-    loop, settings = asyncio.get_running_loop(), config.launcher.agents
+async def gather(
+    launcher: AgentsLauncher,
+    config: RunConfig,
+    say: Callable[[str], None],
+    *,
+    place: str,
+    advice: str,
+    hopeless: Callable[[], str | None] = lambda: None,
+) -> None:
+    """Wait for the agents. A signal ends the wait.
+
+    Args:
+        launcher: that they join.
+        config: of the run.
+        say: tells the user something.
+        place: where they are waited for, in words.
+        advice: what to do if they do not come.
+        hopeless: why they will not come; None: they may.
+
+    Raises:
+        UserError: they did not come.
+    """
+    loop, settings = asyncio.get_running_loop(), config.launcher.cluster
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
@@ -111,22 +168,24 @@ async def _gather(launcher: AgentsLauncher, config: RunConfig, say: Callable[[st
                 _check_ranks(launcher, config)
                 launcher.roster.gpus.settle()  # only now: a machine with GPUs may have been late
                 return
+            if (reason := hopeless()) is not None:
+                raise UserError(reason)
             missing = _missing(config, ranks, generators)
             now = time.monotonic()
             if now > until:
                 raise UserError(
-                    f"waited {settings.place_seconds:.0f} s (launcher.agents.place_seconds) at "
-                    f"{settings.listen} for {missing}, and it did not come: start `asyncrl agent "
-                    "--controller HOST:PORT --key-file FILE --role ROLE`, and read what it says"
+                    f"waited {settings.place_seconds:.0f} s "
+                    f"({config.launcher.cluster_key}.place_seconds) {place} for {missing}, and it "
+                    f"did not come: {advice}"
                 )
             if now - said > _SAY_SECONDS:
                 said = now
-                say(f"waiting at {settings.listen} for {missing}")
+                say(f"waiting {place} for {missing}")
                 for sentence in launcher.roster.of_no_use():
                     say(f"of no use is {sentence}")
             launcher.changed.clear()
             if ended.is_set():
-                raise UserError(f"ended while it waited at {settings.listen} for {missing}")
+                raise UserError(f"ended while it waited {place} for {missing}")
             await _first_of(launcher.changed, ended)
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,63 +1,104 @@
-"""The actor of one process of a run: starts it on its node, and watches it.
+"""The actor of one bundle: runs `asyncrl agent` there, which ends with it.
 
-The class is sent to the workers by value, with `asyncrl.launch.node_child`, so it says what is
-wrong even on a node that has another asyncrl or none. Therefore these two modules import the
-standard library only.
+The class is sent to the workers by value, so it says what is wrong even on a node that has another
+asyncrl or none. Therefore this module imports the standard library only.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
 
-from asyncrl.launch.node_child import NodeChild, Place, cannot_reach, node_facts
+NODE_VARIABLE = "ASYNCRL_AGENT_NODE"
+"""`asyncrl.launch.agents.agent.NODE_VARIABLE`, which this module must not import."""
+PROBE_SECONDS = 5.0
+_LINES = 2
+"""Of what an agent said last."""
+_AGENT = (
+    "import sys; from asyncrl.user_code.process_tree import end_with_parent; "
+    "end_with_parent(int(sys.argv.pop(1)), 9); from asyncrl.cli import main; main()"
+)
+"""`asyncrl`, killed by the kernel if the thread that has started it ends. Its child is then told by
+the kernel, and ended by its keeper (`asyncrl.launch.node_child`)."""
 
 
-class ProcessActor:
+class AgentActor:
     """Runs in a Ray worker, with several threads: a call that waits does not delay the others."""
 
     def __init__(self) -> None:
-        self._child = NodeChild()
+        self._worker = secrets.token_hex(8)
+        self._agent: subprocess.Popen[str] | None = None
+        self._said: deque[str] = deque(maxlen=_LINES)
+        self._lock = threading.Lock()
 
-    def describe(self, question: str) -> str:
-        """About this node: a `NodeInfo` as JSON.
+    def where(self, controller: str) -> tuple[str, str, str]:
+        """Ray's id of this node, a name of this worker, and why the controller is not reached."""
+        import ray
+
+        node = str(ray.get_runtime_context().get_node_id())
+        return node, self._worker, cannot_reach(controller)
+
+    def serve(self, arguments: list[str], secret: bytes) -> tuple[int, str]:
+        """Run an agent until it ends, unless one runs: its exit code and its last words.
 
         Args:
-            question: JSON: token_file, token, model, weights_directory, probe (where the
-                controller's machine listens, HOST:PORT).
+            arguments: of `asyncrl agent`, without those for its secret.
+            secret: for its standard input, as command lines and environments can be read.
         """
-        asked = json.loads(question)
-        node, ip, gpus = _place()
-        facts = node_facts(asked) | {
-            "id": node,
-            "ip": ip,
-            "gpus": len(gpus),
-            "unreachable": cannot_reach(asked["probe"]),
-        }
-        return json.dumps(facts)
+        with self._lock:
+            starts = self._agent is None
+            if self._agent is None:
+                self._agent = self._start(arguments, secret)
+            agent = self._agent
+        if starts:
+            assert agent.stdout is not None  # noqa: S101
+            with agent.stdout:
+                for words in agent.stdout:
+                    print(words, end="", flush=True)  # to the worker's log
+                    self._said.append(words.strip())
+        code = agent.wait()
+        with self._lock:
+            self._agent = None if self._agent is agent else self._agent
+        return code, " ".join(self._said)
 
-    def start(self, order: str, keys: bytes) -> str:
-        """As `NodeChild.start`."""
-        node, ip, gpus = _place()
-        return self._child.start(order, keys, Place(node, ip, gpus))
+    def _start(self, arguments: list[str], secret: bytes) -> subprocess.Popen[str]:
+        import ray
 
-    def watch(self, seconds: float) -> tuple[int | None, str]:
-        """As `NodeChild.watch`."""
-        return self._child.watch(seconds)
+        context = ray.get_runtime_context()
+        gpus = [str(one) for one in context.get_accelerator_ids().get("GPU", [])]
+        own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), NODE_VARIABLE: str(context.get_node_id())}
+        key_file = ["--key-file", "/dev/stdin"]
+        self._said.clear()
+        agent = subprocess.Popen(
+            [sys.executable, "-P", "-c", _AGENT, str(os.getpid()), "agent", *key_file, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | own,
+            text=True,
+            errors="replace",
+        )
+        assert agent.stdin is not None  # noqa: S101
+        with contextlib.suppress(BrokenPipeError), agent.stdin:  # it may have ended already
+            agent.stdin.write(secret.hex())
+        return agent
 
     def leave(self) -> None:
         """End this worker, also where no head is left that could."""
         os._exit(0)
 
-    def end(self, by_force: bool) -> None:
-        """As `NodeChild.end`."""
-        self._child.end(by_force)
 
-
-def _place() -> tuple[str, str, list[str]]:
-    """Id and address of this node, and the GPUs that Ray gave to this actor."""
-    import ray
-
-    context = ray.get_runtime_context()
-    gpus = context.get_accelerator_ids().get("GPU", [])
-    return context.get_node_id(), str(ray.util.get_node_ip_address()), [str(gpu) for gpu in gpus]
+def cannot_reach(address: str) -> str:
+    """Why no connection to this address can be made; empty: it can."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), PROBE_SECONDS).close()
+    except OSError as error:
+        return str(error)
+    return ""

@@ -1,63 +1,65 @@
-"""What controller and broker say to each other: MessagePack with its length before it."""
+"""What the controller and the process that speaks to Ray tell each other, a line of JSON each.
+
+And what a run asks of Ray: the bundles of its agents. Pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from asyncrl.launch.nodes import NodeInfo
-from asyncrl.launch.ray.nodes import Slot
 
-_LENGTH_BYTES = 4
+class Slot(msgspec.Struct, frozen=True):
+    """The place of one process and its replacements: one bundle, with one agent."""
+
+    name: str
+    """Of the process, and of its agent: "trainer", "trainer-1", "generator-0"."""
+    cpus: float
+    gpus: int = 0
+    gpus_are_optional: bool = False
+    """Whether it takes none where the cluster has none (`device: auto`)."""
+    resources: dict[str, float] = {}
+
+    @property
+    def role(self) -> str:
+        """Of its agent."""
+        return "trainer" if self.name.startswith("trainer") else "generator"
+
+    def bundle(self) -> dict[str, float]:
+        """As Ray has it."""
+        gpus = {"GPU": float(self.gpus)} if self.gpus else {}
+        return {"CPU": self.cpus} | gpus | self.resources
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
-    """Connect, and reserve room for the processes."""
+    """Connect, and reserve room for the agents."""
 
     address: str | None
     slots: tuple[Slot, ...]
     strategy: str
-    runtime_env: str
-    """JSON."""
-    question: str
-    """JSON: what the actor is asked about its node (`actor.ProcessActor.describe`)."""
+    runtime_env: dict[str, Any]
     connect_seconds: float
     place_seconds: float
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
-    """Start a process in a slot, in place of what was there, or on a node."""
+class Serve(msgspec.Struct, frozen=True, tag=True):
+    """Start an agent in every slot, and in those that are reserved later."""
 
-    slot: int | None
-    """None: it takes nothing of its node."""
-    name: str
-    order: str
-    """JSON, see `actor.ProcessActor.start`."""
-    keys: bytes
-    """`ChildKeys`, for its standard input. Printing this shows them, so nobody does."""
-    node: str = ""
-    """Ray's id of its node, where it has no slot."""
+    controller: str
+    """HOST:PORT where it waits for agents."""
+    secret: bytes
 
     def __repr__(self) -> str:
-        """Without the keys."""
-        return f"Start({self.slot}, {self.name!r}, {self.node!r})"
-
-
-class End(msgspec.Struct, frozen=True, tag=True):
-    """End a process, or kill it."""
-
-    name: str
-    by_force: bool
+        """Without the secret."""
+        return f"Serve({self.controller!r})"
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
-    """Find room for a generator that joins; answered by `Reserved`."""
+    """Find room for a generator that joins, and start its agent. Answered by `Reserved`."""
 
-    slot: int
-    """Which no process of the run has."""
-    what: Slot
+    slot: Slot
     seconds: float
     """Longest wait for it."""
 
@@ -65,14 +67,11 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
 class GiveBack(msgspec.Struct, frozen=True, tag=True):
     """The room of a joiner is not needed any more. Other slots stay reserved."""
 
-    slot: int
-
-
-ToBroker = Open | Start | End | Reserve | GiveBack
+    name: str
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True):
-    """The broker begins to wait for something."""
+    """It begins to wait for something."""
 
     what: str
     seconds: float
@@ -80,74 +79,100 @@ class Stage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
-    """There is room for every process."""
+    """There is room for every agent."""
 
     address: str
     """Of the head."""
     node_ip: str
     """By which Ray knows this machine."""
-    nodes: tuple[NodeInfo, ...]
-    """One for each slot."""
-    memory: str = ""
-    """Of this machine, as in `NodeInfo`."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The run cannot begin; the broker ends."""
+    """The run cannot begin."""
 
     reason: str
 
 
-class Status(msgspec.Struct, frozen=True, tag=True):
-    """The state of a process."""
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """The agent of a slot has ended, and another one is started."""
 
     name: str
-    code: int | None
-    """Its exit code; None while it runs."""
     cause: str
-    """Why it ended, if its exit code does not say that: a lost node."""
-    log_tail: str
-    log: str
-    """Where its log is; empty: not known yet."""
-    node: NodeInfo | None = None
-    """Where it is; None: not known yet."""
-    node_lost: bool = False
-    """It ended with its node, or there was none for it: no fault of its own."""
+
+
+class NodeLeft(msgspec.Struct, frozen=True, tag=True):
+    """A node has left the cluster, with all that was on it."""
+
+    node: str
+    """Ray's id."""
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True):
     """There is room for a joiner, or not."""
 
-    slot: int
+    name: str
     reason: str
     """Why not; empty: there is."""
 
 
 class HeadLost(msgspec.Struct, frozen=True, tag=True):
-    """The head does not answer any more. The processes still run."""
+    """The cluster is lost."""
 
     reason: str
+    agents_too: bool
+    """Whether Ray has ended the agents. Otherwise they still run."""
 
 
-FromBroker = Stage | Opened | Refused | Status | Reserved | HeadLost
-TO_BROKER: Any = ToBroker
-FROM_BROKER: Any = FromBroker
-"""For `read_all`: a union is no type to a type checker."""
+ToDriver = Open | Serve | Reserve | GiveBack
+FromDriver = Stage | Opened | Refused | Lost | NodeLeft | Reserved | HeadLost
+_TO: Any = ToDriver  # to a type checker a union is no type
+_FROM: Any = FromDriver
+TO_DRIVER: msgspec.json.Decoder[ToDriver] = msgspec.json.Decoder(_TO)
+FROM_DRIVER: msgspec.json.Decoder[FromDriver] = msgspec.json.Decoder(_FROM)
 
 
-def write(file: BinaryIO, message: msgspec.Struct) -> None:
-    """Write one message. Raises OSError if the other end is gone."""
-    body = msgspec.msgpack.encode(message)
-    file.write(len(body).to_bytes(_LENGTH_BYTES, "little") + body)
-    file.flush()
+def line(message: ToDriver | FromDriver) -> bytes:
+    """A message as it is sent."""
+    return msgspec.json.encode(message) + b"\n"
 
 
-def read_all(file: BinaryIO, kind: Any) -> Iterator[Any]:
-    """The messages of the other end until it closes or is killed."""
-    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kind)
-    while len(head := file.read(_LENGTH_BYTES)) == _LENGTH_BYTES:
-        size = int.from_bytes(head, "little")
-        body = file.read(size)
-        if len(body) < size:
-            return
-        yield decoder.decode(body)
+def without_missing_gpus(slots: Sequence[Slot], total: Mapping[str, float]) -> tuple[Slot, ...]:
+    """The slots, where GPUs are optional without them if the cluster has none."""
+    if total.get("GPU", 0.0) > 0:
+        return tuple(slots)
+    return tuple(
+        msgspec.structs.replace(slot, gpus=0) if slot.gpus_are_optional else slot for slot in slots
+    )
+
+
+def shortage(
+    slots: Sequence[Slot], nodes: Sequence[Mapping[str, float]], strategy: str
+) -> str | None:
+    """Why the slots can never fit these nodes; None: they may.
+
+    Args:
+        slots: of the run.
+        nodes: the resources of each living node.
+        strategy: `launcher.ray.strategy`.
+    """
+    needed: dict[str, list[float]] = {}
+    for slot in slots:
+        for key, amount in slot.bundle().items():
+            needed.setdefault(key, []).append(amount)
+    for key, amounts in needed.items():
+        has = [node.get(key, 0.0) for node in nodes]
+        if sum(amounts) > sum(has) or max(amounts) > max(has, default=0.0):
+            each = f", {max(amounts):g} of them on one node," if len(amounts) > 1 else ""
+            return (
+                f"the run needs {sum(amounts):g} {key}{each} and the Ray cluster has "
+                f"{sum(has):g} {key} in all, at most {max(has, default=0.0):g} on a node: add "
+                "nodes (`ray start --address=HOST:PORT`), or lower launcher.generators, "
+                "launcher.ray.generator and .trainer, or tensor_parallel_size of the engine; "
+                "engine.device and trainer.device: cpu need no GPU"
+            )
+    if strategy == "strict_spread" and len(nodes) < len(slots):
+        return (
+            f"launcher.ray.strategy: strict_spread needs a node for each of {len(slots)} "
+            f"processes, and the Ray cluster has {len(nodes)}; use spread, or add nodes"
+        )
+    return None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_processes import run_config, started_fleet
 
-from asyncrl.controller.scaling import Arrivals, Scaling
+from asyncrl.controller.scaling import AgentAutoscaling, Scaling
 from asyncrl.errors import UserError
 from asyncrl.fleet.process_state import GeneratorWorker, cause_of_death
 from asyncrl.wire.messages.control import ScaleRequest
@@ -33,7 +33,7 @@ class World:
         scaling = SimpleNamespace(leave=self._leave, ordered=None)
         agents: Any = SimpleNamespace(roster=roster)
         told: Any = scaling
-        self.arrivals = Arrivals(
+        self.arrivals = AgentAutoscaling(
             agents, self.fleet, told, why_closed=lambda: self.closed, say=lambda _: None
         )
 

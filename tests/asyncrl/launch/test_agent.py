@@ -35,7 +35,6 @@ from asyncrl.launch.agents.secret import HUB
 from asyncrl.launch.child_spec import keys_of
 from asyncrl.launch.nodes import NodeInfo
 from asyncrl.wire import RunKey
-from asyncrl.wire.transport.refusals import Refusals
 from benchmarks.chaos.agents_run import free_ports
 
 KEY = RunKey.new()
@@ -67,9 +66,11 @@ def launcher(port: int, run: Path, *, lost_seconds: float = 60.0, **changes: Any
     ours = replace(NodeInfo(**facts), **changes)
     needs = Needs(
         "test", json.dumps(question), ours, str(run), str(run), 0, 0, frozenset(), "mark",
-        silence_seconds=20.0, lost_seconds=lost_seconds, relay_per_node=False,
+        silence_seconds=20.0, silence_setting="s", lost_seconds=lost_seconds, relay_per_node=False,
     )  # fmt: skip
-    return AgentsLauncher(config(port), needs, KEY, Refusals(), print)
+    return AgentsLauncher(
+        config(port), needs, KEY, print, listen=f"127.0.0.1:{port}", advice="of the test"
+    )
 
 
 @asynccontextmanager
@@ -330,7 +331,7 @@ def test_an_agent_that_cannot_take_part_says_why_and_ends(tmp_path: Path) -> Non
         async with agent(port, secret=RunKey.new()) as running:
             with pytest.raises(UserError, match="does not have the same secret"):
                 await asyncio.wait_for(running, SECONDS)
-        with pytest.raises(UserError, match=r"cannot listen at 127\.0\.0\.1:.* in use"):
+        with pytest.raises(UserError, match=r"cannot listen for agents at 127\.0\.0\.1:.* in use"):
             launcher(port, tmp_path)
         await found.close()
         other = launcher(port, tmp_path, asyncrl="0.0.9 (abc)")

@@ -18,7 +18,7 @@ from asyncrl.config.launcher import host_and_port
 from asyncrl.errors import UserError
 from asyncrl.launch.agents.agent_state import AgentProcess
 from asyncrl.launch.agents.hosting import Ports
-from asyncrl.launch.agents.registry import Needs, Roster
+from asyncrl.launch.agents.registry import AgentRegistry, Needs
 from asyncrl.launch.agents.secret import read_secret, write_secret
 from asyncrl.launch.child_spec import ChildSpec, Role, TrainerSpec, keys_of
 from asyncrl.launch.nodes import NodeInfo
@@ -32,7 +32,7 @@ FACTS: dict[str, Any] = {
 OURS = NodeInfo("controller", "", "h", "m d", "3.11", "1 (a)", True, True)
 NEEDS = Needs(
     "test", "{}", OURS, "/model", "/runs/test", 0, 0, frozenset(), "mark",
-    silence_seconds=20.0, lost_seconds=60.0, relay_per_node=False,
+    silence_seconds=20.0, silence_setting="s", lost_seconds=60.0, relay_per_node=False,
 )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ class World:
 
     def __init__(self, needs: Needs = NEEDS) -> None:
         self.said: list[str] = []
-        self.roster = Roster(needs, "session", lambda: None, self.said.append)
+        self.roster = AgentRegistry(needs, "session", lambda: None, self.said.append)
         self.now = 0.0
 
     def hello(self, name: str, role: str = "any", **changes: Any) -> object:

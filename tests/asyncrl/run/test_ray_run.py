@@ -131,9 +131,7 @@ def test_a_run_on_three_nodes_loses_everything_in_turn_and_leaves_nothing(
     relay = next(one for one in files if one != "trainer" and files[one])
     os.kill(process_named(command_line, relay), signal.SIGKILL)
     command_line.wait_for_steps(5)
-    status = status_of(second)
-    assert status is not None
-    os.kill(status.parent, signal.SIGKILL)  # the actor's worker
+    os.kill(worker_of(second), signal.SIGKILL)
     logs = command_line.folder / "logs"
     until(
         lambda: len(list(logs.glob("generator-?.?.log"))) == 2,
@@ -176,15 +174,19 @@ def test_a_run_on_three_nodes_loses_everything_in_turn_and_leaves_nothing(
     assert re.search(r"broadcast to 1 engine processes in [\d.]+ s: whole", log)
 
 
+def parent_of(pid: int) -> int:
+    status = status_of(pid)
+    assert status is not None
+    return status.parent
+
+
+def worker_of(process: int) -> int:
+    """The Ray worker with the actor that has started its agent."""
+    return parent_of(parent_of(process))
+
+
 def each_process_is_on_a_node_of_its_own(processes: list[int]) -> None:
-    raylets = set()
-    for pid in processes:
-        worker = status_of(pid)
-        assert worker is not None
-        raylet = status_of(worker.parent)
-        assert raylet is not None
-        raylets.add(raylet.parent)
-    assert len(raylets) == len(processes)
+    assert len({parent_of(worker_of(pid)) for pid in processes}) == len(processes)
 
 
 def every_relay_has_passed_frames_and_fetched(

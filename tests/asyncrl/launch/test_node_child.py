@@ -1,4 +1,4 @@
-"""An actor's child, and that nothing of it stays: without Ray, in real processes."""
+"""The child of a node, and that nothing of it stays: in real processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,14 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import bare_actor
+import bare_host
 import pytest
 from msgspec import json as msgspec_json
 
 from asyncrl.launch.child_spec import TrainerSpec
-from asyncrl.launch.node_child import KEEPER_MODULE, _relay_address, code_version
+from asyncrl.launch.node_child import KEEPER_MODULE, _relay_address, code_version, node_facts
 from asyncrl.launch.orphan_reaper import is_last, share
-from asyncrl.launch.ray.actor import ProcessActor
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
@@ -41,7 +39,7 @@ def is_alive(pid: int) -> bool:
 
 
 def start(run: Path, memory: Path, keys: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
-    """An actor in a process of its own; what its child wrote."""
+    """A process with a child; what the child wrote."""
     (run / "logs").mkdir(parents=True)
     spec = TrainerSpec(
         name="trainer", run_directory=str(run), model_path="", control_address="",
@@ -56,9 +54,9 @@ def start(run: Path, memory: Path, keys: str) -> tuple[subprocess.Popen[str], di
         "cwd": str(run),
         "environment": {"ASYNCRL_CONTROLLER_MARK": f"test-{os.getpid()}-{keys}"},
     }
-    paths = [str(Path(bare_actor.__file__).parent), *sys.path]
+    paths = [str(Path(bare_host.__file__).parent), *sys.path]
     worker = subprocess.Popen(
-        [sys.executable, bare_actor.__file__, json.dumps(order), keys],
+        [sys.executable, bare_host.__file__, json.dumps(order), keys],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
@@ -71,7 +69,7 @@ def start(run: Path, memory: Path, keys: str) -> tuple[subprocess.Popen[str], di
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_killed_actor_leaves_nothing(tmp_path: Path, *, stopped: bool) -> None:
+def test_a_killed_host_leaves_nothing(tmp_path: Path, *, stopped: bool) -> None:
     """The child ignores SIGTERM or is stopped, and its engine has a session of its own."""
     memory = tmp_path / "memory"
     memory.mkdir()
@@ -82,7 +80,6 @@ def test_a_killed_actor_leaves_nothing(tmp_path: Path, *, stopped: bool) -> None
     assert child["parent"]
     assert child["config"] == ["the password", False], "not on the command line"
     assert child["leads"]
-    assert child["gpus"] == "4,6"
     assert child["data_address"] == "tcp://10.1.2.3:*"
     if stopped:
         os.kill(child["pids"][0], signal.SIGSTOP)
@@ -152,23 +149,17 @@ def test_the_processes_of_a_node_meet_at_one_address() -> None:
     assert all(address.startswith("ipc:///") and len(address) < 107 for address in addresses)
 
 
-def test_a_node_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.launch.ray.actor._place", lambda: ("n", "10.1.2.3", []))
+def test_a_node_is_described(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("t")
     question = {
         "token_file": str(token), "token": "t", "model": str(tmp_path),
-        "weights_directory": str(tmp_path), "probe": "127.0.0.1:1",
+        "weights_directory": str(tmp_path),
     }  # fmt: skip
-    found = json.loads(ProcessActor().describe(json.dumps(question)))
+    found = node_facts(question)
     assert found["shares_run_directory"]
     assert found["has_model"]
     assert found["asyncrl"] == code_version()
-    assert "refused" in found["unreachable"]
-    elsewhere = question | {"token_file": str(tmp_path / "none"), "model": str(token)}
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        elsewhere["probe"] = f"127.0.0.1:{listener.getsockname()[1]}"
-        found = json.loads(ProcessActor().describe(json.dumps(elsewhere)))
-    assert found["unreachable"] == ""
+    found = node_facts(question | {"token_file": str(tmp_path / "none"), "model": str(token)})
     assert not found["shares_run_directory"]
     assert not found["has_model"]

@@ -1,0 +1,426 @@
+"""Speaks to Ray for one run: `python -m asyncrl.launch.ray.driver`, messages by its pipes.
+
+orders     consumes: `Serve`, `Reserve`, `GiveBack` from the controller. produces: threads.
+           waits for: the controller. unblocked by: a message, or the end of the pipe.
+an agent   consumes: what its actor answers. produces: `Lost`; its actor again, where Ray gives up.
+           waits for: the end of the agent. bounded by: nothing; a thread for each.
+head       consumes: the head's list of nodes. produces: `NodeLeft`, and `HeadLost` once.
+           waits for: the head. bounded by: HEAD_SECONDS.
+
+Ray ends a driver whose head is gone, blocks where the head is silent, and takes over signals and
+logging. None of that may happen to the controller. When the controller closes the pipe, or is
+killed, this process gives the room back and ends, and Ray ends its actors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # it would ship the working directory
+os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")  # the head's loss is handled
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import ActorUnavailableError, RayError
+from ray.runtime_env import RuntimeEnv
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from asyncrl.launch.ray import actor, messages
+from asyncrl.launch.ray.messages import Slot, shortage, without_missing_gpus
+
+AGAIN_SECONDS = 1.0
+"""Before an actor that has lost its worker, its agent or its connection is asked again."""
+HEAD_SECONDS = 15.0
+"""A head that has been silent for this long is lost."""
+END_SECONDS = 3.0
+"""Time for agents to end by themselves when the run is over."""
+CLOSE_SECONDS = 10.0
+"""Time to give the room back and disconnect."""
+_TICK_SECONDS = 0.1
+_PORT_SECONDS = 5.0
+_OBJECT_BYTES = 100 << 20
+"""Object store of a cluster of this machine alone: only small messages go through it."""
+_THREADS = 4
+"""Of an actor: one call waits for its agent, others ask where it is."""
+
+
+class ClusterRefused(Exception):  # noqa: N818 - as in `Refused`
+    """The cluster cannot carry the run; the text is for the user."""
+
+
+class Driver:
+    """A connection to a Ray cluster, with room for the run.
+
+    Args:
+        asked: the first message.
+        say: tells the controller something.
+
+    Raises:
+        ClusterRefused: there is no such cluster, or it cannot carry the run.
+    """
+
+    def __init__(self, asked: messages.Open, say: Callable[[messages.FromDriver], None]) -> None:
+        self._asked = asked
+        self._say = say
+        self._order: messages.Serve
+        self._head_is_lost = False
+        self._groups: dict[str, PlacementGroup] = {}
+        """Where each agent is, by the name of its slot; without those that were given back."""
+        self._actors: dict[str, Any] = {}
+        """The last one of each slot."""
+        self._serving: set[str] = set()
+        """Slots whose agents run."""
+        check_runtime_env(asked.runtime_env)
+        self._connect()
+        self._address = str(ray.get_runtime_context().gcs_address)
+        self._slots = without_missing_gpus(asked.slots, ray.cluster_resources())
+        self._group = self._reserve()
+        cloudpickle.register_pickle_by_value(actor)
+        say(messages.Opened(self._address, str(ray.util.get_node_ip_address())))
+
+    def _connect(self) -> None:
+        address = self._asked.address
+        shown = "a cluster of this machine" if address is None else f"the Ray head at {address}"
+        # A cluster of this machine is started, which takes longer than a connection.
+        seconds = self._asked.connect_seconds + (30.0 if address is None else 0.0)
+        what = f"an answer of {shown} (launcher.ray.connect_seconds)"
+        self._say(messages.Stage(what, seconds))
+        if address is not None and address != "auto":
+            check_port(address)
+        options: dict[str, Any] = {
+            "address": address or "local", "log_to_driver": False, "logging_level": "ERROR",
+            "configure_logging": False,
+        }  # fmt: skip
+        if address is None:
+            # Locally, processes may share cores as they do without Ray.
+            custom: dict[str, float] = {}
+            for slot in self._asked.slots:
+                for key, amount in slot.resources.items():
+                    custom[key] = custom.get(key, 0.0) + amount
+            cores = max(sum(slot.cpus for slot in self._asked.slots), 1.0)
+            options |= {
+                "num_cpus": int(cores + 0.999), "object_store_memory": _OBJECT_BYTES,
+                "resources": custom, "include_dashboard": False,
+            }  # fmt: skip
+        try:
+            ray.init(**options)
+        except (ConnectionError, RayError, RuntimeError, ValueError, OSError) as error:
+            raise ClusterRefused(
+                f"launcher.ray.address: {address}: Ray does not connect: {one_line(error)}. The "
+                "head must run (`ray start --head`), this machine must be a node of its cluster "
+                "(`ray start --address=HOST:PORT`), and both need the same versions of Ray and "
+                "Python"
+            ) from error
+
+    def _reserve(self) -> PlacementGroup:
+        """A bundle for each agent that the run begins with."""
+        limit, strategy = self._asked.place_seconds, self._asked.strategy
+        if (reason := shortage(self._slots, _resources(), strategy)) is not None:
+            raise ClusterRefused(reason)
+        what = "room on the nodes of the Ray cluster (launcher.ray.place_seconds)"
+        self._say(messages.Stage(what, limit + 5))
+        wanted = [slot.bundle() for slot in self._slots]
+        group = placement_group(wanted, strategy=strategy.upper())
+        if not group.wait(limit):
+            free = _free()
+            remove_placement_group(group)
+            raise ClusterRefused(
+                f"the Ray cluster has enough for this run, but did not give it within {limit:g} s "
+                f"(launcher.ray.place_seconds): wanted are bundles {wanted} with strategy "
+                f"{strategy}, free are {free}. Others use the rest"
+            )
+        return group
+
+    def run(self, orders: queue.SimpleQueue[messages.ToDriver | None]) -> None:
+        """Serve until the controller closes its pipe; None in the queue stands for that."""
+        _in_thread(self._watch_head)
+        while (order := orders.get()) is not None:
+            match order:
+                case messages.Serve():
+                    self._order = order
+                    for bundle, slot in enumerate(self._slots):
+                        self._groups[slot.name] = self._group
+                        _in_thread(self._keep, slot, self._group, bundle)
+                case messages.Reserve(slot=slot, seconds=seconds):
+                    _in_thread(self._join, slot, seconds)
+                case messages.GiveBack(name=name):
+                    self._give_back(name)
+
+    def _keep(self, slot: Slot, group: PlacementGroup, bundle: int = 0) -> None:
+        """Have an agent run in a slot, again and again, until the slot is given back."""
+        node = worker = trouble = ""
+        one: Any = None
+        while self._groups.get(slot.name) is group:
+            try:
+                if one is None:
+                    one = self._actors[slot.name] = self._make(slot, group, bundle)
+                where = ray.get(one.where.remote(self._order.controller))
+            except ActorUnavailableError as error:  # Ray restarts it, or a connection broke
+                trouble = _lost(error)
+            except RayError as error:
+                self._say(messages.Lost(slot.name, _lost(error)))
+                ray.kill(one)
+                one, worker = None, ""  # another one takes its place
+            except (ValueError, TypeError) as error:
+                settings = "launcher.ray.runtime_env, launcher.ray.image"
+                why = f"{settings}: Ray refuses them: {one_line(error)}"
+                self._say(messages.Lost(slot.name, why))
+                return
+            else:
+                if worker and where[1] != worker:
+                    if where[0] != node:  # a bundle moves if its node is lost, and only then
+                        self._say(messages.NodeLeft(node))
+                    self._say(messages.Lost(slot.name, trouble))
+                node, worker, unreachable = where
+                trouble = self._unreachable(slot, unreachable) or self._serve(slot, one)
+            time.sleep(AGAIN_SECONDS)
+        self._say(messages.Lost(slot.name, "its room was given back"))
+
+    def _make(self, slot: Slot, group: PlacementGroup, bundle: int) -> Any:
+        """An actor, which Ray restarts when its worker or node is lost."""
+        place = PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=bundle
+        )
+        return (
+            ray.remote(actor.AgentActor)
+            .options(
+                num_cpus=slot.cpus,
+                num_gpus=slot.gpus,
+                resources=slot.resources,
+                max_restarts=-1,
+                max_concurrency=_THREADS,
+                runtime_env=self._asked.runtime_env or None,
+                scheduling_strategy=place,
+            )
+            .remote()
+        )
+
+    def _serve(self, slot: Slot, one: Any) -> str:
+        """Wait until an agent has ended, or its actor was lost; how."""
+        order = self._order
+        arguments = [
+            *("--once", "--grace", "0", "--controller", order.controller),
+            *("--role", slot.role, "--name", slot.name),
+        ]
+        self._serving.add(slot.name)
+        try:
+            code, words = ray.get(one.serve.remote(arguments, order.secret))
+        except RayError as error:  # or a connection broke, and the agent lives
+            return _lost(error)
+        finally:
+            self._serving.discard(slot.name)
+        cause = f"its agent ended with exit code {code}: {words}"
+        self._say(messages.Lost(slot.name, cause))
+        return cause
+
+    def _unreachable(self, slot: Slot, why: str) -> str:
+        if not why:
+            return ""
+        cause = (
+            f"from its node this machine cannot be reached at {self._order.controller}: {why}. "
+            "Open the firewall for connections between the nodes (the system chooses the ports), "
+            "or set launcher.ray.bind_address to another address of this machine"
+        )
+        self._say(messages.Lost(slot.name, cause))
+        return cause
+
+    def _join(self, slot: Slot, seconds: float) -> None:
+        """Ask for a group of its own, as Ray cannot give back a part of a group; run its agent."""
+        (slot,) = without_missing_gpus((slot,), ray.cluster_resources())
+        if (reason := shortage((slot,), _resources(), "pack")) is None:
+            group = self._groups[slot.name] = placement_group([slot.bundle()], strategy="PACK")
+            if not group.wait(seconds):
+                self._give_back(slot.name)
+                reason = (
+                    f"{slot.name} would need {slot.bundle()}, and the Ray cluster did not give it "
+                    f"within {seconds:g} s; free are {_free()}. Add a node (`ray start "
+                    "--address=HOST:PORT`) and order it again"
+                )
+        self._say(messages.Reserved(slot.name, reason or ""))
+        if reason is None:
+            self._keep(slot, group)
+
+    def _give_back(self, name: str) -> None:
+        """Ray may give it to others; an actor in it is killed."""
+        if (group := self._groups.pop(name, None)) is not None:
+            remove_placement_group(group)
+        self._actors.pop(name, None)
+
+    def _watch_head(self) -> None:
+        mine = ray.get_runtime_context().get_node_id()
+        known: set[str] = set()
+
+        def ask() -> bool:
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            for node in known - alive:
+                self._say(messages.NodeLeft(node))
+            known.clear()
+            known.update(alive)
+            return mine in alive
+
+        reason, agents_too = watch(ask, self._address)
+        self._head_is_lost = True
+        self._say(messages.HeadLost(reason, agents_too))
+
+    def close(self) -> None:
+        """Give the room back, and have agents end by themselves. Bounded, whatever Ray does."""
+        threading.Timer(END_SECONDS + CLOSE_SECONDS, os._exit, (1,)).start()
+        until = time.monotonic() + END_SECONDS
+        while self._serving and time.monotonic() < until:
+            time.sleep(_TICK_SECONDS)
+        for one in list(self._actors.values()):
+            one.leave.remote()
+        time.sleep(_TICK_SECONDS)
+        if not self._head_is_lost:  # otherwise nobody takes anything back
+            for group in {self._group, *self._groups.values()}:
+                remove_placement_group(group)
+            ray.shutdown()
+
+
+def watch(
+    ask: Callable[[], bool], address: str, *, seconds: float = HEAD_SECONDS
+) -> tuple[str, bool]:
+    """Wait until the cluster is lost: why, and whether Ray has ended the run's agents.
+
+    Ray ends the processes of a driver whose node is gone and starts no others for it, but it tells
+    the driver nothing.
+
+    Args:
+        ask: the head, whether this machine is one of its nodes; raises if there is no answer, or
+            does not return.
+        address: of the head.
+        seconds: without an answer until the head is lost.
+    """
+    heard = [time.monotonic()]
+    is_out = threading.Event()
+
+    def keep_asking() -> None:
+        while not is_out.is_set():
+            with contextlib.suppress(Exception):  # one failure is no loss
+                if not ask():
+                    is_out.set()
+                heard[0] = time.monotonic()
+            is_out.wait(seconds / 5)
+
+    _in_thread(keep_asking)
+    while time.monotonic() - heard[0] < seconds:
+        if is_out.wait(seconds / 30):
+            return (
+                f"this machine's node has left the Ray cluster at {address}: its raylet ended, or "
+                "the head took it for dead, and Ray ended the run's processes. Start Ray on this "
+                f"machine again (`ray start --address={address}`), and continue with --resume"
+            ), True
+    return (
+        f"the Ray head at {address} has not answered for {seconds:.0f} s. The run's processes end "
+        "after a checkpoint; start the cluster again, and continue with --resume"
+    ), False
+
+
+def _in_thread(work: Callable[..., None], *arguments: Any) -> None:
+    threading.Thread(target=work, args=arguments, daemon=True).start()
+
+
+def _resources() -> list[Mapping[str, float]]:
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _free() -> str:
+    found = sorted(ray.available_resources().items())
+    return (
+        ", ".join(f"{key} {value:g}" for key, value in found if key in ("CPU", "GPU")) or "nothing"
+    )
+
+
+def check_port(address: str) -> None:
+    """Refuse an address at which there can be no head, before Ray waits for it."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "://" in address:
+        raise ClusterRefused(
+            f"launcher.ray.address: {address!r} is not HOST:PORT, auto or null. Ray's client "
+            "(ray://) is not used: run the controller on a node of the cluster"
+        )
+    try:
+        socket.create_connection((host, int(port)), _PORT_SECONDS).close()
+    except OSError as error:
+        raise ClusterRefused(
+            f"launcher.ray.address: nothing listens at {address} ({error}). Start the head with "
+            "`ray start --head --port=PORT`, or open that port in the firewall"
+        ) from error
+
+
+def check_runtime_env(runtime_env: dict[str, Any]) -> None:
+    """Refuse fields that Ray would ignore."""
+    unknown = sorted(runtime_env.keys() - RuntimeEnv.known_fields)
+    if unknown:
+        known = sorted(name for name in RuntimeEnv.known_fields if not name.startswith("_"))
+        raise ClusterRefused(
+            f"launcher.ray.runtime_env: Ray {ray.__version__} does not know {', '.join(unknown)}; "
+            f"it knows {', '.join(known)}"
+        )
+
+
+def _lost(error: BaseException) -> str:
+    return f"its Ray actor was lost: {one_line(error)}"
+
+
+def one_line(error: BaseException) -> str:
+    """The end of what Ray says, without its line breaks."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[-3:])}"[:600]
+
+
+def main() -> None:
+    """Serve the controller at the other ends of standard input and output."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the controller handles them
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what Ray prints goes to the log
+    orders: queue.SimpleQueue[messages.ToDriver | None] = queue.SimpleQueue()
+    _in_thread(_read, sys.stdin.buffer, orders)
+    writing = threading.Lock()
+
+    def say(message: messages.FromDriver) -> None:
+        with writing, contextlib.suppress(OSError):  # the controller is gone, and orders end
+            output.write(messages.line(message))
+            output.flush()
+
+    asked = orders.get()
+    if not isinstance(asked, messages.Open):
+        raise TypeError(f"{asked!r} before Open")
+    try:
+        driver = Driver(asked, say)
+        try:
+            driver.run(orders)
+        finally:
+            driver.close()
+    except ClusterRefused as error:
+        say(messages.Refused(str(error)))
+    except Exception:  # noqa: BLE001 - the end of this process's log says why
+        traceback.print_exc()
+    finally:
+        os._exit(0)  # threads that wait for Ray may never return
+
+
+def _read(incoming: Iterable[bytes], orders: queue.SimpleQueue[messages.ToDriver | None]) -> None:
+    for text in incoming:
+        orders.put(messages.TO_DRIVER.decode(text))
+    orders.put(None)
+    # Also where it waits for a call of Ray's that does not return; Ray ends the actors then.
+    threading.Timer(END_SECONDS + CLOSE_SECONDS, os._exit, (1,)).start()
+
+
+if __name__ == "__main__":
+    main()
