@@ -122,7 +122,7 @@ def test_the_cpu_images_have_the_versions_that_the_tests_run_with() -> None:
 
 
 def test_torch_has_the_version_of_the_makefile() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    makefile = (ROOT / "requirements" / "environments.mk").read_text(encoding="utf-8")
     locked = {packages(name)["torch"].partition("+")[0] for name in LOCKS}
     assert locked == set(re.findall(r"torch==([\d.]+)", makefile))
 

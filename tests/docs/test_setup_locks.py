@@ -99,7 +99,7 @@ def test_what_a_gpu_gets_goes_with_the_tools_of_developers() -> None:
 
 
 def test_sglangs_environment_has_what_asyncrls_part_in_it_needs() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    makefile = (ROOT / "requirements" / "environments.mk").read_text(encoding="utf-8")
     ours = re.search(r"^SGLANG_OURS := (.+)$", makefile, re.MULTILINE)
     assert ours is not None
     assert set(ours.group(1).split()) <= {one.name for one in of_sglang()}

@@ -133,7 +133,7 @@ def test_the_triton_of_gpus_interprets_the_kernels_alike(request: pytest.Fixture
 def test_make_installs_the_triton_of_the_lock() -> None:
     lock = (ROOT / "requirements" / "cuda.lock").read_text()
     assert f"\ntriton=={TORCH_TRITON} " in lock
-    makefile = (ROOT / "Makefile").read_text()
+    makefile = (ROOT / "requirements" / "environments.mk").read_text()
     for version in (TORCH_TRITON, SGLANG_TRITON):
         assert f"$(VENV)-triton/{version}/.ready" in makefile
 
