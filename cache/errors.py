@@ -1,7 +1,6 @@
 """Errors of the cache.
 
 CacheError
-├── CacheCorrupt      the arena is inconsistent: a bug, or overwritten memory
 ├── SnapshotRefused   a file is not a snapshot that this process may use
 └── ExchangeRefused   the directory through which generators share rollouts cannot be used
 
@@ -13,10 +12,6 @@ from __future__ import annotations
 
 class CacheError(Exception):
     """Base class of the cache's own errors."""
-
-
-class CacheCorrupt(CacheError):  # noqa: N818 - named for what was found
-    """An integrity check failed; the message says which invariant. Discard the cache."""
 
 
 class SnapshotRefused(CacheError):  # noqa: N818 - named for what was decided

@@ -1,7 +1,7 @@
 """The cache on disk, so that a restarted run drafts from its first step.
 
     save(cache, path, "Qwen3-0.6B vocabulary 151936")
-    cache = load(path, config, "Qwen3-0.6B vocabulary 151936")
+    restore(path, cache, "Qwen3-0.6B vocabulary 151936")
 
 The file contains finished rollouts, not the arena, so it does not depend on the memory layout, nor
 on the budgets and match lengths of the process that loads it.
@@ -30,7 +30,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from asyncrl.cache.config import MAX_MATCH_LIMIT, CacheConfig
+from asyncrl.cache.config import MAX_MATCH_LIMIT
 from asyncrl.cache.errors import SnapshotRefused
 from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.cache.tree.stored import StoredRollouts, are_valid_tokens
@@ -62,19 +62,6 @@ def save(cache: RolloutCache, path: str | os.PathLike[str], fingerprint: str) ->
     mark = _fingerprint_bytes(fingerprint)
     with replacing(Path(path), mode=0o600) as file:
         return _write(file, cache, mark)
-
-
-def load(
-    path: str | os.PathLike[str],
-    config: CacheConfig,
-    fingerprint: str,
-    *,
-    vocabulary: int = INT32_MAX + 1,
-) -> RolloutCache:
-    """Make a cache with the rollouts of a snapshot; arguments and errors as of `restore`."""
-    cache = RolloutCache(config)
-    restore(path, cache, fingerprint, vocabulary=vocabulary)
-    return cache
 
 
 def restore(

@@ -34,7 +34,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from asyncrl.cache.config import RUN_RULES, CacheConfig, TreeRules
-from asyncrl.cache.errors import CacheCorrupt
 from asyncrl.cache.tree import arena, estimate, insert
 from asyncrl.cache.tree.arena import LongArray
 from asyncrl.cache.tree.draft import draft
@@ -109,11 +108,6 @@ class OpenRows:
             ]
             raise ValueError(f"rows {bad} are not open")
         return handles
-
-    def sequences(self) -> list[int]:
-        """Return names of the sequences that open rows are appending to."""
-        own = self.cursors[self.cursors[:, arena.TREE] >= 0, arena.OWN]
-        return [int(name) for name in own if name > 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +263,11 @@ class RolloutCache:
         if policy_version is not None:
             self.advance(policy_version)
         try:
-            row = self.open(key, context)
-            self.extend(np.array([row], np.int32), values, np.array([0, len(values)], np.int32))
-            self.close(row)
+            # Not the methods of `SharedCache`, which publish the rollout.
+            row = RolloutCache.open(self, key, context)
+            offsets = np.array([0, len(values)], np.int32)
+            RolloutCache.extend(self, np.array([row], np.int32), values, offsets)
+            RolloutCache.close(self, row)
         finally:
             state[arena.POLICY_VERSION] = current
 
@@ -309,13 +305,6 @@ class RolloutCache:
             refused_tokens=int(state[arena.REFUSED]),
             drafted=self._drafted,
         )
-
-    def check(self) -> None:
-        """Verify the whole cache, or raise CacheCorrupt; reads everything."""
-        self._forest.check()
-        words = self._forest.arena
-        if any(not words[name + arena.SEQ_OPEN] for name in self._rows.sequences()):
-            raise CacheCorrupt("an open row's sequence is not marked open")
 
     def _checked(
         self, rows: IntArray, tokens: IntArray, offsets: IntArray

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cache_check import check
 from enumerated_policies import PIECES, policies
 from new_weights import swap_weights
 from tiny_models import STOP
@@ -201,7 +202,7 @@ def test_later_turns_are_drafted_and_nothing_past_a_stop(
         first = np.repeat(drafts.offsets[:-1], np.diff(drafts.offsets))
         below = drafts.parents >= 0
         assert not np.isin(drafts.tokens[(first + drafts.parents)[below]], STOPS).any()
-    cache.check()
+    check(cache)
 
 
 def test_an_earlier_continuation_is_drafted_up_to_its_stop(tiny_qwen3: str) -> None:
