@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from asyncrl.cache.config import CacheConfig, TreeRules
-from asyncrl.cache.tree import arena, sequences, stored
+from asyncrl.cache.tree import arena, sequences
 from asyncrl.cache.tree.arena import LongArray
-from asyncrl.cache.tree.stored import StoredRollouts
+from asyncrl.cache.tree.sequences import StoredRollouts
 from asyncrl.rollout.trajectory import IntArray
 
 BLOCK_BYTES = 4 * arena.BLOCK
@@ -115,19 +115,19 @@ class Forest:
 
     def rollout(self, tree: int, first: int) -> StoredRollouts:
         """Copy the tree's sequence named `first`, finished or not."""
-        tokens = np.empty(stored.length(self.arena, first), np.int32)
-        length, version = stored.copy(self.arena, first, tokens)
+        tokens = np.empty(sequences.length(self.arena, first), np.int32)
+        length, version = sequences.copy(self.arena, first, tokens)
         one = np.array([[length], [version]], np.int32)
         return StoredRollouts(self._key_of[tree], one[0], one[1], tokens)
 
     def finished_rollouts(self) -> Iterator[StoredRollouts]:
         """Yield copies of all finished sequences, the least recently used prompt first."""
         for key, tree in self._keys.items():
-            sequences, total = stored.count(self.arena, self.trees, tree)
-            if sequences:
-                lengths, versions = np.empty((2, sequences), np.int32)
+            count, total = sequences.count(self.arena, self.trees, tree)
+            if count:
+                lengths, versions = np.empty((2, count), np.int32)
                 tokens = np.empty(total, np.int32)
-                stored.finished(self.arena, self.trees, tree, lengths, versions, tokens)
+                sequences.finished(self.arena, self.trees, tree, lengths, versions, tokens)
                 yield StoredRollouts(key, lengths, versions, tokens)
 
     def _drop(self, key: str) -> None:

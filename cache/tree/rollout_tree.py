@@ -17,10 +17,12 @@ Example:
 `RolloutCache` serves one engine and is not thread-safe. Its methods are batched over the rows of a
 decode step, and compiled kernels do the work:
 
-    arena, index, sequences    layout: blocks, hash chains, stored rollouts
-    insert, estimate           storing tokens, learning from outcomes
-    draft                      drafting chains and trees
-    forest                     the Python side: trees and their budget
+    arena        layout: blocks and hash chains
+    sequences    stored rollouts
+    estimate     learning from outcomes
+    match        earlier places of recent tokens
+    draft        drafting chains and trees
+    forest       the Python side: trees and their budget
 
 The cache can only change speed, never what is sampled (see `asyncrl.rollout.acceptance`).
 """
@@ -34,13 +36,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from asyncrl.cache.config import RUN_RULES, CacheConfig, TreeRules
-from asyncrl.cache.tree import arena, estimate, insert
-from asyncrl.cache.tree.arena import LongArray
+from asyncrl.cache.tree import arena, estimate, sequences
+from asyncrl.cache.tree.arena import LongArray, hash_of
 from asyncrl.cache.tree.draft import draft
 from asyncrl.cache.tree.forest import Forest
-from asyncrl.cache.tree.index import hash_of
 from asyncrl.cache.tree.match import Rules, version_weights
-from asyncrl.cache.tree.stored import StoredRollouts
+from asyncrl.cache.tree.sequences import StoredRollouts
 from asyncrl.rollout.arrays import check_offsets, int32_values
 from asyncrl.rollout.trajectory import FloatArray, IntArray
 
@@ -208,7 +209,7 @@ class RolloutCache:
         negative or above 2 ** 31 - 1; nothing was changed.
         """
         vectors = all(_is_int32_vector(one) for one in (rows, tokens, offsets))
-        if not vectors or not insert.acceptable(self._rows.cursors, rows, tokens, offsets):
+        if not vectors or not sequences.acceptable(self._rows.cursors, rows, tokens, offsets):
             rows, tokens, offsets = self._checked(rows, tokens, offsets)
         self._inserted += len(tokens)
         self._store(rows, tokens, offsets)
@@ -324,15 +325,15 @@ class RolloutCache:
         state[arena.AT_ROW] = state[arena.AT_TOKEN] = 0
         grow = True
         while True:
-            code = insert.extend(
+            code = sequences.extend(
                 forest.arena, state, forest.trees, self._rows.cursors, self._rows.rings, rows,
                 tokens, offsets, self.config.min_match, forest.prompt_blocks, grow,
                 self._rows.experience, self.rules.calibrate,
             )  # fmt: skip
-            if code == insert.DONE:
+            if code == sequences.DONE:
                 return
             row = int(rows[state[arena.AT_ROW]])
-            if code == insert.TREE_FULL:
+            if code == sequences.TREE_FULL:
                 tree = int(self._rows.cursors[row, arena.TREE])
                 made = forest.trim(tree, forest.prompt_blocks // 2)
             else:

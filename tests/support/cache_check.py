@@ -32,8 +32,11 @@ from asyncrl.cache.tree.arena import (
     USED,
     VERSION,
     LongArray,
+    bucket,
+    depth_of,
+    hash_back,
+    node_at,
 )
-from asyncrl.cache.tree.index import bucket, depth_of, hash_back, node_at
 from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import IntArray

@@ -5,9 +5,9 @@ import pytest
 from cache_check import CacheCorrupt, check
 from rollout_caches import cache_of
 
-from asyncrl.cache.tree import arena, insert, sequences
+from asyncrl.cache.tree import arena, sequences
+from asyncrl.cache.tree.arena import hash_of
 from asyncrl.cache.tree.draft import draft
-from asyncrl.cache.tree.index import hash_of
 from asyncrl.cache.tree.rollout_tree import RolloutCache, warm_up
 
 PROMPT = np.array([101, 102, 103, 104], np.int32)
@@ -159,7 +159,7 @@ def test_the_empty_key_and_a_disabled_cache_store_and_draft_nothing() -> None:
 
 def test_warm_up_leaves_nothing_to_compile() -> None:
     warm_up()
-    kernels = (insert.extend, draft, hash_of, sequences.trim_tree)
+    kernels = (sequences.extend, draft, hash_of, sequences.trim_tree)
     before = [len(f.signatures) for f in kernels]
     cache = make(max_bytes=1 << 14)
     for index in range(30):
