@@ -20,7 +20,7 @@ from asyncrl.cache.errors import CacheError
 from asyncrl.cache.sharing.exchange import SharedCache
 from asyncrl.cache.sharing.snapshot import restore, save
 from asyncrl.cache.tree.rollout_tree import RolloutCache
-from asyncrl.rollout.arrays import INT32_MAX
+from asyncrl.rollout.jit import INT32_MAX
 
 _log = logging.getLogger(__name__)
 

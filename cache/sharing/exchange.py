@@ -32,7 +32,7 @@ from asyncrl.cache.errors import ExchangeRefused
 from asyncrl.cache.sharing.ring import RingReader, RingWriter
 from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.cache.tree.sequences import StoredRollouts, are_valid_tokens
-from asyncrl.rollout.arrays import INT32_MAX
+from asyncrl.rollout.jit import INT32_MAX
 from asyncrl.rollout.trajectory import IntArray
 
 SUFFIX = ".ring"

@@ -34,7 +34,7 @@ from asyncrl.cache.config import MAX_MATCH_LIMIT
 from asyncrl.cache.errors import SnapshotRefused
 from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.cache.tree.sequences import StoredRollouts, are_valid_tokens
-from asyncrl.rollout.arrays import INT32_MAX
+from asyncrl.rollout.jit import INT32_MAX
 from asyncrl.rollout.trajectory import IntArray
 from asyncrl.wire.transport.atomic_files import replacing
 

@@ -42,7 +42,7 @@ from asyncrl.cache.tree.draft import draft
 from asyncrl.cache.tree.forest import Forest
 from asyncrl.cache.tree.match import Rules, version_weights
 from asyncrl.cache.tree.sequences import StoredRollouts
-from asyncrl.rollout.arrays import check_offsets, int32_values
+from asyncrl.rollout.jit import check_offsets, int32_values
 from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 

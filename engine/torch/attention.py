@@ -1,7 +1,7 @@
 """Attention of queries against keys under a mask and a layer's score rule.
 
 torch's kernels compute plain scores. Capped ones and sinks are written out
-(`asyncrl.rollout.attention`), and so take several times as long.
+(`asyncrl.rollout.model_parts`), and so take several times as long.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from asyncrl.rollout.attention import capped, weights_of
+from asyncrl.rollout.model_parts import capped, weights_of
 
 SCORE_BUDGET = 1 << 25
 """Scores (numbers) of a fresh context in memory at once, if they are written out or masked."""

@@ -20,8 +20,8 @@ from asyncrl.engine.torch.cpu.blas import sgemm_address
 from asyncrl.engine.torch.cpu.fused_model import FusedDecoder
 from asyncrl.engine.torch.cpu.invariant_attention import filled_up, missing
 from asyncrl.engine.torch.slots import SlotAttention, SlotCache, StepInputs, StepLayout
-from asyncrl.rollout.cpu.fused_models import why_not_fused
-from asyncrl.rollout.output_layer import float32_logits
+from asyncrl.rollout.cpu import why_not_fused
+from asyncrl.rollout.model_parts import float32_logits
 from asyncrl.rollout.trajectory import IntArray
 from asyncrl.wire.weights.pretrained import load_causal_lm
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from asyncrl.rollout.arrays import check_offsets, int32_values
-from asyncrl.rollout.jit import kernels_of
+from asyncrl.rollout.jit import check_offsets, int32_values, kernels_of
 from asyncrl.rollout.trajectory import IntArray
 
 kernel = kernels_of("rollout/acceptance")

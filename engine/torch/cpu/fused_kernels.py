@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.rollout.cpu.fused_kernels import LongArray, exp, inverse_size
+from asyncrl.rollout.cpu import LongArray, exp, inverse_size
 from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray
 

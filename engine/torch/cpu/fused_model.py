@@ -8,7 +8,7 @@ on persistent buffers. The last layer computes only the tokens whose logits are 
                      add_and_norm] x layers -> head
 
 The weights of fused products are rows of one tensor, and the module's parameters become views of
-it, so installed weights are used at once. `rollout.cpu.fused_models` lists the models.
+it, so installed weights are used at once. `rollout.cpu` lists the models.
 
 Shapes: N layers, T packed tokens, C hidden size, I intermediate size, H query heads, J key/value
 heads, D head size, V vocabulary, S slots, W wanted tokens. All numbers are float32.
@@ -30,7 +30,7 @@ from asyncrl.engine.torch.cpu.blas import multiply, sgemm_address
 from asyncrl.engine.torch.cpu.fused_kernels import add_and_norm, attend, embed, rotate_and_store
 from asyncrl.engine.torch.cpu.invariant_attention import missing
 from asyncrl.engine.torch.slots import SlotCache
-from asyncrl.rollout.cpu.fused_kernels import LongArray, gated
+from asyncrl.rollout.cpu import LongArray, gated
 from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray
 
@@ -161,7 +161,7 @@ _NOTHING: FloatArray = np.empty(0, np.float32)
 
 
 class FusedDecoder:
-    """The forward pass of one model of `asyncrl.rollout.cpu.fused_models`, float32, on a CPU.
+    """The forward pass of one model of `asyncrl.rollout.cpu`, float32, on a CPU.
 
     The model's weights become views. The slots of `cache` must be allocated; their content is lost.
     If `batch_invariant`, products see whole blocks of rows
