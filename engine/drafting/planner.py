@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engine.drafting.calibration import Calibration, Floats
-from asyncrl.engine.drafting.step_time_kernels import cell_of
-from asyncrl.engine.drafting.step_times import StepTimes
+from asyncrl.engine.drafting.step_times import StepTimes, cell_of
 from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 TRYING = 0.004

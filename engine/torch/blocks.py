@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.engine.torch.attention_mask import Hidden
+from asyncrl.engine.torch.attention import Hidden
 from asyncrl.rollout.trajectory import IntArray
 
 LongArray = NDArray[np.int64]

@@ -21,10 +21,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from asyncrl.engine.adapters import MergingBuffer
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.config import WeightStaging
 from asyncrl.engine.drafting.planner import DraftPlanner, Planner
-from asyncrl.engine.drafting.proposals import DraftSource
 from asyncrl.engine.drafting.trees import TokenTrees
 from asyncrl.engine.errors import RequestError, WeightsError
 from asyncrl.engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
@@ -40,7 +39,7 @@ from asyncrl.engine.torch.slots import StepInputs
 from asyncrl.engine.torch.step_sampling import Draws, draw_step
 from asyncrl.engine.torch.verification import judge_rows
 from asyncrl.engine.torch.waiting import Waiting
-from asyncrl.engine.weights import ModelShapes, NamedTensors, StagedWeights
+from asyncrl.engine.weights import MergingBuffer, ModelShapes, NamedTensors, StagedWeights
 from asyncrl.rollout.trajectory import FinishReason
 from asyncrl.wire.errors import WeightsReadError
 from asyncrl.wire.records.step import EngineStats, TokenCounts
@@ -153,7 +152,7 @@ class DecodeCore:
         self,
         model: SlotModel,
         settings: CoreSettings,
-        source: DraftSource | None,
+        source: RolloutCache | None,
         *,
         seed: int,
         planner: Planner | None = None,

@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.drafting.proposals import DraftSource
 from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
 from asyncrl.engine.torch.core import CoreSettings, DecodeCore
@@ -206,7 +206,7 @@ class TorchEngine:
         config: EngineConfig,
         model_path: str,
         *,
-        source: DraftSource | None,
+        source: RolloutCache | None,
         max_draft_tokens: int,
         seed: int,
         save: Callable[[], int] = lambda: 0,

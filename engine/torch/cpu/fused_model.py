@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from asyncrl.engine.errors import EngineError
-from asyncrl.engine.torch.attention_mask import AttendedKeys, BoolArray
+from asyncrl.engine.torch.attention import AttendedKeys, BoolArray
 from asyncrl.engine.torch.cpu.blas import multiply, sgemm_address
 from asyncrl.engine.torch.cpu.fused_kernels import add_and_norm, attend, embed, rotate_and_store
 from asyncrl.engine.torch.cpu.invariant_attention import missing
@@ -75,7 +75,7 @@ class Weights(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Places of a pass's tokens and of their keys (`engine.torch.attention_mask`)."""
+    """Places of a pass's tokens and of their keys (`engine.torch.attention`)."""
 
     position: LongArray
     slot: LongArray

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.engine.torch.attention import ScoreRule
-from asyncrl.engine.torch.attention_mask import AttendedKeys
+from asyncrl.engine.torch.attention import AttendedKeys, ScoreRule
 from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray
 
