@@ -1,7 +1,7 @@
 """A generator's cache: opened from a snapshot, shared, and saved again.
 
     place = CachePlace(name="generator-0", exchange=None, snapshot="g0.snapshot", ...)
-    cache = open_at(config, place)     # drafts from what an earlier process saved
+    cache = open_at(config, place)
     save_at(cache, place)
 
 A failure here costs drafts, never exactness: it is logged, and the run continues.

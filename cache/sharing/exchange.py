@@ -92,12 +92,10 @@ class Peers:
         """Stop reading the file of this member's name, which is now its own ring."""
         self._own_inode = self._members()[self._own]
 
-    def due(self) -> bool:
-        """Return True if the next scan of the directory is due."""
-        return self._clock() >= self._next_look
-
     def look(self) -> bool:
-        """Find members that came, left or were replaced; False if the own ring is gone."""
+        """Find members that came, left or were replaced, if due; False if the own ring is gone."""
+        if self._clock() < self._next_look:
+            return True
         self._next_look = self._clock() + LOOK_EVERY
         try:
             found = self._members()
@@ -108,8 +106,9 @@ class Peers:
         if own_is_there:
             del found[self._own]
         for name, peer in list(self._peers.items()):
-            if found.get(name) != peer.inode:
-                self._drain(name)
+            if found.get(name) != peer.inode:  # removed or replaced
+                self._take(name, POLL_BYTES)
+                self._part(name)
         for name, inode in sorted(found.items()):
             if name not in self._peers and self._refused_files.get(name) != inode:
                 self._join(name, inode)
@@ -144,17 +143,12 @@ class Peers:
         try:
             messages = self._peers[name].reader.read(limit)
         except OSError as error:
-            _log.warning("%s cannot be read any more: %s", self._directory / name, error)
+            _log.warning("cannot read %s: %s; it is closed", self._directory / name, error)
             self._part(name)
             return 0
         for message in messages:
             self._receive(message)
         return sum(map(len, messages))
-
-    def _drain(self, name: str) -> None:
-        """Receive the last messages of a ring that was removed or replaced, and close it."""
-        self._take(name, POLL_BYTES)
-        self._part(name)
 
     def _members(self) -> dict[str, int]:
         """Return the rings in the directory and their inodes."""
@@ -171,12 +165,11 @@ class Peers:
         else:
             try:
                 self._peers[name] = _Peer(inode, RingReader(self._directory / name))
+                return
             except (OSError, ExchangeRefused) as error:
                 why = error
-            else:
-                return
         self._refused_files[name] = inode
-        _log.warning("%s is not read: %s", self._directory / name, why)
+        _log.warning("cannot read the rollouts in %s: %s", self._directory / name, why)
 
     def _part(self, name: str) -> None:
         peer = self._peers.pop(name, None)
@@ -197,8 +190,8 @@ def make_private(directory: Path) -> None:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:
         raise ExchangeRefused(
             f"the exchange {directory} must be a directory of user {os.geteuid()} with mode 0700, "
-            f"not {stat.filemode(status.st_mode)} of user {status.st_uid}: whoever can write there "
-            "can slow this run down"
+            f"not {stat.filemode(status.st_mode)} of user {status.st_uid}: other users who write "
+            "there could slow this run down"
         )
 
 
@@ -207,7 +200,7 @@ _INT32 = np.dtype("<i4")
 
 
 def pack(rollout: StoredRollouts, head: int) -> bytes | None:
-    """Return the message of a rollout whose head has `head` tokens; None if the key is too long."""
+    """Return the message of a rollout with a head of `head` tokens; None if the key is too long."""
     key = rollout.key.encode("utf-8", "surrogatepass")
     if len(key) >= 1 << 16:
         return None
@@ -320,10 +313,10 @@ class SharedCache(RolloutCache):
         """Insert some of what peers have published; return the number of response tokens."""
         self._steps = 0
         before = self.received_tokens
-        if self.peers.due() and not self.peers.look() and self._ring is not None:
+        if not self.peers.look() and self._ring is not None:
             _log.warning(
-                "%s was removed or replaced (two members of one name?): rollouts of this member "
-                "are not published any more",
+                "%s was removed or replaced (two members of one name?): this member publishes no "
+                "more rollouts",
                 self._file,
             )
             self._stop_publishing()

@@ -24,7 +24,6 @@ import hashlib
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -55,9 +54,8 @@ def save(cache: RolloutCache, path: str | os.PathLike[str], fingerprint: str) ->
 
     No other thread may use the cache during this. The file is readable by its owner only.
     `fingerprint` identifies the meaning of token ids: model, tokenizer, vocabulary. Returns the
-    bytes written. Raises ValueError if the fingerprint is empty or longer than
-    `MAX_FINGERPRINT_BYTES` bytes; OSError if the file cannot be written: an older one is left
-    unchanged.
+    bytes written. Raises ValueError for an empty fingerprint or one longer than
+    `MAX_FINGERPRINT_BYTES` bytes; OSError if the file cannot be written.
     """
     mark = _fingerprint_bytes(fingerprint)
     with replacing(Path(path), mode=0o600) as file:
@@ -90,28 +88,21 @@ def restore(
         )
     with Path(path).open("rb") as file:
         reader = _Reader(file, str(path), os.fstat(file.fileno()).st_size)
-        header = reader.verified_header()
-        if header.fingerprint != mark:
-            found = header.fingerprint.decode(errors="replace")
+        found, head, prompts = reader.verified_header()
+        if found != mark:
             raise SnapshotRefused(
-                f"snapshot {path} has the fingerprint {found!r}, this run has {fingerprint!r}: "
+                f"snapshot {path} has the fingerprint {found.decode(errors='replace')!r}, this run "
+                f"has {fingerprint!r}: "
                 "load one that was saved with the same model and tokenizer"
             )
         total = 0
-        for stored in reader.rollouts(header, vocabulary):
+        for stored in reader.rollouts(head, prompts, vocabulary):
             parts = np.split(stored.tokens, np.cumsum(stored.lengths[:-1]))
             for part, version in zip(parts, stored.versions.tolist(), strict=True):
-                context, response = part[: header.head], part[header.head :]
+                context, response = part[:head], part[head:]
                 cache.insert(stored.key, context[context >= 0], response, version)
                 total += len(response)
     return total
-
-
-@dataclass(frozen=True, slots=True)
-class _Header:
-    fingerprint: bytes
-    head: int
-    prompts: int
 
 
 class _Reader:
@@ -123,8 +114,8 @@ class _Reader:
         self._size = size
         self._left = 0
 
-    def verified_header(self) -> _Header:
-        """Return the header, after checking format, length and digest."""
+    def verified_header(self) -> tuple[bytes, int, int]:
+        """Check format, length and digest; return fingerprint, tokens of a head, and prompts."""
         start = self._file.read(_HEADER)
         if len(start) < _HEADER or not start.startswith(MAGIC):
             raise self._refused("it is not a snapshot of rollouts")
@@ -152,11 +143,11 @@ class _Reader:
         self._file.seek(_HEADER)
         mark = self._file.read(mark_size)
         self._left = body
-        return _Header(mark, head, prompts)
+        return mark, head, prompts
 
-    def rollouts(self, header: _Header, vocabulary: int) -> Iterator[StoredRollouts]:
+    def rollouts(self, head: int, prompts: int, vocabulary: int) -> Iterator[StoredRollouts]:
         """Yield the rollouts, prompt by prompt, with all numbers checked."""
-        for prompt in range(header.prompts):
+        for prompt in range(prompts):
             key_size, count, total = _PROMPT.unpack(self._take(_PROMPT.size, prompt))
             try:
                 key = self._take(key_size, prompt).decode("utf-8", "surrogatepass")
@@ -164,14 +155,14 @@ class _Reader:
                 raise self._inconsistent(f"prompt {prompt}: its key is not UTF-8") from error
             lengths, versions = (self._numbers(count, prompt) for _ in range(2))
             tokens = self._numbers(total, prompt)
-            if not key or not count or lengths.min() <= header.head:
+            if not key or not count or lengths.min() <= head:
                 raise self._inconsistent(f"prompt {prompt}: no key, or a rollout without tokens")
             if int(lengths.sum(dtype=np.int64)) != total:
                 raise self._inconsistent(f"prompt {prompt}: lengths do not add up to {total}")
             if versions.min() < 0:
                 raise self._inconsistent(f"prompt {prompt}: a policy version is negative")
             starts = np.cumsum(lengths, dtype=np.int64) - lengths
-            heads = tokens[starts[:, None] + np.arange(header.head)]
+            heads = tokens[starts[:, None] + np.arange(head)]
             if not are_valid_tokens(heads, tokens, vocabulary):
                 raise self._inconsistent(
                     f"prompt {prompt}: a token is negative or not below {vocabulary}"

@@ -159,12 +159,7 @@ def finished(
 
 @kernel
 def begin_sequence(
-    arena: IntArray,
-    state: LongArray,
-    trees: LongArray,
-    tree: int,
-    ring: IntArray,
-    at: int,
+    arena: IntArray, state: LongArray, trees: LongArray, tree: int, ring: IntArray, at: int
 ) -> int:
     """Start a sequence with its head, copied from the row's ring; return its name."""
     first = allocate(arena, state)

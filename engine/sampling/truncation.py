@@ -115,11 +115,7 @@ class SamplingColumns:
                 self.temperature[rows], self.top_k, self.top_p, self.min_p, truncated
             )
         return SamplingColumns(
-            self.temperature[rows],
-            self.top_k[rows],
-            self.top_p[rows],
-            self.min_p[rows],
-            truncated,
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], truncated
         )
 
     def move(self, source: int, target: int) -> None:

@@ -106,11 +106,7 @@ class ScoreRule:
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    rule: ScoreRule,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, rule: ScoreRule
 ) -> torch.Tensor:
     """Attend under a mask, ignoring the rule's window; return `[m, J, G * Q, E]`.
 
@@ -141,12 +137,7 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule) -
     if has_window or rule.is_written_out:
         return _causal_in_parts(query, key, value, rule).transpose(1, 2)
     out = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        is_causal=True,
-        scale=rule.scaling,
-        enable_gqa=q.shape[2] != k.shape[2],
+        query, key, value, is_causal=True, scale=rule.scaling, enable_gqa=q.shape[2] != k.shape[2]
     )
     return out.transpose(1, 2)
 

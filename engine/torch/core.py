@@ -170,11 +170,7 @@ class DecodeCore:
         buffer = settings.chunk_tokens + settings.max_draft_tokens + 1
         self._unreported = Unreported(cache.slots, buffer, settings.listed)
         self._drafter = Drafter(
-            self._rows,
-            source,
-            planner,
-            branching=settings.draft_trees,
-            vocab_size=model.vocab_size,
+            self._rows, source, planner, branching=settings.draft_trees, vocab_size=model.vocab_size
         )
         self._seeds = SeedStream(seed)
         self._admission = Admission(self._rows, cache, self._drafter, self._unreported, self._seeds)

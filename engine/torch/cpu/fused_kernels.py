@@ -91,12 +91,7 @@ def rotate_and_store(
 
 @kernel.of_vectors
 def _normed(
-    packed: FloatArray,
-    t: int,
-    start: int,
-    weight: FloatArray,
-    epsilon: np.float32,
-    out: FloatArray,
+    packed: FloatArray, t: int, start: int, weight: FloatArray, epsilon: np.float32, out: FloatArray
 ) -> None:
     """Compute the RMS norm of one head, from `start` of row `t`; without a weight a copy."""
     size = len(out)

@@ -217,7 +217,7 @@ def test_an_earlier_continuation_is_drafted_up_to_its_stop(tiny_qwen3: str) -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda kept: replace(kept, observed=kept.observed[1:]), "kept.observed says of"),
+        (lambda kept: replace(kept, observed=kept.observed[1:]), "kept.observed must have shape"),
         (lambda kept: replace(kept, lenience=1.0), "lenience must be None"),
         (lambda kept: replace(kept, topk_logprobs=kept.topk_logprobs - 0.5), "the only one of"),
         (lambda kept: replace(kept, topk_ids=np.roll(kept.topk_ids, 1, 0)), "the only one of"),
