@@ -42,7 +42,10 @@ RUN_RULES = TreeRules()
 
 
 class CacheConfig(BaseModel):
-    """The store of earlier rollouts: changes speed, never samples, except for `reuse: lenient`."""
+    """The store of earlier rollouts, and drafting from it.
+
+    These settings change speed, never what is sampled, except for `reuse: lenient`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 

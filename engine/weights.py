@@ -74,7 +74,7 @@ class ModelShapes:
             config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
             model = causal_lm_without_weights(config)
         except (OSError, ValueError, KeyError) as error:
-            raise EngineStartError(f"model {model_path!r}: {error}") from error
+            raise EngineStartError(f"cannot read the model {model_path!r}: {error}") from error
         return cls.of_module(model)
 
     def check(self, manifest: WeightManifest) -> None:
@@ -119,7 +119,7 @@ def weights_of_model(model_path: str, dtype: torch.dtype) -> dict[str, Tensor]:
     try:
         model = load_causal_lm(model_path, dtype)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise WeightsReadError(f"the model {model_path}: {error}") from error
+        raise WeightsReadError(f"cannot load the model {model_path}: {error}") from error
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -170,7 +170,7 @@ class MergingBuffer:
             self._whole.read(manifest)
             return
         if manifest.lora.serve != "merged":
-            raise WeightsReadError("the adapter was published to be served apart from the model")
+            raise WeightsReadError("the adapter was published to be served unmerged, not merged")
         self._adapter.read(manifest)
         pairs = pairs_of(self._adapter.tensors())
         if self._base is None:
@@ -199,11 +199,9 @@ class MergingBuffer:
 class StagedWeights:
     """An engine's copy of one published version, from `stage` to `install`. Thread-safe.
 
-    It takes one more copy of the weights per engine, in the engine's data types. Copying from the
-    published file straight into the parameters would save that memory, but a version that is
-    overwritten during the copy would leave them with a mixture of two versions, and generation
-    would stop for the whole copy. `check` raises WeightsError to refuse the tensors; `buffer` holds
-    the copy.
+    It takes one more copy of the weights, in the engine's data types. Without it a version that is
+    overwritten during an installation would leave a mixture of two versions, and generation would
+    stop for the whole copy. `check` raises WeightsError to refuse the tensors.
     """
 
     def __init__(self, check: Callable[[NamedTensors], None], buffer: Buffer | None = None) -> None:
@@ -215,9 +213,8 @@ class StagedWeights:
     def stage(self, manifest: WeightManifest) -> None:
         """Copy a published version and check it. It replaces a version that was not installed.
 
-        If it raises, nothing is staged: WeightsSupersededError if this version was overwritten by a
-        newer one, or removed; WeightsError if the file cannot be read, or `check` refused its
-        tensors.
+        If it raises, nothing is staged: WeightsSupersededError for a version that was overwritten
+        or removed, WeightsError for a file that cannot be read or that `check` refused.
         """
         with self._lock:
             self._version = None

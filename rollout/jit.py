@@ -139,7 +139,7 @@ def _alone(lock: Path) -> Iterator[None]:
         last = time.monotonic() + _WAIT_SECONDS
         while not _locked(file):
             if time.monotonic() > last:
-                _log.debug("%s is locked for over %.0f s", lock, _WAIT_SECONDS)
+                _log.debug("%s has been locked for %.0f s", lock, _WAIT_SECONDS)
                 break
             time.sleep(_LOOK_SECONDS)
         _held.add(lock)
@@ -171,7 +171,11 @@ def code_directory(
         if b"@kernel" in text:
             digest.update(text)
     name = f"kernels-{package.name}-{digest.hexdigest()[:16]}"
-    places = [lambda: Path(configured)] if configured else [_next_to(package), _own_temporary]
+    places = (
+        [lambda: Path(configured)]
+        if configured
+        else [lambda: package / "__pycache__", _own_temporary]
+    )
     tried = []
     for place in places:
         base = place()
@@ -188,10 +192,6 @@ def code_directory(
         ", ".join(tried),
     )
     return None
-
-
-def _next_to(package: Path) -> Callable[[], Path]:
-    return lambda: package / "__pycache__"
 
 
 def _own_temporary() -> Path:

@@ -112,9 +112,8 @@ class DraftPlanner:
         """Decide what to ask the cache for; each row may generate `left` `[n]` more tokens.
 
         Returns `[n]` most draft tokens of each row (all 0: do not ask), and the smallest path
-        probability worth drafting. A row does not draft its last token: the draw after its last
-        draft generates it anyway. `other_tokens` of the same step belong to no decoding row
-        (prompts).
+        probability worth drafting. The draw after a row's last draft generates its last token, so
+        that is not drafted. `other_tokens` of the same step are prompts.
         """
         rows = len(left)
         self._asked = 0
@@ -131,7 +130,7 @@ class DraftPlanner:
         self._asked = rows
         longest = min(self._max_draft_tokens, spare)
         budgets = np.minimum(np.maximum(left - 1, 0), longest).astype(np.int32)
-        return budgets, self._min_probability(rows)
+        return budgets, min(0.75 * self._scale_of(rows).cut, 0.9)
 
     def choose(
         self, path_probabilities: FloatArray, offsets: IntArray, *, rows: int, other_tokens: int = 0
@@ -164,13 +163,7 @@ class DraftPlanner:
 
     def _learn(self) -> None:
         for step in self._unlearned:
-            self.times.observe(
-                tokens=step.tokens,
-                rows=step.rows,
-                context=step.context,
-                asked=step.asked,
-                seconds=step.seconds,
-            )
+            self.times.observe(**step._asdict())
         for step in self._unlearned:
             self._earn(step.rows, step.context, step.seconds)
         self._unlearned.clear()
@@ -260,10 +253,6 @@ class DraftPlanner:
             return False
         self._bank -= price
         return True
-
-    def _min_probability(self, rows: int) -> float:
-        scale = self._scale_of(rows)
-        return min(0.75 * scale.cut, 0.9)
 
     def _plain(self, rows: int, base: int) -> float:
         return float(self._curve(rows, base, 0, asked=False, optimistic=False)[0])

@@ -291,9 +291,8 @@ class TorchEngine:
             if self._readers.get(name) is reader:
                 del self._readers[name]
             if not ended and self._ended is None:
-                thread.post(
-                    partial(_abort, core, name, reader), done=_ignore, failed=self._step_failed
-                )
+                abort = partial(_abort, core, name, reader)
+                thread.post(abort, done=lambda _: None, failed=self._step_failed)
 
     def _begin_reading(self, request_id: str, reader: _Reader) -> None:
         """Deliver later chunks to this reader; an earlier request may have had the same id."""
@@ -310,9 +309,8 @@ class TorchEngine:
     def end_session(self, session: str) -> None:
         """Free the KV of a response whose turns are over, before the next step."""
         if self._core is not None and self._thread is not None and self._ended is None:
-            self._thread.post(
-                partial(self._core.end_session, session), done=_ignore, failed=self._step_failed
-            )
+            end = partial(self._core.end_session, session)
+            self._thread.post(end, done=lambda _: None, failed=self._step_failed)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Score given tokens between two steps. Raises RequestError."""
@@ -397,10 +395,6 @@ def _abort(core: DecodeCore, request_id: str, reader: _Reader) -> None:
     """Abort the reader's request, unless it was refused because its id was in use."""
     if reader.is_served:
         core.abort(request_id)
-
-
-def _ignore(_result: None) -> None:
-    """Ignore the result of a job."""
 
 
 def _use_threads(threads: int | None) -> None:

@@ -142,29 +142,15 @@ class SlotModel:
 
     def _blocks(self, feed: StepInputs) -> list[Block]:
         blocks: list[Block] = []
+        kind: Any = {"dtype": self.dtype, "device": self.device}
         if len(feed.decode_counts):
-            blocks.append(
-                decode_block(
-                    feed.decode_lengths,
-                    feed.decode_counts,
-                    feed.hidden,
-                    feed.decode_depths,
-                    dtype=self.dtype,
-                    device=self.device,
-                )
-            )
+            lengths, counts = feed.decode_lengths, feed.decode_counts
+            blocks.append(decode_block(lengths, counts, feed.hidden, feed.decode_depths, **kind))
         row, token, fresh = len(feed.decode_counts), len(feed.decode_tokens), feed.new_lengths
         if feed.new_starts is not None:
             resumed = int(np.count_nonzero(feed.new_starts))
-            counts, fresh = fresh[:resumed], fresh[resumed:]
-            blocks += resumed_blocks(
-                feed.new_starts[:resumed],
-                counts,
-                first_row=row,
-                first_token=token,
-                dtype=self.dtype,
-                device=self.device,
-            )
+            starts, counts, fresh = feed.new_starts[:resumed], fresh[:resumed], fresh[resumed:]
+            blocks += resumed_blocks(starts, counts, first_row=row, first_token=token, **kind)
             row, token = row + resumed, token + int(counts.sum())
         if len(fresh):
             blocks += causal_blocks(fresh, first_row=row, first_token=token, device=self.device)
@@ -299,7 +285,7 @@ def _choose_forward(model: SlotModel, path: str, *, allowed: bool) -> None:
     if not apart <= _TOLERANCE[torch.float32]:
         raise EngineStartError(
             f"{path!r} gives other probabilities in the fused forward pass than in transformers' "
-            f"(total variation {apart:.2g}). Set engine.torch.fused: false, and report this"
+            f"(total variation {apart:.2g}): set engine.torch.fused: false, and report this"
         )
     _log.info("forward pass: fused (%s)", type(model.module).__name__)
 

@@ -203,17 +203,10 @@ class FusedDecoder:
             keys, values = np.empty(shape, np.float32), np.empty(shape, np.float32)
         logits = torch.empty(last, len(weights.head))
         forward(
-            self._sgemm,
-            weights,
-            ids,
+            self._sgemm, weights, ids,
             Places(positions, reach.slot, reach.first, reach.last, reach.base, reach.hidden),
-            wanted,
-            fed,
-            keys,
-            values,
-            self._buffers,
-            logits.numpy(),
-        )
+            wanted, fed, keys, values, self._buffers, logits.numpy(),
+        )  # fmt: skip
         return logits[: len(wanted)]
 
     def _filled_up(self, tokens: int) -> int:
