@@ -1,12 +1,10 @@
 """Compiles a package's kernels with numba, keeps the machine code on disk, and checks arguments.
 
 Numba checks only the age of one source file, but kernels of one module are inlined into those of
-another. Here the name of the directory contains a digest of all sources of the package that have
-kernels, of the packages whose kernels it inlines, and of numba's version (SGLang's interpreter may
-have another one). If nothing can be written (a read-only image), each process compiles the code
-again, for seconds. `NUMBA_CACHE_DIR` is respected.
-
-Of processes that start at once, one compiles a kernel; the others wait for its code.
+another. So the name of the directory contains a digest of all sources with kernels of the package
+and of those that it inlines, and of numba's version (SGLang's interpreter may have another one). If
+nothing can be written, each process compiles the code again. `NUMBA_CACHE_DIR` is respected. Of
+processes that start at once, one compiles a kernel; the others wait for its code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The trajectory: one sample of one prompt, with the origin of every token.
 
-A trajectory is finished and immutable. While it is being generated it is a `TrajectoryBuilder`, to
-which an engine's chunks are appended: a different stage is a different type.
+A trajectory is finished and immutable; an engine's chunks are appended to a `TrajectoryBuilder`.
 
 Example:
     >>> import numpy as np
@@ -90,8 +89,8 @@ class Segment(msgspec.Struct, frozen=True):
 class KeptTokens:
     """Response tokens drawn earlier, with the record of each draw.
 
-    They are verified under a newer policy, and only if they were *never trained on*: see
-    docs/exactness.md. L is the number of tokens, K the stored top-K.
+    They may be verified if they were *never trained on* (docs/exactness.md). L is the number of
+    tokens, K the stored top-K.
     """
 
     tokens: IntArray
@@ -162,8 +161,7 @@ class Trajectory:
     def without_versions_after(self, version: int) -> Self:
         """Return the same tokens, now that the policies of later versions are gone.
 
-        If any token is of such a policy, all of them count as of an unknown one: they are verified
-        together in any case.
+        If any token is of such a policy, all count as of an unknown one, and are verified together.
         """
         if self.segments[-1].policy_version <= version:
             return self
@@ -192,10 +190,9 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class VerifiableTrajectory(Trajectory):
-    """A trajectory in its generator: its tokens can still be verified.
+    """A trajectory in its generator: its tokens can still be verified. K is the stored top-K.
 
-    Training does not read the additional fields, so they do not travel to the trainer. K is the
-    stored top-K.
+    Training does not read the additional fields, so they do not travel to the trainer.
     """
 
     topk_ids: IntArray

@@ -11,8 +11,8 @@ A reader copies the bytes between its position and `end`. Every message contains
 checksum, so a message that was overwritten during the copy is detected, and the reader resumes at
 `oldest`. A slow reader never delays the writer.
 
-Files are read and written, not mapped: a truncated file or a full /dev/shm is then an error that
-can be handled and not a SIGBUS. Readers and writers check all numbers before they use them.
+Files are read and written, not mapped: a truncated file or a full /dev/shm is then an error and not
+a SIGBUS. All numbers are checked before they are used.
 """
 
 from __future__ import annotations

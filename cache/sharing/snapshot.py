@@ -76,10 +76,10 @@ def restore(
     the saved one; token ids from `vocabulary` on are refused. Returns the response tokens read,
     which count as inserted in the cache's stats.
 
-    Raises SnapshotRefused for another format or fingerprint, or a damaged file; the cache is
-    unchanged, except if a file with a correct digest is inconsistent: then it contains the prompts
-    before the inconsistency. Raises ValueError if the cache is not empty, or the fingerprint is
-    empty or too long; OSError if the file is missing or cannot be read.
+    Raises SnapshotRefused for another format or fingerprint, or a damaged file; if a file with a
+    correct digest is inconsistent, the cache contains the prompts before the inconsistency. Raises
+    ValueError for a cache that is not empty, or an empty or too long fingerprint; OSError for a
+    file that cannot be read.
     """
     mark = _fingerprint_bytes(fingerprint)
     if cache.stats().sequences:

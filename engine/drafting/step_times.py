@@ -10,10 +10,8 @@
 - The **scale** follows what all steps have in common, such as another program on this machine.
 
 A difference is cut to three times the usual one, and the quicker of a cell's first two steps
-counts, so a stalled step does little harm. The module uses no clock and no randomness.
-
-The cells are one array for compiled code: it is read after almost every step in which rows have
-ended, and as Python objects it was a quarter of the drafter's cost (decision 0032).
+counts, so a stalled step does little harm. The cells are one array for compiled code, because they
+are read after almost every step in which rows have ended (decision 0032).
 """
 
 from __future__ import annotations

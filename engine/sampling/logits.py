@@ -1,11 +1,9 @@
 """Draws and lookups from the logits of a step, in slabs of rows under a limit of memory.
 
-The operations between logits and a token need several arrays over the vocabulary at once: 4,096
-rows in one piece would take more than 5 GB. Rows are independent of each other, so slabs change no
-result. The limit is `engine.logits_mib`, without the model's logits themselves.
-
-On a GPU kernels work from the logits directly (`engine.sampling.logits_triton`) and write no array
-over the vocabulary, so only the output layer has to be asked in slabs there.
+The operations between logits and a token need several arrays over the vocabulary: 4,096 rows at
+once would take more than 5 GB. Rows are independent, so slabs change no result. The limit is
+`engine.logits_mib`, without the model's logits themselves. On a GPU kernels work from the logits
+directly (`engine.sampling.logits_triton`), so only the output layer has to be asked in slabs there.
 """
 
 from __future__ import annotations

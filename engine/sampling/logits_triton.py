@@ -9,9 +9,6 @@
 No array over the vocabulary is written. The results are defined by `engine.sampling.drawing` and
 `engine.sampling.truncation`: the same random bits, the order of ids, the same rule for equal values
 (lower id first). Logarithms and sums may differ from theirs in the last bits.
-
-It has run in Triton's interpreter and was compiled for GPUs from an A100 to a B200, never on a GPU
-(`tests/engine/sampling/test_logits_triton.py`).
 """
 
 from __future__ import annotations

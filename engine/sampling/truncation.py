@@ -4,9 +4,7 @@ A draw (`engine.sampling.drawing`) is a pure function of the distribution, the s
 the position in the response and, for tokens outside the list, the policy version. Its numbers are
 the position-th outputs of SplitMix64 streams (Steele, Lea, Flood 2014) started at mixed seeds. So
 neither the batch, nor the slot, nor the drafts can change which token a request generates, except
-by rounding: logits differ in the last bits with the shape of the batch, which moves a draw about
-once in 10^6 (never with a batch-invariant model, see
-`asyncrl.engine.torch.cpu.invariant_attention`).
+by rounding of logits (never with a model of `asyncrl.engine.torch.cpu.invariant_attention`).
 
 A request that continues after a *rejected* token needs a new seed: given the rejection, the old
 number at that position is no longer uniform. For the same reason the numbers that accept or reject

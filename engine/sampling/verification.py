@@ -1,12 +1,10 @@
 """The verdict on kept tokens, given the current policy at each of them. All engines use it.
 
 An engine runs the kept tokens through its model. `read` looks up what the rules need in the current
-distributions, which may come in parts. `judge` accepts a prefix of each row and draws the symbol
-after it. If that is the tail, `name_tokens` draws the token from the distribution at its position.
-A token that was drawn outside its list is named again, by the same noise.
-
-Both distributions have all mass on an observed token, regardless of the model, so a rule always
-accepts it with the token before it.
+distributions, which may come in parts; a token that was drawn outside its list is named again, by
+the same noise. `judge` accepts a prefix of each row and draws the symbol after it. If that is the
+tail, `name_tokens` draws the token from the distribution at its position. Both distributions have
+all mass on an observed token, so a rule always accepts it with the token before it.
 
 Random numbers are a function of (seed of the request, policy version, position), from separate
 streams. What follows a fully accepted row, or `lenient` tokens, is drawn freely by the engine from

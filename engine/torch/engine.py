@@ -5,13 +5,8 @@
                    bounded by: the core's slots
 
 Chunks of a step are delivered while the next one is computed. The core is not thread-safe, so only
-the thread touches it; calls during a step are made before the next one, in order:
-
-    thread = DecodeThread(core.step, may_step=lambda: core.has_work, deliver=..., failed=...)
-    thread.post(lambda: core.interrupt("r1"), done=deliver, failed=end)  # before the next step
-    scores = await thread.run(lambda: core.score(requests))
-
-If a step fails, every waiting consumer is woken with the reason, and later calls raise it.
+the thread touches it; calls during a step are made before the next one, in order. If a step fails,
+every waiting consumer is woken with the reason, and later calls raise it.
 """
 
 from __future__ import annotations
@@ -104,8 +99,8 @@ class DecodeThread:
     ) -> T:
         """Call `work` between two steps and return its result. If cancelled, it is still called.
 
-        `done` is as in `post`. Reports of later steps may come before the caller resumes, so what
-        must precede them belongs in `done`. If `is_last`, the thread ends after it.
+        `done` is as in `post`: reports of later steps may come before the caller resumes. If
+        `is_last`, the thread ends after it.
         """
         result: asyncio.Future[T] = self._loop.create_future()
 
@@ -170,7 +165,7 @@ class DecodeThread:
                 if self._failure is not None and not ends:
                     raise EngineError(f"the decode loop failed: {self._failure!r}")
                 outcomes.append((job.done, job.work()))
-            except Exception as error:  # noqa: BLE001 - whoever asked for it is told
+            except Exception as error:  # noqa: BLE001 - its caller gets it
                 outcomes.append((job.failed, error))
         if outcomes:
             self._tell(_tell_all, outcomes)

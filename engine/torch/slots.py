@@ -1,8 +1,8 @@
 """KV slots, the layout of one step's tokens, and attention over both.
 
 A step's tokens are packed into one sequence `[1, T]`: first every decoding row's last token and
-drafts, row by row, then whole new contexts. Only attention depends on rows. It is registered with
-transformers as an attention backend, so any model built on that interface runs unchanged.
+drafts, row by row, then whole new contexts. Only attention, an attention backend of transformers,
+depends on rows.
 
 Legend of shapes: S slots, n running rows, T packed tokens, Q queries of a row (padded), L keys, H
 query heads, J key/value heads, G = H / J, D head size.

@@ -62,11 +62,9 @@ def verify_kept(
     holds, and draw the next symbol from max(w_i p - q, 0), rescaled. This is block verification
     (Sun et al. 2024, arXiv 2403.10444, algorithm 2) over symbols.
 
-    Both rules are exact given everything that has happened. By block, a prefix x_1 .. x_i is
-    accepted with a probability that is never smaller. Proofs: docs/exactness.md.
-
-    Where a residual vanishes by rounding, its position was reached by rounding too (probability
-    about 1e-7); the symbol is then drawn from p.
+    Both rules are exact given everything that has happened; by block, a prefix is accepted at least
+    as often. Proofs: docs/exactness.md. Where a residual vanishes by rounding, its position was
+    reached by rounding too (probability about 1e-7); the symbol is then drawn from p.
 
     Args:
         symbols: `[N]` of the kept tokens, row after row, 0 to K.

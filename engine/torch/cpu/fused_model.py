@@ -1,8 +1,8 @@
 """A forward pass of Llama-like models on a CPU core, in as few calls as possible.
 
 A small model's decode step is bound by the number of operations. Here the whole pass is one
-compiled call, which releases Python's lock once: a layer is four matrix products and three loops,
-on persistent buffers. The last layer computes only the tokens whose logits are wanted.
+compiled call: a layer is four matrix products and three loops, on persistent buffers. The last
+layer computes only the tokens whose logits are wanted.
 
     embed + norm -> [qkv, rotate_and_store, attend, o, add_and_norm, gate and up, gated, down,
                      add_and_norm] x layers -> head
