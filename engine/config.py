@@ -87,7 +87,6 @@ class SamplingConfig(BaseModel):
         stop_tokens: tuple[int, ...],
         stop_rule: StopRule | None,
         top_k_logprobs: int,
-        seed: int | None,
     ) -> SamplingParams:
         """Return the sampling parameters of one request; `stop_rule` is that of `stop`."""
         return SamplingParams(
@@ -99,7 +98,6 @@ class SamplingConfig(BaseModel):
             stop_tokens=stop_tokens,
             stop_rule=stop_rule,
             top_k_logprobs=top_k_logprobs,
-            seed=seed,
         )
 
 

@@ -240,17 +240,15 @@ class Engine(Protocol):
     async def install_weights(self, policy_version: int) -> None:
         """Replace the weights by the staged ones between two steps.
 
-        Running requests continue with the KV that they have. No token is ever drawn from a mixture
-        of two versions. A staged version can be installed once. Raises WeightsError if this version
-        is not staged; the engine keeps its weights.
+        Running requests continue with their KV. No token is ever drawn from a mixture of two
+        versions. Raises WeightsError if this version is not staged, or was installed before.
         """
 
     async def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of the weights in use; not called during an installation.
 
-        It is computed on their device, once after the start and after each installation. Tokens may
-        be drawn during it; the caller delivers none of them before it has compared. Names are those
-        of the HF state dict; a tensor whose form in the engine cannot be compared is left out.
+        Tokens may be drawn during it; the caller delivers none of them before it has compared.
+        Names are those of the HF state dict; tensors that cannot be compared are left out.
         """
 
     async def save_cache(self) -> int:

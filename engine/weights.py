@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -30,23 +31,21 @@ _BASE_SECONDS, _BYTES_PER_SECOND = 60.0, 0.3e9
 def longest_installation(nbytes: int, at_least: float = 0.0) -> float:
     """Return the time limit in seconds for another process to stage weights, or to install them.
 
-    It is more than twice the computed time of both together (docs/trainer.md). `nbytes` is the size
-    of all weights, even if a rank takes a part of them; `at_least` is `ProcessConfig.call_seconds`.
+    It is more than twice the computed time of both (docs/trainer.md). `nbytes` is the size of all
+    weights, even if a rank takes a part of them.
     """
     return max(at_least, _BASE_SECONDS + nbytes / _BYTES_PER_SECOND)
 
 
+@dataclass(frozen=True, slots=True)
 class ModelShapes:
     """Names and shapes of a model's HF state dict, tied names included."""
 
-    def __init__(
-        self, shapes: dict[str, tuple[int, ...]], needed: frozenset[str], tied: dict[str, str]
-    ) -> None:
-        self.shapes = shapes
-        self.needed = needed
-        """One name of each parameter; the first of tied names."""
-        self.tied = tied
-        """Further names of tied tensors, each with the first name of its tensor."""
+    shapes: dict[str, tuple[int, ...]]
+    needed: frozenset[str]
+    """One name of each parameter; the first of tied names."""
+    tied: dict[str, str]
+    """Further names of tied tensors, each with the first name of its tensor."""
 
     @property
     def elements(self) -> int:

@@ -42,13 +42,7 @@ _held = set[Path]()
 
 
 class Compiler:
-    """Compiles the kernels of one package.
-
-    kernel = kernels_of("engine/torch")
-
-    @kernel
-    def add(...): ...
-    """
+    """Compiles a package's kernels: `kernel = kernels_of("engine/torch")`, then `@kernel`."""
 
     def __init__(self, package: Path, *inlined: Path) -> None:
         """Choose the directory for `package`'s code, which inlines kernels of `inlined`."""
@@ -62,10 +56,8 @@ class Compiler:
         """Compile like `__call__`, for kernels of floating-point sums.
 
         A sum over the innermost loop is computed as a vector. Its order then depends on the
-        processor and on the number of terms, never on the data. Python's lock is released.
-
-        A loop with a sum must not store into an array: the compiled code would sum in another order
-        if two arrays lie close to each other in memory.
+        processor and on the number of terms, never on the data; but a loop with a sum must not
+        store into an array, or the order depends on where arrays lie. Python's lock is released.
         """
         return self._compile(function, nogil=True, fastmath={"reassoc", "contract", "nsz", "arcp"})
 
@@ -115,10 +107,7 @@ class Compiler:
 
 @functools.cache
 def kernels_of(*packages: str) -> Compiler:
-    """Return the compiler of a package's kernels.
-
-    `packages` are its folder below `asyncrl`, then those whose kernels it inlines.
-    """
+    """Return the compiler of a package's folder, followed by those whose kernels it inlines."""
     package, *inlined = [Path(__file__).parents[1] / one for one in packages]
     return Compiler(package, *inlined)
 
@@ -160,8 +149,7 @@ def code_directory(
 ) -> Path | None:
     """Return a writable directory for the code of these sources; None if there is none.
 
-    `configured` is numba's setting (`NUMBA_CACHE_DIR`), "" if unset; kernels of the directories
-    `inlined` are inlined into these.
+    `configured` is numba's setting (`NUMBA_CACHE_DIR`), "" if unset.
     """
     digest = hashlib.sha256(numba.__version__.encode())
     for source in [one for place in (package, *inlined) for one in sorted(place.rglob("*.py"))]:
@@ -227,11 +215,7 @@ def int32_values(name: str, values: ArrayLike, minimum: int = -(2**31)) -> IntAr
 
 
 def check_offsets(what: str, offsets: IntArray, total: int) -> None:
-    """Raise ValueError unless `offsets` `[B+1]` rise from 0 to `total`.
-
-    `what` is the called function, for the error message; row i is offsets[i] .. offsets[i+1] - 1 of
-    a flat array of length `total`.
-    """
+    """Raise ValueError, naming `what`, unless `offsets` `[B+1]` rise from 0 to `total`."""
     if len(offsets) and offsets[0] == 0 and offsets[-1] == total and (np.diff(offsets) >= 0).all():
         return
     brief = np.array2string(offsets, threshold=8)

@@ -104,7 +104,7 @@ class KeptTokens:
     noise_seeds: SeedArray
     """`[L]` seeds of the noise that chose among the tokens outside the list."""
     observed: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_))
-    """`[L]` whether a token was observed (`Provenance.OBSERVED`); left out: none was."""
+    """`[L]` True if a token was observed (`Provenance.OBSERVED`); left out: none was."""
     lenience: float | None = None
     """None: the exact rule. A number l: SPEC-RL's rule, which accepts with min(1, l p/q) and draws
     no residual. That rule is biased; see docs/exactness.md."""
@@ -281,10 +281,9 @@ class TrajectoryBuilder:
             self.turn_start = end - n + int(observed[-1]) + 1
 
     def append_observed(self, tokens: IntArray) -> None:
-        """Append n observed tokens: they end a turn, and the next one begins.
+        """Append n observed tokens, which end a turn, with the version of the token before them.
 
-        They count as of the version of the token before them. Raises ValueError if there is no
-        token before them.
+        Raises ValueError if no token is before them.
         """
         if not self._segments:
             raise ValueError(f"trajectory {self.id}: observed tokens follow no turn of the policy")
@@ -303,10 +302,9 @@ class TrajectoryBuilder:
         )
 
     def begin_context(self, prompt_tokens: IntArray) -> None:
-        """Begin a new context: what follows is generated after these tokens alone, at least one.
+        """Begin a new context: what follows is generated after these observed tokens alone.
 
-        They are observed tokens of the trajectory, which keeps earlier tokens. Raises ValueError if
-        there is no token before them, or none of them.
+        Raises ValueError if there are none, or no token before them.
         """
         if not len(prompt_tokens):
             raise ValueError(f"trajectory {self.id}: a context begins with an empty prompt")

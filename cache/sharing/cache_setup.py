@@ -1,9 +1,5 @@
 """A generator's cache: opened from a snapshot, shared, and saved again.
 
-    place = CachePlace(name="generator-0", exchange=None, snapshot="g0.snapshot", ...)
-    cache = open_at(config, place)
-    save_at(cache, place)
-
 A failure here costs drafts, never exactness: it is logged, and the run continues.
 """
 
@@ -16,9 +12,9 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.errors import CacheError
 from asyncrl.cache.sharing.exchange import SharedCache
-from asyncrl.cache.sharing.snapshot import restore, save
+from asyncrl.cache.sharing.ring import ExchangeRefused
+from asyncrl.cache.sharing.snapshot import SnapshotRefused, restore, save
 from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.rollout.jit import INT32_MAX
 
@@ -51,14 +47,14 @@ def open_at(config: CacheConfig, place: CachePlace) -> RolloutCache:
         exchange = Path(place.exchange)
         try:
             cache = SharedCache(config, exchange, place.name, vocabulary=place.vocabulary)
-        except CacheError as error:
+        except ExchangeRefused as error:
             _log.warning("this generator shares no rollouts with others: %s", error)
     cache = cache or RolloutCache(config)
     path = _path(place.snapshot)
     if path is not None and path.exists() and config.enabled:
         try:
             tokens = restore(path, cache, place.fingerprint, vocabulary=place.vocabulary)
-        except (CacheError, ValueError, OSError) as error:
+        except (SnapshotRefused, ValueError, OSError) as error:
             _log.warning("the cache starts empty: %s", error)
         else:
             _log.info("the cache starts with %d tokens of an earlier process", tokens)
@@ -73,7 +69,7 @@ def save_at(cache: RolloutCache, place: CachePlace) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return save(cache, path, place.fingerprint)
-    except (CacheError, OSError) as error:
+    except OSError as error:
         _log.warning("the cache was not saved: %s", error)
         return 0
 

@@ -28,8 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.cache.config import MAX_MATCH_LIMIT, CacheConfig
-from asyncrl.cache.errors import ExchangeRefused
-from asyncrl.cache.sharing.ring import RingReader, RingWriter
+from asyncrl.cache.sharing.ring import ExchangeRefused, RingReader, RingWriter
 from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.cache.tree.sequences import StoredRollouts, are_valid_tokens
 from asyncrl.rollout.jit import INT32_MAX

@@ -25,8 +25,6 @@ import zlib
 from collections import deque
 from pathlib import Path
 
-from asyncrl.cache.errors import ExchangeRefused
-
 MAGIC = b"ringfile"
 FORMAT = 1
 MIN_CAPACITY, MAX_CAPACITY = 1 << 12, 1 << 30
@@ -36,6 +34,10 @@ _MARKS = struct.Struct("<QQI")
 _BASE = 64
 _MESSAGE = struct.Struct("<QII")
 _READ = 1 << 16
+
+
+class ExchangeRefused(Exception):  # noqa: N818 - named for what was decided
+    """An unusable directory of an exchange, or a file that is not a ring."""
 
 
 def _marks(oldest: int, end: int) -> bytes:

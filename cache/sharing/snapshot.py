@@ -30,7 +30,6 @@ from typing import BinaryIO
 import numpy as np
 
 from asyncrl.cache.config import MAX_MATCH_LIMIT
-from asyncrl.cache.errors import SnapshotRefused
 from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.cache.tree.sequences import StoredRollouts, are_valid_tokens
 from asyncrl.rollout.jit import INT32_MAX
@@ -47,6 +46,10 @@ _HEADER = _FIELDS.size + _DIGEST
 _PROMPT = struct.Struct("<IIQ")
 _CHUNK = 1 << 20
 _INT32 = np.dtype("<i4")
+
+
+class SnapshotRefused(Exception):  # noqa: N818 - named for what was decided
+    """A snapshot was not loaded; the message says which file is wrong, how, and what to do."""
 
 
 def save(cache: RolloutCache, path: str | os.PathLike[str], fingerprint: str) -> int:

@@ -1,6 +1,4 @@
-"""The rollout cache: rows store their tokens and draft from the others'.
-
-There is one tree of earlier rollouts per prompt.
+"""The rollout cache: rows store their tokens and draft from the others', one tree per prompt.
 
 Example:
     >>> import numpy as np
@@ -178,10 +176,8 @@ class RolloutCache:
         `key` names the prompt's tree; "" opens a row that neither stores nor drafts. `context`
         `[C]` is the prompt and the response tokens that the request resumes from. The first draft
         is matched by its end, which should be the same for all samples of a prompt; only the last
-        `max_match` tokens are used.
-
-        Raises TypeError if the key is not a string or the context does not hold integers;
-        ValueError if a token is negative or does not fit 32 bits.
+        `max_match` tokens are used. Raises TypeError for a key that is not a string or tokens that
+        are not integers; ValueError for tokens that are negative or above 2 ** 31 - 1.
         """
         if not isinstance(key, str):
             raise TypeError(f"a cache key must be a str, not {type(key).__name__}")

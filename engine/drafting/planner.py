@@ -11,9 +11,8 @@ memory; beyond it each token costs its share of arithmetic. An engine uses the p
     planner.judge(path_probabilities_of_fed_nodes, accepted_flags)
 
 With S(m) the expected tokens of a step that feeds the m best nodes, and T(m) its seconds, the step
-takes the m with the largest S - rate x T, where `rate` is what recent steps yield. A budget of
-seconds, the bank, pays for exploration; it fills with a small share of the time. Reasons and
-alternatives: docs/decisions/0006.
+takes the m with the largest S - rate x T, where `rate` is what recent steps yield. A small share of
+the time, the bank, pays for exploration. Reasons and alternatives: docs/decisions/0006.
 """
 
 from __future__ import annotations

@@ -61,11 +61,7 @@ class StopRule:
         return cls(tuple(strings), np.ascontiguousarray(columns[:, examples]), classes)
 
     def follow(self, state: int, tokens: NDArray[np.integer]) -> tuple[int | None, int]:
-        """Read tokens from a state.
-
-        Returns the number of tokens up to the response's end (None: it continues), and the new
-        state.
-        """
+        """Read tokens; return their number up to the response's end, or None, and the new state."""
         count, state = _follow(self.table, self.classes, state, np.asarray(tokens, np.int64))
         return (count, self.start) if state == ENDED else (None, int(state))
 

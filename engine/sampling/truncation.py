@@ -81,7 +81,7 @@ class SamplingColumns:
     min_p: FloatArray
     """`[N]` in [0, 1]; 0: off."""
     truncated: NDArray[np.bool_]
-    """`[N]` whether any of the last three is on."""
+    """`[N]` True if any of the last three is on."""
 
     @classmethod
     def unset(cls, rows: int) -> Self:

@@ -105,8 +105,7 @@ def decode_block(
 ) -> Block:
     """Make the block of rows `[0, m)` with `lengths` valid keys and `counts` new tokens each.
 
-    `hidden` pairs of new tokens get no attention; `depths` `[sum(counts)]` as in
-    `StepInputs.decode_depths`.
+    `hidden` pairs of new tokens get no attention; `depths` are `StepInputs.decode_depths`.
     """
     queries = int(counts.max())
     last_key = torch.from_numpy(lengths[:, None] + np.arange(queries)).to(device)

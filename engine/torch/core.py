@@ -142,9 +142,8 @@ class CoreSettings:
 class DecodeCore:
     """Continuous batching with exact drafting over a loaded model. Not thread-safe.
 
-    `source` proposes drafts (None: requests' earlier continuations only). `seed` is that of the
-    stream that gives seeds to requests without one. `planner` decides how much to draft (None: one
-    that learns from this core's step times).
+    `source` proposes drafts (None: requests' earlier continuations only). `seed` is that of
+    `SeedStream`. `planner` decides how much to draft (None: it learns from this core's steps).
     """
 
     def __init__(

@@ -51,9 +51,8 @@ class _Job:
 class DecodeThread:
     """Runs jobs and steps of one core. Made and called in one event loop.
 
-    `step` returns a step's chunks, which `deliver` gets in the event loop, and `may_step` returns
-    True if there is anything to compute; both are called in the thread, and `prepare` once.
-    `failed` gets a step's exception in the event loop. No other step follows, and jobs fail.
+    `prepare`, `may_step` and `step` are called in the thread; `deliver` gets a step's chunks in the
+    event loop, and `failed` its exception. Then no other step follows, and jobs fail.
     """
 
     def __init__(
@@ -263,8 +262,7 @@ class TorchEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Stream a response; closing the iterator frees the slot.
 
-        Raises RequestError at the first chunk if the request cannot be served; EngineError if the
-        engine is not running, or its loop failed.
+        Raises RequestError at the first chunk, EngineError if the engine is not running or failed.
         """
         core, thread = self._running()
         name, reader = request.request_id, _Reader()

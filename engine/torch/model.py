@@ -208,9 +208,9 @@ def load_model(
 ) -> SlotModel:
     """Load a model from a directory or hub id, and check that it runs with KV slots.
 
-    If `fused`, it may compute in `asyncrl.engine.torch.cpu.fused_model`. If `wide_logits`, logits
-    of a 16-bit model are float32. Raises EngineStartError if it cannot be loaded, its attention or
-    state does not fit KV slots, or it cannot be batch-invariant on this machine.
+    If `fused`, it may compute in `engine.torch.cpu.fused_model`; if `wide_logits`, logits of a
+    16-bit model are float32. Raises EngineStartError if it cannot be loaded, does not fit KV slots,
+    or cannot be batch-invariant on this machine.
     """
     if batch_invariant and (device.type, dtype) != ("cpu", torch.float32):
         raise EngineStartError(

@@ -28,7 +28,7 @@ class Verdicts:
     """`[B]` symbol of the token to append after them: its place in the list, K for the tail; -1 if
     the whole row was accepted, so that generation simply continues."""
     renamed: NDArray[np.bool_]
-    """`[B]` whether the token to append is the tail token that stood there, under its new identity.
+    """`[B]` True if the token to append is the tail token that stood there, under its new identity.
     A tail symbol that is not renamed is drawn outside the list, with fresh noise."""
 
 

@@ -164,8 +164,7 @@ class FusedDecoder:
     """The forward pass of one model of `asyncrl.rollout.cpu`, float32, on a CPU.
 
     The model's weights become views. The slots of `cache` must be allocated; their content is lost.
-    If `batch_invariant`, products see whole blocks of rows
-    (`engine.torch.cpu.invariant_attention`). Raises EngineError if torch's BLAS has no `sgemm_`.
+    If `batch_invariant`, products see whole blocks of rows. Raises EngineError without a `sgemm_`.
     """
 
     def __init__(self, model: Any, cache: SlotCache, *, batch_invariant: bool = False) -> None:

@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.errors import ExchangeRefused
 from asyncrl.cache.sharing import exchange
 from asyncrl.cache.sharing import exchange as message
 from asyncrl.cache.sharing.exchange import SharedCache, parse
-from asyncrl.cache.sharing.ring import RingReader, RingWriter
+from asyncrl.cache.sharing.ring import ExchangeRefused, RingReader, RingWriter
 from asyncrl.cache.tree.rollout_tree import RolloutCache
 
 PROMPT = np.array([101, 102, 103], np.int32)

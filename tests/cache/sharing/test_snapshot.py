@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rollout_caches import cache_of
 
 from asyncrl.cache.config import CacheConfig, TreeRules
-from asyncrl.cache.errors import CacheError, SnapshotRefused
 from asyncrl.cache.sharing import snapshot
+from asyncrl.cache.sharing.snapshot import SnapshotRefused
 from asyncrl.cache.tree.rollout_tree import RolloutCache
 
 MODEL = "built-in 0.3M, vocabulary 64"
@@ -74,7 +74,6 @@ def refusal(tmp_path: Path, data: bytes, fingerprint: str = MODEL) -> str:
     path.write_bytes(data)
     with pytest.raises(SnapshotRefused) as caught:
         load(path, make().config, fingerprint)
-    assert isinstance(caught.value, CacheError)
     assert str(path) in str(caught.value)
     return str(caught.value)
 

@@ -20,7 +20,7 @@ from asyncrl.engine.drafting.trees import TokenTrees, plant
 from asyncrl.engine.errors import RequestError
 from asyncrl.engine.protocol import GenerateRequest, TokenChunk
 from asyncrl.engine.sampling.stopping import StopRule
-from asyncrl.engine.torch import drafting, verification
+from asyncrl.engine.torch import drafting, step_sampling
 from asyncrl.engine.torch.core import DecodeCore
 from asyncrl.rollout.trajectory import KeptTokens, Provenance, SampleId, TrajectoryBuilder
 
@@ -86,7 +86,7 @@ def test_stops_of_earlier_turns_are_seen_by_a_mutant(
 ) -> None:
     model = load(tiny_qwen3)
     kept = played(core_of(model), 0).kept()
-    monkeypatch.setattr(verification, "turn_start", lambda *_: 0)
+    monkeypatch.setattr(step_sampling, "turn_start", lambda *_: 0)
     chunks = verdict(core_of(model), kept)
     assert len(tokens_of(chunks)) < len(kept)
 
