@@ -26,7 +26,6 @@ LogitsDType = Literal["auto", "float32", "model"]
 MAX_TOP_K_LOGPROBS = 64
 """Largest K: its log-probabilities travel with every token."""
 
-
 StopString = Annotated[str, Field(min_length=1)]
 
 
@@ -82,11 +81,7 @@ class SamplingConfig(BaseModel):
         return value
 
     def params(
-        self,
-        *,
-        stop_tokens: tuple[int, ...],
-        stop_rule: StopRule | None,
-        top_k_logprobs: int,
+        self, *, stop_tokens: tuple[int, ...], stop_rule: StopRule | None, top_k_logprobs: int
     ) -> SamplingParams:
         """Return the sampling parameters of one request; `stop_rule` is that of `stop`."""
         return SamplingParams(

@@ -332,8 +332,7 @@ class TrajectoryBuilder:
         if len(self._provenance) > 1:  # joined once, as the tokens
             self._provenance = [np.concatenate(self._provenance)]
         found = self._provenance[0] if self._provenance else np.empty(0, np.uint8)
-        observed: BoolArray = found == Provenance.OBSERVED
-        return observed
+        return np.asarray(found == Provenance.OBSERVED)
 
     @property
     def oldest_version(self) -> int | None:

@@ -116,11 +116,11 @@ class DraftPlanner:
         """
         rows = len(left)
         self._asked = 0
+        nothing = np.zeros(rows, np.int32), 1.0
         if not (left > 1).any():
-            return np.zeros(rows, np.int32), 1.0
+            return nothing
         self._learn()
         spare = self._max_step_tokens - rows - other_tokens
-        nothing = np.zeros(rows, np.int32), 1.0
         if min(spare, self._max_draft_tokens) <= 0:
             return nothing
         base = rows + other_tokens
@@ -225,9 +225,8 @@ class DraftPlanner:
         allowed[largest + 1 :] = False
         merit[~allowed] = -np.inf
         other = int(merit.argmax())
-        if merit[other] <= merit[best] + _MIN_GAIN * rows or cell_of(base + other) == cell_of(
-            base + best
-        ):
+        alike = cell_of(base + other) == cell_of(base + best)
+        if alike or merit[other] <= merit[best] + _MIN_GAIN * rows:
             return best
         self._bank -= float(values[best] - values[other]) / worth
         return other

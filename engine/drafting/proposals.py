@@ -145,7 +145,5 @@ def warm_up() -> None:
 def _places(offsets: IntArray, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     lengths = offsets[rows + 1] - offsets[rows]
     starts = np.cumsum(lengths) - lengths
-    places: NDArray[np.int64] = np.arange(int(lengths.sum())) + np.repeat(
-        offsets[rows] - starts, lengths
-    )
-    return places
+    shifts = np.repeat(offsets[rows] - starts, lengths)
+    return np.asarray(np.arange(len(shifts)) + shifts)

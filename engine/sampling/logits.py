@@ -43,7 +43,7 @@ class LogitDraws(NamedTuple):
     tokens: torch.Tensor
     """`[N]` int64; -1 if the distribution is not finite."""
     ids: torch.Tensor
-    """`[T, 1 + K]` int32: the token of each row (0 if none), then its list."""
+    """`[T, 1 + K]` int32: the token of each row (0 if none), then its list, padded with -1."""
     logprobs: torch.Tensor
     """`[T, 1 + K]` float32 of `ids`; not finite if the distribution is not."""
 

@@ -34,9 +34,8 @@ class Decoding:
         of_queries: LongArray = np.minimum(ends + np.arange(queries), keys - 1)
         if self.depths is not None:
             row = np.repeat(np.arange(rows), self.counts)
-            column = np.arange(len(row)) - np.repeat(
-                np.cumsum(self.counts) - self.counts, self.counts
-            )
+            first = np.cumsum(self.counts) - self.counts
+            column = np.arange(len(row)) - np.repeat(first, self.counts)
             at = self.lengths[row] + self.depths
             of_queries[row, column] = of_keys[row, self.lengths[row] + column] = at
         return of_queries, of_keys

@@ -189,10 +189,8 @@ class SlotModel:
 def last_places(ends: NDArray[np.int64], counts: IntArray) -> NDArray[np.int64]:
     """Return the last `counts[i]` places before each of `ends`, row after row."""
     before = np.cumsum(counts, dtype=np.int64) - counts
-    out: NDArray[np.int64] = np.arange(int(counts.sum())) + np.repeat(
-        ends - counts - before, counts
-    )
-    return out
+    shifts = np.repeat(ends - counts - before, counts)
+    return np.asarray(np.arange(len(shifts)) + shifts)
 
 
 def load_model(
