@@ -62,7 +62,7 @@ class SamplingConfig(BaseModel):
     def _short_enough(cls, strings: tuple[str, ...]) -> tuple[str, ...]:
         size = len("".join(strings).encode())
         if size > MAX_STOP_BYTES:
-            raise ValueError(f"has {size} bytes together, {MAX_STOP_BYTES} are possible")
+            raise ValueError(f"has {size} bytes together; at most {MAX_STOP_BYTES} are allowed")
         return strings
 
     @field_validator("top_k", mode="before")

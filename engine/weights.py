@@ -1,4 +1,4 @@
-"""New weights in an engine: checks against the model, staging memory."""
+"""New weights in an engine: checks against the model, merged adapters, staging memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from asyncrl.engine.errors import EngineStartError, WeightsError, WeightsSupersededError
 from asyncrl.wire import errors as wire
-from asyncrl.wire.errors import WeightsReadError
 from asyncrl.wire.weights.adapter import adapter_mistakes, merge, pairs_of
 from asyncrl.wire.weights.layout import WeightManifest
 from asyncrl.wire.weights.pretrained import causal_lm_without_weights, load_causal_lm
@@ -118,7 +117,7 @@ def weights_of_model(model_path: str, dtype: torch.dtype) -> dict[str, Tensor]:
     try:
         model = load_causal_lm(model_path, dtype)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise WeightsReadError(f"cannot load the model {model_path}: {error}") from error
+        raise wire.WeightsReadError(f"cannot load the model {model_path}: {error}") from error
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -156,12 +155,6 @@ class MergingBuffer:
         self._merged: dict[str, Tensor] = {}
         self._is_merged = False
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the copies of published versions; the model's own weights are not counted."""
-        merged = sum(one.nbytes for one in self._merged.values())
-        return self._whole.nbytes + self._adapter.nbytes + merged
-
     def read(self, manifest: WeightManifest) -> None:
         """See `WeightBuffer.read`."""
         self._is_merged = False
@@ -169,14 +162,14 @@ class MergingBuffer:
             self._whole.read(manifest)
             return
         if manifest.lora.serve != "merged":
-            raise WeightsReadError("the adapter was published to be served unmerged, not merged")
+            raise wire.WeightsReadError("the adapter was published unmerged; it cannot be merged")
         self._adapter.read(manifest)
         pairs = pairs_of(self._adapter.tensors())
         if self._base is None:
             self._base = self._make_base(pairs.keys())
         unknown = sorted(pairs.keys() - self._base.keys())
         if unknown:
-            raise WeightsReadError(f"the model has no weights {unknown[:3]} to add an adapter to")
+            raise wire.WeightsReadError(f"the model lacks weights of the adapter: {unknown[:3]}")
         for name, pair in pairs.items():
             base = self._base[name]
             if name not in self._merged:
