@@ -160,7 +160,7 @@ def measure(path: str, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
             with engine.lock:
                 _timed(lambda: np.copyto(target, source), found["memcpy"])
         memory = {
-            "staged": engine.core._weights._staged._buffer.nbytes,  # noqa: SLF001
+            "staged": engine.core._weights._whole.nbytes,  # noqa: SLF001
             "published": 2 * made._nbytes,  # noqa: SLF001
         }
     medians = {part: 1e3 * statistics.median(v[1:]) for part, v in found.items() if v[1:]}

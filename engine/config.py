@@ -26,7 +26,6 @@ LogitsDType = Literal["auto", "float32", "model"]
 MAX_TOP_K_LOGPROBS = 64
 """Largest K: its log-probabilities travel with every token."""
 
-
 StopString = Annotated[str, Field(min_length=1)]
 
 
@@ -63,7 +62,7 @@ class SamplingConfig(BaseModel):
     def _short_enough(cls, strings: tuple[str, ...]) -> tuple[str, ...]:
         size = len("".join(strings).encode())
         if size > MAX_STOP_BYTES:
-            raise ValueError(f"has {size} bytes together, {MAX_STOP_BYTES} are possible")
+            raise ValueError(f"has {size} bytes together; at most {MAX_STOP_BYTES} are allowed")
         return strings
 
     @field_validator("top_k", mode="before")
@@ -82,12 +81,7 @@ class SamplingConfig(BaseModel):
         return value
 
     def params(
-        self,
-        *,
-        stop_tokens: tuple[int, ...],
-        stop_rule: StopRule | None,
-        top_k_logprobs: int,
-        seed: int | None,
+        self, *, stop_tokens: tuple[int, ...], stop_rule: StopRule | None, top_k_logprobs: int
     ) -> SamplingParams:
         """Return the sampling parameters of one request; `stop_rule` is that of `stop`."""
         return SamplingParams(
@@ -99,7 +93,6 @@ class SamplingConfig(BaseModel):
             stop_tokens=stop_tokens,
             stop_rule=stop_rule,
             top_k_logprobs=top_k_logprobs,
-            seed=seed,
         )
 
 

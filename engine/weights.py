@@ -1,24 +1,26 @@
-"""New weights in an engine: checks against the model, staging memory."""
+"""New weights in an engine: checks against the model, merged adapters, staging memory."""
 
 from __future__ import annotations
 
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from asyncrl.engine.adapters import Buffer
 from asyncrl.engine.errors import EngineStartError, WeightsError, WeightsSupersededError
 from asyncrl.wire import errors as wire
-from asyncrl.wire.weights.adapter import adapter_mistakes
+from asyncrl.wire.weights.adapter import adapter_mistakes, merge, pairs_of
 from asyncrl.wire.weights.layout import WeightManifest
-from asyncrl.wire.weights.pretrained import causal_lm_without_weights
+from asyncrl.wire.weights.pretrained import causal_lm_without_weights, load_causal_lm
 from asyncrl.wire.weights.reader import WeightBuffer
 
-NamedTensors = list[tuple[str, torch.Tensor]]
+NamedTensors = list[tuple[str, Tensor]]
 """Tensors by their names in the HF state dict."""
 
 _SHOWN = 5
@@ -28,23 +30,21 @@ _BASE_SECONDS, _BYTES_PER_SECOND = 60.0, 0.3e9
 def longest_installation(nbytes: int, at_least: float = 0.0) -> float:
     """Return the time limit in seconds for another process to stage weights, or to install them.
 
-    It is more than twice the computed time of both together (docs/trainer.md). `nbytes` is the size
-    of all weights, even if a rank takes a part of them; `at_least` is `ProcessConfig.call_seconds`.
+    It is more than twice the computed time of both (docs/trainer.md). `nbytes` is the size of all
+    weights, even if a rank takes a part of them.
     """
     return max(at_least, _BASE_SECONDS + nbytes / _BYTES_PER_SECOND)
 
 
+@dataclass(frozen=True, slots=True)
 class ModelShapes:
     """Names and shapes of a model's HF state dict, tied names included."""
 
-    def __init__(
-        self, shapes: dict[str, tuple[int, ...]], needed: frozenset[str], tied: dict[str, str]
-    ) -> None:
-        self.shapes = shapes
-        self.needed = needed
-        """One name of each parameter; the first of tied names."""
-        self.tied = tied
-        """Further names of tied tensors, each with the first name of its tensor."""
+    shapes: dict[str, tuple[int, ...]]
+    needed: frozenset[str]
+    """One name of each parameter; the first of tied names."""
+    tied: dict[str, str]
+    """Further names of tied tensors, each with the first name of its tensor."""
 
     @property
     def elements(self) -> int:
@@ -72,7 +72,7 @@ class ModelShapes:
             config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
             model = causal_lm_without_weights(config)
         except (OSError, ValueError, KeyError) as error:
-            raise EngineStartError(f"model {model_path!r}: {error}") from error
+            raise EngineStartError(f"cannot read the model {model_path!r}: {error}") from error
         return cls.of_module(model)
 
     def check(self, manifest: WeightManifest) -> None:
@@ -107,14 +107,93 @@ def _refuse(what: str, wrong: list[str]) -> None:
         )
 
 
+Base = Callable[[Collection[str]], Mapping[str, Tensor]]
+"""Returns the weights without adapter, at least those with these names of the HF state dict, in the
+engine's data types. Called once; the tensors must not change. Raises WeightsReadError."""
+
+
+def weights_of_model(model_path: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Load all weights of a model directory on the CPU, or raise WeightsReadError."""
+    try:
+        model = load_causal_lm(model_path, dtype)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise wire.WeightsReadError(f"cannot load the model {model_path}: {error}") from error
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor.detach()
+    return found
+
+
+class Buffer(Protocol):
+    """A private copy of one published version, as `WeightBuffer`."""
+
+    def read(self, manifest: WeightManifest) -> None:
+        """Replace the previous version. Raises WeightsReadError, WeightsSupersededError."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors by name, valid until the next `read`. Raises WeightsReadError."""
+
+
+class MergingBuffer:
+    """Whole weights as published, or the matrices that an adapter changes, merged with the base.
+
+    It takes one more copy of these matrices: merging one version into the previous one would add up
+    roundings. The base is the weights that the engine started with. If they are not those of the
+    trainer's `model.path`, the fingerprint of the first version differs. If `every`, the weights
+    without adapter are given too, for engines that load all or nothing.
+    """
+
+    def __init__(self, whole: WeightBuffer, base: Base, *, every: bool = False) -> None:
+        self._whole = whole
+        self._adapter = WeightBuffer()
+        self._make_base = base
+        self._every = every
+        self._base: Mapping[str, Tensor] | None = None
+        self._merged: dict[str, Tensor] = {}
+        self._is_merged = False
+
+    def read(self, manifest: WeightManifest) -> None:
+        """See `WeightBuffer.read`."""
+        self._is_merged = False
+        if manifest.lora is None:
+            self._whole.read(manifest)
+            return
+        if manifest.lora.serve != "merged":
+            raise wire.WeightsReadError("the adapter was published unmerged; it cannot be merged")
+        self._adapter.read(manifest)
+        pairs = pairs_of(self._adapter.tensors())
+        if self._base is None:
+            self._base = self._make_base(pairs.keys())
+        unknown = sorted(pairs.keys() - self._base.keys())
+        if unknown:
+            raise wire.WeightsReadError(f"the model lacks weights of the adapter: {unknown[:3]}")
+        for name, pair in pairs.items():
+            base = self._base[name]
+            if name not in self._merged:
+                self._merged[name] = torch.empty_like(base, pin_memory=base.is_pinned())
+            merge(base, pair, manifest.lora.scaling, self._merged[name])
+        self._is_merged = True
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `WeightBuffer.tensors`."""
+        if not self._is_merged or self._base is None:
+            yield from self._whole.tensors()
+        elif self._every:
+            for name, base in self._base.items():
+                yield name, self._merged.get(name, base)
+        else:
+            yield from self._merged.items()
+
+
 class StagedWeights:
     """An engine's copy of one published version, from `stage` to `install`. Thread-safe.
 
-    It takes one more copy of the weights per engine, in the engine's data types. Copying from the
-    published file straight into the parameters would save that memory, but a version that is
-    overwritten during the copy would leave them with a mixture of two versions, and generation
-    would stop for the whole copy. `check` raises WeightsError to refuse the tensors; `buffer` holds
-    the copy.
+    It takes one more copy of the weights, in the engine's data types. Without it a version that is
+    overwritten during an installation would leave a mixture of two versions, and generation would
+    stop for the whole copy. `check` raises WeightsError to refuse the tensors.
     """
 
     def __init__(self, check: Callable[[NamedTensors], None], buffer: Buffer | None = None) -> None:
@@ -126,9 +205,8 @@ class StagedWeights:
     def stage(self, manifest: WeightManifest) -> None:
         """Copy a published version and check it. It replaces a version that was not installed.
 
-        If it raises, nothing is staged: WeightsSupersededError if this version was overwritten by a
-        newer one, or removed; WeightsError if the file cannot be read, or `check` refused its
-        tensors.
+        If it raises, nothing is staged: WeightsSupersededError for a version that was overwritten
+        or removed, WeightsError for a file that cannot be read or that `check` refused.
         """
         with self._lock:
             self._version = None

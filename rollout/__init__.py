@@ -2,12 +2,12 @@
 
     trajectory       tokens, the log-probabilities they were drawn with, segments of policy versions
     acceptance/      the rules that decide which tokens are kept; proofs in docs/exactness.md
-    arrays, jit      checked integer arrays and compiled kernels, which the rules are built on
-    sampled_set, attention, output_layer, cpu/     computed alike by engines and the trainer
+    jit              compiled kernels and checks of their arguments, which the rules are built on
+    truncation, sampled_set, model_parts, cpu     computed alike by engines and the trainer
 
-Imports no other package of asyncrl. Exactness depends on this package alone. The tree, the
-estimates and the planner only propose tokens: an error in them can cost time but never change what
-is sampled. An import contract keeps them out of this package (docs/decisions/0015).
+Exactness depends on this package alone, and an import contract keeps all others out of it
+(docs/decisions/0015): they only propose tokens, so an error in them can cost time but never change
+what is sampled.
 """
 
 if __name__ == "rollout":

@@ -1,15 +1,14 @@
 """The contexts of a trajectory: the sequences that a model has seen while it generated it.
 
-A sample of one turn is one context: its prompt and its response. So is one of several turns whose
-history only grows. If the history is rewritten, a new context begins (`Trajectory.contexts`): its
-prompt consists of the observed tokens from there to the next generated one.
+A sample whose history only grows is one context: its prompt and its response. If the history is
+rewritten, a new context begins (`Trajectory.contexts`): its prompt consists of the observed tokens
+from there to the next generated one.
 
     tokens     g g o o g g | o o o o g g      g generated, o observed
     contexts   prompt, g g o o g g            contexts == (6,)
                              o o o o, g g
 
-A generated token belongs to exactly one context, so it is trained on once. The trained tokens of
-the contexts, one after another, are those of the trajectory.
+A generated token belongs to exactly one context, so it is trained on once.
 
 Example:
     >>> from asyncrl.rollout.trajectory import SampleId, Segment
@@ -82,8 +81,8 @@ def contexts_of(trajectory: Trajectory, *, one_more: bool = False) -> list[Conte
 def seed_of_context(seed: int, context: int) -> int:
     """Return the seed of a context's random numbers, 0 to 2**63 - 1 but for the first one.
 
-    Numbers depend on a seed and a place in the response, and each context counts its places from 0.
-    With one seed for all, its tokens would be drawn and judged with the numbers of the first.
+    Each context counts its places from 0, so with one seed for all it would be drawn and judged
+    with the numbers of the first.
     """
     if not context:
         return seed
@@ -110,9 +109,8 @@ def longest_response(trajectory: Trajectory) -> int:
 class Verification:
     """Tokens to verify, a context at a time, and the results so far.
 
-    An engine verifies one context: its prompt and what was generated after it. If all of it is
-    accepted, the next context stands as it was, since its prompt depends on accepted tokens only.
-    After a rejection, later contexts are dropped.
+    If all of a context is accepted, the next one stands as it was, since its prompt depends on
+    accepted tokens only. After a rejection, later contexts are dropped.
     """
 
     kept: KeptTokens

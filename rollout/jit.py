@@ -1,12 +1,10 @@
-"""Compiles a package's kernels with numba and keeps the machine code on disk.
+"""Compiles a package's kernels with numba, keeps the machine code on disk, and checks arguments.
 
 Numba checks only the age of one source file, but kernels of one module are inlined into those of
-another. Here the name of the directory contains a digest of all sources of the package that have
-kernels, of the packages whose kernels it inlines, and of numba's version (SGLang's interpreter may
-have another one). If nothing can be written (a read-only image), each process compiles the code
-again, for seconds. `NUMBA_CACHE_DIR` is respected.
-
-Of processes that start at once, one compiles a kernel; the others wait for its code.
+another. So the name of the directory contains a digest of all sources with kernels of the package
+and of those that it inlines, and of numba's version (SGLang's interpreter may have another one). If
+nothing can be written, each process compiles the code again. `NUMBA_CACHE_DIR` is respected. Of
+processes that start at once, one compiles a kernel; the others wait for its code.
 """
 
 from __future__ import annotations
@@ -24,7 +22,13 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
+import numpy as np
 from numba.core.compiler_lock import global_compiler_lock as numbas_lock
+from numpy.typing import ArrayLike
+
+from asyncrl.rollout.trajectory import IntArray
+
+INT32_MAX = 2**31 - 1
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,13 +42,7 @@ _held = set[Path]()
 
 
 class Compiler:
-    """Compiles the kernels of one package.
-
-    kernel = kernels_of("engine/torch")
-
-    @kernel
-    def add(...): ...
-    """
+    """Compiles a package's kernels: `kernel = kernels_of("engine/torch")`, then `@kernel`."""
 
     def __init__(self, package: Path, *inlined: Path) -> None:
         """Choose the directory for `package`'s code, which inlines kernels of `inlined`."""
@@ -58,10 +56,8 @@ class Compiler:
         """Compile like `__call__`, for kernels of floating-point sums.
 
         A sum over the innermost loop is computed as a vector. Its order then depends on the
-        processor and on the number of terms, never on the data. Python's lock is released.
-
-        A loop with a sum must not store into an array: the compiled code would sum in another order
-        if two arrays lie close to each other in memory.
+        processor and on the number of terms, never on the data; but a loop with a sum must not
+        store into an array, or the order depends on where arrays lie. Python's lock is released.
         """
         return self._compile(function, nogil=True, fastmath={"reassoc", "contract", "nsz", "arcp"})
 
@@ -111,10 +107,7 @@ class Compiler:
 
 @functools.cache
 def kernels_of(*packages: str) -> Compiler:
-    """Return the compiler of a package's kernels.
-
-    `packages` are its folder below `asyncrl`, then those whose kernels it inlines.
-    """
+    """Return the compiler of a package's folder, followed by those whose kernels it inlines."""
     package, *inlined = [Path(__file__).parents[1] / one for one in packages]
     return Compiler(package, *inlined)
 
@@ -133,7 +126,7 @@ def _alone(lock: Path) -> Iterator[None]:
         last = time.monotonic() + _WAIT_SECONDS
         while not _locked(file):
             if time.monotonic() > last:
-                _log.debug("%s is locked for over %.0f s", lock, _WAIT_SECONDS)
+                _log.debug("%s has been locked for %.0f s", lock, _WAIT_SECONDS)
                 break
             time.sleep(_LOOK_SECONDS)
         _held.add(lock)
@@ -156,8 +149,7 @@ def code_directory(
 ) -> Path | None:
     """Return a writable directory for the code of these sources; None if there is none.
 
-    `configured` is numba's setting (`NUMBA_CACHE_DIR`), "" if unset; kernels of the directories
-    `inlined` are inlined into these.
+    `configured` is numba's setting (`NUMBA_CACHE_DIR`), "" if unset.
     """
     digest = hashlib.sha256(numba.__version__.encode())
     for source in [one for place in (package, *inlined) for one in sorted(place.rglob("*.py"))]:
@@ -165,7 +157,11 @@ def code_directory(
         if b"@kernel" in text:
             digest.update(text)
     name = f"kernels-{package.name}-{digest.hexdigest()[:16]}"
-    places = [lambda: Path(configured)] if configured else [_next_to(package), _own_temporary]
+    places = (
+        [lambda: Path(configured)]
+        if configured
+        else [lambda: package / "__pycache__", _own_temporary]
+    )
     tried = []
     for place in places:
         base = place()
@@ -184,10 +180,6 @@ def code_directory(
     return None
 
 
-def _next_to(package: Path) -> Callable[[], Path]:
-    return lambda: package / "__pycache__"
-
-
 def _own_temporary() -> Path:
     """Return a directory safe from other users' code; otherwise one that is not writable."""
     path = Path(tempfile.gettempdir()) / f"asyncrl-kernels-{os.getuid()}"
@@ -198,3 +190,33 @@ def _own_temporary() -> Path:
         return path
     trusted = status.st_uid == os.getuid() and not status.st_mode & 0o022 and not path.is_symlink()
     return path if trusted else Path(os.devnull)
+
+
+def int32_values(name: str, values: ArrayLike, minimum: int = -(2**31)) -> IntArray:
+    """Return `values` as a contiguous int32 vector; `name` is for error messages.
+
+    Raises TypeError if they are not integers; ValueError if they are not one-dimensional, or one is
+    outside [minimum, 2 ** 31 - 1].
+    """
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, not of shape {array.shape}")
+    if not len(array):
+        return np.empty(0, np.int32)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be integers, not {array.dtype}")
+    low, high = int(array.min()), int(array.max())
+    if low < minimum or high > INT32_MAX:
+        raise ValueError(
+            f"{name} must lie between {minimum} and {INT32_MAX}, "
+            f"not {low if low < minimum else high}"
+        )
+    return np.ascontiguousarray(array, np.int32)
+
+
+def check_offsets(what: str, offsets: IntArray, total: int) -> None:
+    """Raise ValueError, naming `what`, unless `offsets` `[B+1]` rise from 0 to `total`."""
+    if len(offsets) and offsets[0] == 0 and offsets[-1] == total and (np.diff(offsets) >= 0).all():
+        return
+    brief = np.array2string(offsets, threshold=8)
+    raise ValueError(f"{what}: offsets must rise from 0 to {total}, not {brief}")

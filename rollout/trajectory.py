@@ -1,7 +1,6 @@
 """The trajectory: one sample of one prompt, with the origin of every token.
 
-A trajectory is finished and immutable. While it is being generated it is a `TrajectoryBuilder`, to
-which an engine's chunks are appended: a different stage is a different type.
+A trajectory is finished and immutable; an engine's chunks are appended to a `TrajectoryBuilder`.
 
 Example:
     >>> import numpy as np
@@ -90,8 +89,8 @@ class Segment(msgspec.Struct, frozen=True):
 class KeptTokens:
     """Response tokens drawn earlier, with the record of each draw.
 
-    They are verified under a newer policy, and only if they were *never trained on*: see
-    docs/exactness.md. L is the number of tokens, K the stored top-K.
+    They may be verified if they were *never trained on* (docs/exactness.md). L is the number of
+    tokens, K the stored top-K.
     """
 
     tokens: IntArray
@@ -105,7 +104,7 @@ class KeptTokens:
     noise_seeds: SeedArray
     """`[L]` seeds of the noise that chose among the tokens outside the list."""
     observed: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_))
-    """`[L]` whether a token was observed (`Provenance.OBSERVED`); left out: none was."""
+    """`[L]` True if a token was observed (`Provenance.OBSERVED`); left out: none was."""
     lenience: float | None = None
     """None: the exact rule. A number l: SPEC-RL's rule, which accepts with min(1, l p/q) and draws
     no residual. That rule is biased; see docs/exactness.md."""
@@ -162,8 +161,7 @@ class Trajectory:
     def without_versions_after(self, version: int) -> Self:
         """Return the same tokens, now that the policies of later versions are gone.
 
-        If any token is of such a policy, all of them count as of an unknown one: they are verified
-        together in any case.
+        If any token is of such a policy, all count as of an unknown one, and are verified together.
         """
         if self.segments[-1].policy_version <= version:
             return self
@@ -192,10 +190,9 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class VerifiableTrajectory(Trajectory):
-    """A trajectory in its generator: its tokens can still be verified.
+    """A trajectory in its generator: its tokens can still be verified. K is the stored top-K.
 
-    Training does not read the additional fields, so they do not travel to the trainer. K is the
-    stored top-K.
+    Training does not read the additional fields, so they do not travel to the trainer.
     """
 
     topk_ids: IntArray
@@ -284,10 +281,9 @@ class TrajectoryBuilder:
             self.turn_start = end - n + int(observed[-1]) + 1
 
     def append_observed(self, tokens: IntArray) -> None:
-        """Append n observed tokens: they end a turn, and the next one begins.
+        """Append n observed tokens, which end a turn, with the version of the token before them.
 
-        They count as of the version of the token before them. Raises ValueError if there is no
-        token before them.
+        Raises ValueError if no token is before them.
         """
         if not self._segments:
             raise ValueError(f"trajectory {self.id}: observed tokens follow no turn of the policy")
@@ -306,10 +302,9 @@ class TrajectoryBuilder:
         )
 
     def begin_context(self, prompt_tokens: IntArray) -> None:
-        """Begin a new context: what follows is generated after these tokens alone, at least one.
+        """Begin a new context: what follows is generated after these observed tokens alone.
 
-        They are observed tokens of the trajectory, which keeps earlier tokens. Raises ValueError if
-        there is no token before them, or none of them.
+        Raises ValueError if there are none, or no token before them.
         """
         if not len(prompt_tokens):
             raise ValueError(f"trajectory {self.id}: a context begins with an empty prompt")
@@ -337,8 +332,7 @@ class TrajectoryBuilder:
         if len(self._provenance) > 1:  # joined once, as the tokens
             self._provenance = [np.concatenate(self._provenance)]
         found = self._provenance[0] if self._provenance else np.empty(0, np.uint8)
-        observed: BoolArray = found == Provenance.OBSERVED
-        return observed
+        return np.asarray(found == Provenance.OBSERVED)
 
     @property
     def oldest_version(self) -> int | None:

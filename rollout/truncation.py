@@ -9,13 +9,11 @@ The policy is the model's distribution after these operations, in this order:
     min_p         of the rest: tokens at least min_p times as probable as the most probable one
     rescaling     so that the remaining probabilities sum to 1
 
-It is the order of Hugging Face's `generate`. vLLM's own sampler, which our vLLM engine does not
-use, applies min_p before top_k. That differs only if top_p and min_p are both set: top_p is then a
-share of what min_p has left. Ties at the edge of top_k are kept by both.
+It is the order of Hugging Face's `generate`. vLLM's own sampler, which we do not use, applies min_p
+before top_k; that differs if top_p and min_p are both set.
 
-`asyncrl.rollout.sampled_set` computes the set, for engines and trainer alike. The set depends on
-the distribution alone, never on the token that was drawn, so a rule that is exact for a
-distribution is exact for its truncation.
+`asyncrl.rollout.sampled_set` computes the set. It depends on the distribution alone, never on the
+token that was drawn, so a rule that is exact for a distribution is exact for its truncation.
 """
 
 from __future__ import annotations

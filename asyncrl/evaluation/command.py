@@ -197,7 +197,6 @@ async def _generator(
         stop_tokens=task.stop_tokens,
         stop_rule=stop_rule(task.tokenizer, config.sampling.stop),
         top_k_logprobs=0,
-        seed=None,
     )
     scoring = SampleRewards(
         rewards, decode, GeneratorMetrics.register(new_registry(), "eval"), pool

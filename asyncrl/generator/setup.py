@@ -105,7 +105,6 @@ async def run_generator(spec: GeneratorSpec, keys: GeneratorKeys) -> None:
             stop_tokens=spec.stop_tokens,
             stop_rule=stop_rule(tokenizer, config.sampling.stop),
             top_k_logprobs=config.engine.top_k_logprobs,
-            seed=None,
         )
         traces = None if child.tracer is None else SampleTraces(child.tracer)
         episodes = None

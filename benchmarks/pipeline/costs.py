@@ -93,7 +93,6 @@ async def _passes(config: Any, task: Any, model: str, cache: Any) -> tuple[list[
         stop_tokens=task.stop_tokens,
         stop_rule=None,
         top_k_logprobs=config.engine.top_k_logprobs,
-        seed=None,
     )
 
     async def generate(sample: SampleId, kept: Any) -> TrajectoryBuilder:

@@ -1,9 +1,5 @@
 """A generator's cache: opened from a snapshot, shared, and saved again.
 
-    place = CachePlace(name="generator-0", exchange=None, snapshot="g0.snapshot", ...)
-    cache = open_at(config, place)     # drafts from what an earlier process saved
-    save_at(cache, place)
-
 A failure here costs drafts, never exactness: it is logged, and the run continues.
 """
 
@@ -16,11 +12,11 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.errors import CacheError
-from asyncrl.cache.sharing.exchange import SharedCache, open_cache
-from asyncrl.cache.sharing.snapshot import restore, save
+from asyncrl.cache.sharing.exchange import SharedCache
+from asyncrl.cache.sharing.ring import ExchangeRefused
+from asyncrl.cache.sharing.snapshot import SnapshotRefused, restore, save
 from asyncrl.cache.tree.rollout_tree import RolloutCache
-from asyncrl.rollout.arrays import INT32_MAX
+from asyncrl.rollout.jit import INT32_MAX
 
 _log = logging.getLogger(__name__)
 
@@ -41,39 +37,39 @@ class CachePlace:
     """Token ids from peers and snapshots from this one on are refused."""
 
 
-def open_at(config: CacheConfig, place: CachePlace) -> RolloutCache | SharedCache:
-    """Open the cache of a generator, with the rollouts of its snapshot.
+def open_at(config: CacheConfig, place: CachePlace) -> RolloutCache:
+    """Open the cache of a generator, with the rollouts of its snapshot; a disabled one shares none.
 
     If the snapshot or the exchange cannot be used, a warning is logged and the cache does without.
     """
-    cache: RolloutCache | SharedCache
-    try:
-        cache = open_cache(
-            config, exchange=_path(place.exchange), name=place.name, vocabulary=place.vocabulary
-        )
-    except CacheError as error:
-        _log.warning("this generator shares no rollouts with others: %s", error)
-        cache = RolloutCache(config)
+    cache: RolloutCache | None = None
+    if place.exchange is not None and config.enabled:
+        exchange = Path(place.exchange)
+        try:
+            cache = SharedCache(config, exchange, place.name, vocabulary=place.vocabulary)
+        except ExchangeRefused as error:
+            _log.warning("this generator shares no rollouts with others: %s", error)
+    cache = cache or RolloutCache(config)
     path = _path(place.snapshot)
     if path is not None and path.exists() and config.enabled:
         try:
-            tokens = restore(path, _inner(cache), place.fingerprint, vocabulary=place.vocabulary)
-        except (CacheError, ValueError, OSError) as error:
+            tokens = restore(path, cache, place.fingerprint, vocabulary=place.vocabulary)
+        except (SnapshotRefused, ValueError, OSError) as error:
             _log.warning("the cache starts empty: %s", error)
         else:
             _log.info("the cache starts with %d tokens of an earlier process", tokens)
     return cache
 
 
-def save_at(cache: RolloutCache | SharedCache, place: CachePlace) -> int:
+def save_at(cache: RolloutCache, place: CachePlace) -> int:
     """Write the snapshot, if the place names a file; return its bytes, 0 if none was written."""
     path = _path(place.snapshot)
     if path is None or not cache.config.enabled:
         return 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return save(_inner(cache), path, place.fingerprint)
-    except (CacheError, OSError) as error:
+        return save(cache, path, place.fingerprint)
+    except OSError as error:
         _log.warning("the cache was not saved: %s", error)
         return 0
 
@@ -86,10 +82,6 @@ def to_json(place: CachePlace) -> str:
 def from_json(text: str) -> CachePlace:
     """Decode the place from `to_json`."""
     return msgspec.json.decode(text, type=CachePlace)
-
-
-def _inner(cache: RolloutCache | SharedCache) -> RolloutCache:
-    return cache.cache if isinstance(cache, SharedCache) else cache
 
 
 def _path(text: str | None) -> Path | None:

@@ -24,16 +24,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from asyncrl.cache.config import MAX_MATCH_LIMIT, CacheConfig
-from asyncrl.cache.errors import ExchangeRefused
-from asyncrl.cache.sharing.ring import RingReader, RingWriter
-from asyncrl.cache.tree.rollout_tree import CacheStats, Drafts, RolloutCache
-from asyncrl.cache.tree.stored import StoredRollouts, are_valid_tokens
-from asyncrl.rollout.arrays import INT32_MAX
+from asyncrl.cache.sharing.ring import ExchangeRefused, RingReader, RingWriter
+from asyncrl.cache.tree.rollout_tree import RolloutCache
+from asyncrl.cache.tree.sequences import StoredRollouts, are_valid_tokens
+from asyncrl.rollout.jit import INT32_MAX
 from asyncrl.rollout.trajectory import IntArray
 
 SUFFIX = ".ring"
@@ -93,12 +91,10 @@ class Peers:
         """Stop reading the file of this member's name, which is now its own ring."""
         self._own_inode = self._members()[self._own]
 
-    def due(self) -> bool:
-        """Return True if the next scan of the directory is due."""
-        return self._clock() >= self._next_look
-
     def look(self) -> bool:
-        """Find members that came, left or were replaced; False if the own ring is gone."""
+        """Find members that came, left or were replaced, if due; False if the own ring is gone."""
+        if self._clock() < self._next_look:
+            return True
         self._next_look = self._clock() + LOOK_EVERY
         try:
             found = self._members()
@@ -109,8 +105,9 @@ class Peers:
         if own_is_there:
             del found[self._own]
         for name, peer in list(self._peers.items()):
-            if found.get(name) != peer.inode:
-                self._drain(name)
+            if found.get(name) != peer.inode:  # removed or replaced
+                self._take(name, POLL_BYTES)
+                self._part(name)
         for name, inode in sorted(found.items()):
             if name not in self._peers and self._refused_files.get(name) != inode:
                 self._join(name, inode)
@@ -145,17 +142,12 @@ class Peers:
         try:
             messages = self._peers[name].reader.read(limit)
         except OSError as error:
-            _log.warning("%s cannot be read any more: %s", self._directory / name, error)
+            _log.warning("cannot read %s: %s; it is closed", self._directory / name, error)
             self._part(name)
             return 0
         for message in messages:
             self._receive(message)
         return sum(map(len, messages))
-
-    def _drain(self, name: str) -> None:
-        """Receive the last messages of a ring that was removed or replaced, and close it."""
-        self._take(name, POLL_BYTES)
-        self._part(name)
 
     def _members(self) -> dict[str, int]:
         """Return the rings in the directory and their inodes."""
@@ -172,12 +164,11 @@ class Peers:
         else:
             try:
                 self._peers[name] = _Peer(inode, RingReader(self._directory / name))
+                return
             except (OSError, ExchangeRefused) as error:
                 why = error
-            else:
-                return
         self._refused_files[name] = inode
-        _log.warning("%s is not read: %s", self._directory / name, why)
+        _log.warning("cannot read the rollouts in %s: %s", self._directory / name, why)
 
     def _part(self, name: str) -> None:
         peer = self._peers.pop(name, None)
@@ -198,8 +189,8 @@ def make_private(directory: Path) -> None:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:
         raise ExchangeRefused(
             f"the exchange {directory} must be a directory of user {os.geteuid()} with mode 0700, "
-            f"not {stat.filemode(status.st_mode)} of user {status.st_uid}: whoever can write there "
-            "can slow this run down"
+            f"not {stat.filemode(status.st_mode)} of user {status.st_uid}: other users who write "
+            "there could slow this run down"
         )
 
 
@@ -208,7 +199,7 @@ _INT32 = np.dtype("<i4")
 
 
 def pack(rollout: StoredRollouts, head: int) -> bytes | None:
-    """Return the message of a rollout whose head has `head` tokens; None if the key is too long."""
+    """Return the message of a rollout with a head of `head` tokens; None if the key is too long."""
     key = rollout.key.encode("utf-8", "surrogatepass")
     if len(key) >= 1 << 16:
         return None
@@ -245,42 +236,21 @@ POLL_EVERY = 32
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeStats:
-    """Counters since the start, except for `peers`."""
+class SharedCache(RolloutCache):
+    """A `RolloutCache` that publishes its finished rollouts and inserts those of its peers.
 
-    peers: int
-    """Gauge: members whose rings are read."""
-    published_tokens: int
-    published_bytes: int
-    """Includes all framing; divided by the tokens it is the cost of a token."""
-    unpublished_rollouts: int
-    """Not published: longer than a quarter of the ring, or the ring could not be written."""
-    received_rollouts: int
-    received_tokens: int
-    overtaken_bytes: int
-    """Bytes that their writers had overwritten before they were read here."""
-    refused: int
-    """Messages, or places in a ring, that a member of this exchange would not have written."""
+    Rollouts of rows are published when the row is closed; those that `insert` adds are not.
 
-
-class SharedCache:
-    """A `RolloutCache` that publishes the rollouts it stored and inserts those of its peers.
-
-    It has the methods of `RolloutCache` that engines use, and is not thread-safe either. Rollouts
-    that `cache` holds already, or that `insert` adds, are not published; those of rows are, when
-    the row is closed.
-
-    `directory` is made if it is missing (mode 0700), and this user's alone. `name` is unique among
-    the running members; a member that restarts under its name finds what it had published. Token
-    ids of peers from `vocabulary` on are refused. `clock` gives rising seconds. Raises
+    `directory` is made if it is missing (mode 0700); it must be this user's alone. `name` is unique
+    among the running members; a member that restarts under its name finds what it had published.
+    Token ids of peers from `vocabulary` on are refused. `clock` gives rising seconds. Raises
     ExchangeRefused if the directory is not safe or lacks room for the ring of `ring_bytes`,
     ValueError for an impossible name or capacity.
     """
 
     def __init__(
         self,
-        cache: RolloutCache,
+        config: CacheConfig,
         directory: Path,
         name: str,
         *,
@@ -288,107 +258,73 @@ class SharedCache:
         vocabulary: int = INT32_MAX + 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(config)
         if not _NAME.fullmatch(name):
             raise ValueError(
                 f"a member's name has 1 to 100 letters, digits, '.', '_' or '-', and does not "
                 f"begin with '.' or '-', so not {name!r}"
             )
-        self.cache = cache
         self._file = directory / (name + SUFFIX)
         self._vocabulary = vocabulary
         self._ring: RingWriter | None = None
         self._steps = 0
-        self._tokens_out = self._bytes_out = self._unpublished = 0
-        self._received = self._tokens_in = self._refused = 0
+        self.published_tokens = 0
+        self.published_bytes = 0
+        """Includes all framing."""
+        self.unpublished_rollouts = 0
+        """Not published: longer than a quarter of the ring, or the ring could not be written."""
+        self.received_rollouts = self.received_tokens = 0
+        self.invalid_rollouts = 0
+        """Received messages that a member of this exchange would not have written."""
         make_private(directory)
-        self._peers = Peers(directory, self._file.name, self._receive, clock)
-        self._peers.look()
-        self._peers.take_former_own()
+        self.peers = Peers(directory, self._file.name, self._receive, clock)
+        self.peers.look()
+        self.peers.take_former_own()
         try:
             self._ring = RingWriter(self._file, ring_bytes)
         except OSError as error:
             raise ExchangeRefused(
-                f"no ring of {ring_bytes} bytes can be made in {directory}: {error}; "
+                f"cannot create a ring of {ring_bytes} bytes in {directory}: {error}; "
                 "name a directory with room, or do not share rollouts"
             ) from error
-        self._peers.own_ring_is_there()
+        self.peers.own_ring_is_there()
 
-    @property
-    def config(self) -> CacheConfig:
-        """Settings of the inner cache."""
-        return self.cache.config
-
-    def open(self, key: str, context: IntArray, **kwargs: Any) -> int:
+    def open(self, key: str, context: IntArray) -> int:
         """See `RolloutCache.open`; inserts what peers have published first."""
         self.poll()
-        return self.cache.open(key, context, **kwargs)
+        return super().open(key, context)
 
-    def extend(self, rows: IntArray, tokens: IntArray, offsets: IntArray, **kwargs: Any) -> None:
+    def extend(self, rows: IntArray, tokens: IntArray, offsets: IntArray) -> None:
         """See `RolloutCache.extend`."""
-        self.cache.extend(rows, tokens, offsets, **kwargs)
+        super().extend(rows, tokens, offsets)
         self._steps += 1
         if self._steps >= POLL_EVERY:
             self.poll()
 
-    def draft(self, rows: IntArray, budgets: IntArray, **kwargs: Any) -> Drafts:
-        """See `RolloutCache.draft`."""
-        return self.cache.draft(rows, budgets, **kwargs)
-
     def close(self, row: int) -> None:
         """See `RolloutCache.close`; publishes what the row has stored."""
-        rollout = self.cache.stored_rollout(row)
-        self.cache.close(row)
+        rollout = self.stored_rollout(row)
+        super().close(row)
         if rollout is not None:
             self._publish(rollout)
-
-    def advance(self, policy_version: int) -> None:
-        """See `RolloutCache.advance`; a rollout is published with the version of its last token."""
-        self.cache.advance(policy_version)
-
-    def insert(
-        self, key: str, context: IntArray, tokens: IntArray, policy_version: int | None = None
-    ) -> None:
-        """See `RolloutCache.insert`; not published."""
-        self.cache.insert(key, context, tokens, policy_version)
-
-    def stats(self) -> CacheStats:
-        """Return the statistics of the inner cache; rollouts of peers count as inserted."""
-        return self.cache.stats()
-
-    def check(self) -> None:
-        """See `RolloutCache.check`."""
-        self.cache.check()
-
-    def exchange_stats(self) -> ExchangeStats:
-        """Return counters of what was published and received."""
-        return ExchangeStats(
-            peers=len(self._peers),
-            published_tokens=self._tokens_out,
-            published_bytes=self._bytes_out,
-            unpublished_rollouts=self._unpublished,
-            received_rollouts=self._received,
-            received_tokens=self._tokens_in,
-            overtaken_bytes=self._peers.overtaken,
-            refused=self._refused + self._peers.refused,
-        )
 
     def poll(self) -> int:
         """Insert some of what peers have published; return the number of response tokens."""
         self._steps = 0
-        before = self._tokens_in
-        if self._peers.due() and not self._peers.look() and self._ring is not None:
+        before = self.received_tokens
+        if not self.peers.look() and self._ring is not None:
             _log.warning(
-                "%s was removed or replaced (two members of one name?): rollouts of this member "
-                "are not published any more",
+                "%s was removed or replaced (two members of one name?): this member publishes no "
+                "more rollouts",
                 self._file,
             )
             self._stop_publishing()
-        self._peers.take()
-        return self._tokens_in - before
+        self.peers.take()
+        return self.received_tokens - before
 
     def leave(self) -> None:
         """Stop exchanging; the cache continues alone. The ring stays for the others."""
-        self._peers.leave()
+        self.peers.leave()
         self._stop_publishing()
 
     def _stop_publishing(self) -> None:
@@ -397,43 +333,26 @@ class SharedCache:
             self._ring = None
 
     def _publish(self, rollout: StoredRollouts) -> None:
-        message = pack(rollout, self.cache.rules.max_match)
+        message = pack(rollout, self.rules.max_match)
         size = 0
         if self._ring is not None and message is not None:
             try:
                 size = self._ring.write(message)
             except OSError as error:
-                _log.warning("%s cannot be written any more: %s", self._file, error)
+                _log.warning("cannot write %s: %s; it publishes nothing more", self._file, error)
                 self._stop_publishing()
-        self._bytes_out += size
+        self.published_bytes += size
         if size:
-            self._tokens_out += len(rollout.tokens) - self.cache.rules.max_match
+            self.published_tokens += len(rollout.tokens) - self.rules.max_match
         else:
-            self._unpublished += 1
+            self.unpublished_rollouts += 1
 
     def _receive(self, message: bytes) -> None:
         """Insert the rollout of a message, if it is valid."""
         parsed = parse(message, self._vocabulary)
         if parsed is None:
-            self._refused += 1
+            self.invalid_rollouts += 1
             return
-        self.cache.insert(*parsed)
-        self._received += 1
-        self._tokens_in += len(parsed[2])
-
-
-def open_cache(
-    config: CacheConfig,
-    *,
-    exchange: Path | None,
-    name: str,
-    vocabulary: int = INT32_MAX + 1,
-) -> RolloutCache | SharedCache:
-    """Open the cache of an engine, shared through the directory `exchange` or not (None).
-
-    A disabled cache shares nothing. Raises as `SharedCache`.
-    """
-    cache = RolloutCache(config)
-    if exchange is None or not config.enabled:
-        return cache
-    return SharedCache(cache, exchange, name, vocabulary=vocabulary)
+        self.insert(*parsed)
+        self.received_rollouts += 1
+        self.received_tokens += len(parsed[2])

@@ -11,8 +11,8 @@ A reader copies the bytes between its position and `end`. Every message contains
 checksum, so a message that was overwritten during the copy is detected, and the reader resumes at
 `oldest`. A slow reader never delays the writer.
 
-Files are read and written, not mapped: a truncated file or a full /dev/shm is then an error that
-can be handled and not a SIGBUS. Readers and writers check all numbers before they use them.
+Files are read and written, not mapped: a truncated file or a full /dev/shm is then an error and not
+a SIGBUS. All numbers are checked before they are used.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ import zlib
 from collections import deque
 from pathlib import Path
 
-from asyncrl.cache.errors import ExchangeRefused
-
 MAGIC = b"ringfile"
 FORMAT = 1
 MIN_CAPACITY, MAX_CAPACITY = 1 << 12, 1 << 30
@@ -36,6 +34,10 @@ _MARKS = struct.Struct("<QQI")
 _BASE = 64
 _MESSAGE = struct.Struct("<QII")
 _READ = 1 << 16
+
+
+class ExchangeRefused(Exception):  # noqa: N818 - named for what was decided
+    """An unusable directory of an exchange, or a file that is not a ring."""
 
 
 def _marks(oldest: int, end: int) -> bytes:

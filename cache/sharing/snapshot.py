@@ -1,7 +1,7 @@
 """The cache on disk, so that a restarted run drafts from its first step.
 
     save(cache, path, "Qwen3-0.6B vocabulary 151936")
-    cache = load(path, config, "Qwen3-0.6B vocabulary 151936")
+    restore(path, cache, "Qwen3-0.6B vocabulary 151936")
 
 The file contains finished rollouts, not the arena, so it does not depend on the memory layout, nor
 on the budgets and match lengths of the process that loads it.
@@ -24,17 +24,15 @@ import hashlib
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from asyncrl.cache.config import MAX_MATCH_LIMIT, CacheConfig
-from asyncrl.cache.errors import SnapshotRefused
+from asyncrl.cache.config import MAX_MATCH_LIMIT
 from asyncrl.cache.tree.rollout_tree import RolloutCache
-from asyncrl.cache.tree.stored import StoredRollouts, are_valid_tokens
-from asyncrl.rollout.arrays import INT32_MAX
+from asyncrl.cache.tree.sequences import StoredRollouts, are_valid_tokens
+from asyncrl.rollout.jit import INT32_MAX
 from asyncrl.rollout.trajectory import IntArray
 from asyncrl.wire.transport.atomic_files import replacing
 
@@ -50,31 +48,21 @@ _CHUNK = 1 << 20
 _INT32 = np.dtype("<i4")
 
 
+class SnapshotRefused(Exception):  # noqa: N818 - named for what was decided
+    """A snapshot was not loaded; the message says which file is wrong, how, and what to do."""
+
+
 def save(cache: RolloutCache, path: str | os.PathLike[str], fingerprint: str) -> int:
     """Save the finished rollouts; a crash leaves the old file or the new one, never a mixture.
 
     No other thread may use the cache during this. The file is readable by its owner only.
     `fingerprint` identifies the meaning of token ids: model, tokenizer, vocabulary. Returns the
-    bytes written. Raises ValueError if the fingerprint is empty or longer than
-    `MAX_FINGERPRINT_BYTES` bytes; OSError if the file cannot be written: an older one is left
-    unchanged.
+    bytes written. Raises ValueError for an empty fingerprint or one longer than
+    `MAX_FINGERPRINT_BYTES` bytes; OSError if the file cannot be written.
     """
     mark = _fingerprint_bytes(fingerprint)
     with replacing(Path(path), mode=0o600) as file:
         return _write(file, cache, mark)
-
-
-def load(
-    path: str | os.PathLike[str],
-    config: CacheConfig,
-    fingerprint: str,
-    *,
-    vocabulary: int = INT32_MAX + 1,
-) -> RolloutCache:
-    """Make a cache with the rollouts of a snapshot; arguments and errors as of `restore`."""
-    cache = RolloutCache(config)
-    restore(path, cache, fingerprint, vocabulary=vocabulary)
-    return cache
 
 
 def restore(
@@ -91,10 +79,10 @@ def restore(
     the saved one; token ids from `vocabulary` on are refused. Returns the response tokens read,
     which count as inserted in the cache's stats.
 
-    Raises SnapshotRefused for another format or fingerprint, or a damaged file; the cache is
-    unchanged, except if a file with a correct digest is inconsistent: then it contains the prompts
-    before the inconsistency. Raises ValueError if the cache is not empty, or the fingerprint is
-    empty or too long; OSError if the file is missing or cannot be read.
+    Raises SnapshotRefused for another format or fingerprint, or a damaged file; if a file with a
+    correct digest is inconsistent, the cache contains the prompts before the inconsistency. Raises
+    ValueError for a cache that is not empty, or an empty or too long fingerprint; OSError for a
+    file that cannot be read.
     """
     mark = _fingerprint_bytes(fingerprint)
     if cache.stats().sequences:
@@ -103,28 +91,21 @@ def restore(
         )
     with Path(path).open("rb") as file:
         reader = _Reader(file, str(path), os.fstat(file.fileno()).st_size)
-        header = reader.verified_header()
-        if header.fingerprint != mark:
-            found = header.fingerprint.decode(errors="replace")
+        found, head, prompts = reader.verified_header()
+        if found != mark:
             raise SnapshotRefused(
-                f"snapshot {path} has the fingerprint {found!r}, this run has {fingerprint!r}: "
+                f"snapshot {path} has the fingerprint {found.decode(errors='replace')!r}, this run "
+                f"has {fingerprint!r}: "
                 "load one that was saved with the same model and tokenizer"
             )
         total = 0
-        for stored in reader.rollouts(header, vocabulary):
+        for stored in reader.rollouts(head, prompts, vocabulary):
             parts = np.split(stored.tokens, np.cumsum(stored.lengths[:-1]))
             for part, version in zip(parts, stored.versions.tolist(), strict=True):
-                context, response = part[: header.head], part[header.head :]
+                context, response = part[:head], part[head:]
                 cache.insert(stored.key, context[context >= 0], response, version)
                 total += len(response)
     return total
-
-
-@dataclass(frozen=True, slots=True)
-class _Header:
-    fingerprint: bytes
-    head: int
-    prompts: int
 
 
 class _Reader:
@@ -136,8 +117,8 @@ class _Reader:
         self._size = size
         self._left = 0
 
-    def verified_header(self) -> _Header:
-        """Return the header, after checking format, length and digest."""
+    def verified_header(self) -> tuple[bytes, int, int]:
+        """Check format, length and digest; return fingerprint, tokens of a head, and prompts."""
         start = self._file.read(_HEADER)
         if len(start) < _HEADER or not start.startswith(MAGIC):
             raise self._refused("it is not a snapshot of rollouts")
@@ -165,11 +146,11 @@ class _Reader:
         self._file.seek(_HEADER)
         mark = self._file.read(mark_size)
         self._left = body
-        return _Header(mark, head, prompts)
+        return mark, head, prompts
 
-    def rollouts(self, header: _Header, vocabulary: int) -> Iterator[StoredRollouts]:
+    def rollouts(self, head: int, prompts: int, vocabulary: int) -> Iterator[StoredRollouts]:
         """Yield the rollouts, prompt by prompt, with all numbers checked."""
-        for prompt in range(header.prompts):
+        for prompt in range(prompts):
             key_size, count, total = _PROMPT.unpack(self._take(_PROMPT.size, prompt))
             try:
                 key = self._take(key_size, prompt).decode("utf-8", "surrogatepass")
@@ -177,14 +158,14 @@ class _Reader:
                 raise self._inconsistent(f"prompt {prompt}: its key is not UTF-8") from error
             lengths, versions = (self._numbers(count, prompt) for _ in range(2))
             tokens = self._numbers(total, prompt)
-            if not key or not count or lengths.min() <= header.head:
+            if not key or not count or lengths.min() <= head:
                 raise self._inconsistent(f"prompt {prompt}: no key, or a rollout without tokens")
             if int(lengths.sum(dtype=np.int64)) != total:
                 raise self._inconsistent(f"prompt {prompt}: lengths do not add up to {total}")
             if versions.min() < 0:
                 raise self._inconsistent(f"prompt {prompt}: a policy version is negative")
             starts = np.cumsum(lengths, dtype=np.int64) - lengths
-            heads = tokens[starts[:, None] + np.arange(header.head)]
+            heads = tokens[starts[:, None] + np.arange(head)]
             if not are_valid_tokens(heads, tokens, vocabulary):
                 raise self._inconsistent(
                     f"prompt {prompt}: a token is negative or not below {vocabulary}"

@@ -9,8 +9,18 @@ A *sequence* is a stored rollout: its *head* (the last `max_match` tokens of the
 response) and the response, in linked blocks. The address of its first block is its name. A
 *position* is the address of a token's word.
 
-The compiled functions here, in `cache.tree.index` and in `asyncrl.cache.tree.sequences` return
-codes and never raise; the caller checks the arguments.
+The *index* of a tree finds earlier places of its last few tokens. Every response token, and the
+last token of the head, is indexed twice: under a hash of the last `min_match` tokens up to and
+including it (its *short* chain) and under one of the last `max_match` (its *long* chain). A bucket
+holds the newest position with that hash, and the link stored with each token leads to the next
+older one. So all positions with the same recent past are on one chain: a node of a suffix tree,
+kept as the list of its leaves. See docs/decisions/0002.
+
+The buckets are leaves of a radix tree of blocks. It is doubled and rebuilt when chains become long,
+which costs O(1) amortised per token.
+
+The compiled functions here and in `cache.tree.sequences` return codes and never raise; the caller
+checks the arguments.
 """
 
 from __future__ import annotations
@@ -53,6 +63,17 @@ CLOSED, DETACHED = -2, -1
 """Values of TREE: the row is not open; the row has no tree, so it neither stores nor drafts."""
 MUTED = -1
 """Value of OWN: the row's tokens are no longer stored, because there was no room."""
+
+SHORT, LONG = 0, 1
+"""The two chains of each position."""
+
+MASK = 0xFFFFFFFF
+BASE = 0x01000193
+"""A hash is a polynomial in BASE modulo 2 ** 32."""
+GOLDEN = 0x9E3779B1
+"""Multiplier that spreads hashes over the buckets."""
+SMALLEST_LOG2 = 6  # 64 buckets per chain length: one block
+LARGEST_LOG2 = 27  # a radix tree of four levels
 
 
 @kernel
@@ -106,3 +127,161 @@ def index_of(arena: IntArray, position: int) -> int:
     """Return the index of a position's token in its response, from 0; negative in the head."""
     block = position & -BLOCK
     return int(arena[block + START]) + position - block - HEADER
+
+
+@kernel
+def hash_of(tokens: IntArray, stop: int, length: int) -> int:
+    """Hash tokens[stop - length : stop]."""
+    hashed = 0
+    for index in range(stop - length, stop):
+        hashed = (hashed * BASE + 1 + int(tokens[index])) & MASK
+    return hashed
+
+
+@kernel
+def roll_hash(hashed: int, leaving: int, entering: int, scale: int) -> int:
+    """Move a rolling hash one token ahead; `scale` is BASE ** (length - 1)."""
+    # One is added after the first product, in 64 bits: a token may be 2 ** 31 - 1.
+    hashed = (hashed - scale - leaving * scale) & MASK
+    return (hashed * BASE + 1 + entering) & MASK
+
+
+@kernel
+def power_of_base(exponent: int) -> int:
+    """Return BASE ** exponent modulo 2 ** 32."""
+    out = 1
+    for _ in range(exponent):
+        out = (out * BASE) & MASK
+    return out
+
+
+@kernel
+def hash_back(arena: IntArray, position: int, length: int) -> int:
+    """Hash the `length` tokens that end at a position."""
+    hashed = 0
+    scale = 1
+    for step in range(length):
+        hashed = (hashed + (arena[position] + 1) * scale) & MASK
+        scale = (scale * BASE) & MASK
+        if step + 1 < length:
+            position = previous_position(arena, position)
+    return hashed
+
+
+@kernel
+def depth_of(log2: int) -> int:
+    """Return the levels above the leaves of an index with 2 ** log2 buckets per chain."""
+    return log2 // 7  # 2 ** (log2 + 1) words, 7 bits a level
+
+
+@kernel
+def node_at(arena: IntArray, root: int, depth: int, level: int, item: int) -> int:
+    """Return the address of the `item`-th node of a level; level 0 holds the leaves."""
+    node = root
+    for upper in range(depth - 1, level - 1, -1):
+        node = int(arena[node + ((item >> (7 * (upper - level))) & 127)])
+    return node
+
+
+@kernel
+def bucket(arena: IntArray, root: int, log2: int, hashed: int, chain: int) -> int:
+    """Return the address of the bucket of a hash; `chain` is SHORT or LONG."""
+    word = ((((hashed * GOLDEN) & MASK) >> (32 - log2)) << 1) | chain
+    return node_at(arena, root, depth_of(log2), 0, word >> 7) + (word & 127)
+
+
+@kernel
+def index_blocks(log2: int) -> int:
+    """Return the blocks of an index with 2 ** log2 buckets per chain."""
+    nodes = max(1, (2 << log2) // BLOCK)
+    total = nodes
+    while nodes > 1:
+        nodes = (nodes + 127) // 128
+        total += nodes
+    return total
+
+
+@kernel
+def make_index(arena: IntArray, state: LongArray, trees: LongArray, tree: int, log2: int) -> None:
+    """Allocate an empty index; the caller has made sure that there is room."""
+    depth = depth_of(log2)
+    root = allocate(arena, state)
+    nodes = max(1, (2 << log2) // BLOCK)
+    for level in range(depth - 1, -1, -1):
+        count = (nodes + (1 << (7 * level)) - 1) >> (7 * level)
+        for item in range(count):
+            parent = node_at(arena, root, depth, level + 1, item >> 7)
+            arena[parent + (item & 127)] = allocate(arena, state)
+    trees[tree, ROOT] = root
+    trees[tree, LOG2] = log2
+    trees[tree, POSITIONS] = 0
+    trees[tree, BLOCKS] += index_blocks(log2)
+
+
+@kernel
+def drop_index(arena: IntArray, state: LongArray, trees: LongArray, tree: int) -> None:
+    """Free a tree's index, leaves first."""
+    log2 = trees[tree, LOG2]
+    root = trees[tree, ROOT]
+    if root == 0:
+        return
+    depth = depth_of(log2)
+    nodes = max(1, (2 << log2) // BLOCK)
+    for level in range(depth + 1):
+        for item in range(nodes):
+            release(arena, state, node_at(arena, root, depth, level, item))
+        nodes = (nodes + 127) // 128
+    trees[tree, BLOCKS] -= index_blocks(log2)
+    trees[tree, ROOT] = 0
+    trees[tree, POSITIONS] = 0
+
+
+@kernel
+def link_position(
+    arena: IntArray, trees: LongArray, tree: int, position: int, short: int, long: int
+) -> None:
+    """Put a position at the front of its two chains, given its two hashes."""
+    root = trees[tree, ROOT]
+    log2 = trees[tree, LOG2]
+    slot = bucket(arena, root, log2, short, SHORT)
+    arena[position + SPAN] = arena[slot]
+    arena[slot] = position
+    slot = bucket(arena, root, log2, long, LONG)
+    arena[position + 2 * SPAN] = arena[slot]
+    arena[slot] = position
+    trees[tree, POSITIONS] += 1
+
+
+@kernel
+def rebuild_index(
+    arena: IntArray,
+    state: LongArray,
+    trees: LongArray,
+    tree: int,
+    log2: int,
+    min_match: int,
+    max_match: int,
+) -> None:
+    """Index all sequences of a tree again, oldest first; the caller has made room."""
+    drop_index(arena, state, trees, tree)
+    make_index(arena, state, trees, tree, log2)
+    scale_short = power_of_base(min_match - 1)
+    scale_long = power_of_base(max_match - 1)
+    first = trees[tree, FIRST]
+    while first:
+        position = first + HEADER + max_match - 1
+        short = hash_back(arena, position, min_match)
+        long = hash_back(arena, position, max_match)
+        leave_short = first + HEADER + max_match - min_match
+        leave_long = first + HEADER
+        while True:
+            link_position(arena, trees, tree, position, short, long)
+            position = next_position(arena, position)
+            if position == 0:
+                break
+            token = arena[position]
+            short = roll_hash(short, arena[leave_short], token, scale_short)
+            long = roll_hash(long, arena[leave_long], token, scale_long)
+            leave_short = next_position(arena, leave_short)
+            leave_long = next_position(arena, leave_long)
+        first = arena[first + SEQ_NEXT]

@@ -1,9 +1,8 @@
 """Drafting for the rows of a decode step, as chains or as trees.
 
-Chains take the winning token at each place, one after the other. The candidates that voted for the
-winner vote on the next token. When all of them have reached the end of their sequences (a sibling
-that is only a few tokens ahead), the search starts again from the row's tokens and the draft so
-far.
+Chains take the winning token at each place. The candidates that voted for the winner vote on the
+next token. When all of them have reached the end of their sequences, the search starts again from
+the row's tokens and the draft so far.
 
 In token trees every token with a vote is a branch, and the most probable path grows first. A
 *guess* is a token with the candidates that vote for it, a range of one array. Grouping the

@@ -6,8 +6,8 @@
 
 Each row remembers the guesses of its last draft, and some that were not drafted. When it accepts
 tokens, the guesses that these tested are counted: those that follow each accepted token, up to and
-including the first that failed. It does not matter which guesses the engine verified, because the
-tested guesses were fixed before the tokens were drawn. So the engine need not report anything.
+including the first that failed. They were fixed before the tokens were drawn, so it does not matter
+which of them the engine verified.
 """
 
 from __future__ import annotations

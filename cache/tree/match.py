@@ -14,16 +14,19 @@ import numpy as np
 from asyncrl.cache.tree.arena import (
     BLOCK,
     LOG2,
+    LONG,
     ROOT,
     SEQUENCE,
+    SHORT,
     SPAN,
     VERSION,
     LongArray,
+    bucket,
+    hash_of,
     index_of,
     next_position,
     previous_position,
 )
-from asyncrl.cache.tree.index import LONG, SHORT, bucket, hash_of
 from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray, IntArray
 

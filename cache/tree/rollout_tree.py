@@ -1,6 +1,4 @@
-"""The rollout cache: rows store their tokens and draft from the others'.
-
-There is one tree of earlier rollouts per prompt.
+"""The rollout cache: rows store their tokens and draft from the others', one tree per prompt.
 
 Example:
     >>> import numpy as np
@@ -17,10 +15,12 @@ Example:
 `RolloutCache` serves one engine and is not thread-safe. Its methods are batched over the rows of a
 decode step, and compiled kernels do the work:
 
-    arena, index, sequences    layout: blocks, hash chains, stored rollouts
-    insert, estimate           storing tokens, learning from outcomes
-    draft                      drafting chains and trees
-    forest                     the Python side: trees and their budget
+    arena        layout: blocks and hash chains
+    sequences    stored rollouts
+    estimate     learning from outcomes
+    match        earlier places of recent tokens
+    draft        drafting chains and trees
+    forest       the Python side: trees and their budget
 
 The cache can only change speed, never what is sampled (see `asyncrl.rollout.acceptance`).
 """
@@ -34,15 +34,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from asyncrl.cache.config import RUN_RULES, CacheConfig, TreeRules
-from asyncrl.cache.errors import CacheCorrupt
-from asyncrl.cache.tree import arena, estimate, insert
-from asyncrl.cache.tree.arena import LongArray
+from asyncrl.cache.tree import arena, estimate, sequences
+from asyncrl.cache.tree.arena import LongArray, hash_of
 from asyncrl.cache.tree.draft import draft
 from asyncrl.cache.tree.forest import Forest
-from asyncrl.cache.tree.index import hash_of
 from asyncrl.cache.tree.match import Rules, version_weights
-from asyncrl.cache.tree.stored import StoredRollouts
-from asyncrl.rollout.arrays import check_offsets, int32_values
+from asyncrl.cache.tree.sequences import StoredRollouts
+from asyncrl.rollout.jit import check_offsets, int32_values
 from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 
@@ -109,11 +107,6 @@ class OpenRows:
             ]
             raise ValueError(f"rows {bad} are not open")
         return handles
-
-    def sequences(self) -> list[int]:
-        """Return names of the sequences that open rows are appending to."""
-        own = self.cursors[self.cursors[:, arena.TREE] >= 0, arena.OWN]
-        return [int(name) for name in own if name > 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +176,8 @@ class RolloutCache:
         `key` names the prompt's tree; "" opens a row that neither stores nor drafts. `context`
         `[C]` is the prompt and the response tokens that the request resumes from. The first draft
         is matched by its end, which should be the same for all samples of a prompt; only the last
-        `max_match` tokens are used.
-
-        Raises TypeError if the key is not a string or the context does not hold integers;
-        ValueError if a token is negative or does not fit 32 bits.
+        `max_match` tokens are used. Raises TypeError for a key that is not a string or tokens that
+        are not integers; ValueError for tokens that are negative or above 2 ** 31 - 1.
         """
         if not isinstance(key, str):
             raise TypeError(f"a cache key must be a str, not {type(key).__name__}")
@@ -214,7 +205,7 @@ class RolloutCache:
         negative or above 2 ** 31 - 1; nothing was changed.
         """
         vectors = all(_is_int32_vector(one) for one in (rows, tokens, offsets))
-        if not vectors or not insert.acceptable(self._rows.cursors, rows, tokens, offsets):
+        if not vectors or not sequences.acceptable(self._rows.cursors, rows, tokens, offsets):
             rows, tokens, offsets = self._checked(rows, tokens, offsets)
         self._inserted += len(tokens)
         self._store(rows, tokens, offsets)
@@ -269,9 +260,11 @@ class RolloutCache:
         if policy_version is not None:
             self.advance(policy_version)
         try:
-            row = self.open(key, context)
-            self.extend(np.array([row], np.int32), values, np.array([0, len(values)], np.int32))
-            self.close(row)
+            # Not the methods of `SharedCache`, which publish the rollout.
+            row = RolloutCache.open(self, key, context)
+            offsets = np.array([0, len(values)], np.int32)
+            RolloutCache.extend(self, np.array([row], np.int32), values, offsets)
+            RolloutCache.close(self, row)
         finally:
             state[arena.POLICY_VERSION] = current
 
@@ -310,13 +303,6 @@ class RolloutCache:
             drafted=self._drafted,
         )
 
-    def check(self) -> None:
-        """Verify the whole cache, or raise CacheCorrupt; reads everything."""
-        self._forest.check()
-        words = self._forest.arena
-        if any(not words[name + arena.SEQ_OPEN] for name in self._rows.sequences()):
-            raise CacheCorrupt("an open row's sequence is not marked open")
-
     def _checked(
         self, rows: IntArray, tokens: IntArray, offsets: IntArray
     ) -> tuple[IntArray, IntArray, IntArray]:
@@ -335,15 +321,15 @@ class RolloutCache:
         state[arena.AT_ROW] = state[arena.AT_TOKEN] = 0
         grow = True
         while True:
-            code = insert.extend(
+            code = sequences.extend(
                 forest.arena, state, forest.trees, self._rows.cursors, self._rows.rings, rows,
                 tokens, offsets, self.config.min_match, forest.prompt_blocks, grow,
                 self._rows.experience, self.rules.calibrate,
             )  # fmt: skip
-            if code == insert.DONE:
+            if code == sequences.DONE:
                 return
             row = int(rows[state[arena.AT_ROW]])
-            if code == insert.TREE_FULL:
+            if code == sequences.TREE_FULL:
                 tree = int(self._rows.cursors[row, arena.TREE])
                 made = forest.trim(tree, forest.prompt_blocks // 2)
             else:

@@ -6,5 +6,4 @@ trees          drafts checked and laid out as token trees, for engines that feed
 planner        how many tokens a decode step drafts, from step costs and acceptance
 step_times     seconds of a step by tokens, rows and context, learned from the steps of this run
 calibration    maps estimated acceptance probabilities to observed ones
-fixed_budget   a planner that drafts a fixed number of tokens, for comparisons and tests
 """

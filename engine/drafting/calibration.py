@@ -83,7 +83,7 @@ class Calibration:
         return mapped
 
     def optimistic(self, estimates: NDArray[np.floating]) -> Floats:
-        """Like `apply`, but never below the estimate: an optimistic value to explore with."""
+        """Do `apply`, but never return less than the estimate: an optimism to explore with."""
         higher: Floats = np.maximum(self.apply(estimates), estimates)
         return higher
 

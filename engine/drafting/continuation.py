@@ -71,11 +71,8 @@ class Continuations:
         self.end(target)
         if source < len(self._length) and self._length[source]:
             self._make_room(target + 1, 0)
-            self._text[target] = self._text[source]
-            self._length[target] = self._length[source]
-            self._cursor[target] = self._cursor[source]
-            self._following[target] = self._following[source]
-            self._rejected[target] = self._rejected[source]
+            for column in (self._text, self._length, self._cursor, self._following, self._rejected):
+                column[target] = column[source]
             self._length[source] = 0
             self._following[source] = False
 

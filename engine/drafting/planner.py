@@ -11,9 +11,8 @@ memory; beyond it each token costs its share of arithmetic. An engine uses the p
     planner.judge(path_probabilities_of_fed_nodes, accepted_flags)
 
 With S(m) the expected tokens of a step that feeds the m best nodes, and T(m) its seconds, the step
-takes the m with the largest S - rate x T, where `rate` is what recent steps yield. A budget of
-seconds, the bank, pays for exploration; it fills with a small share of the time. Reasons and
-alternatives: docs/decisions/0006.
+takes the m with the largest S - rate x T, where `rate` is what recent steps yield. A small share of
+the time, the bank, pays for exploration. Reasons and alternatives: docs/decisions/0006.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engine.drafting.calibration import Calibration, Floats
-from asyncrl.engine.drafting.step_time_kernels import cell_of
-from asyncrl.engine.drafting.step_times import StepTimes
+from asyncrl.engine.drafting.step_times import StepTimes, cell_of
 from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 TRYING = 0.004
@@ -113,17 +111,16 @@ class DraftPlanner:
         """Decide what to ask the cache for; each row may generate `left` `[n]` more tokens.
 
         Returns `[n]` most draft tokens of each row (all 0: do not ask), and the smallest path
-        probability worth drafting. A row does not draft its last token: the draw after its last
-        draft generates it anyway. `other_tokens` of the same step belong to no decoding row
-        (prompts).
+        probability worth drafting. The draw after a row's last draft generates its last token, so
+        that is not drafted. `other_tokens` of the same step are prompts.
         """
         rows = len(left)
         self._asked = 0
+        nothing = np.zeros(rows, np.int32), 1.0
         if not (left > 1).any():
-            return np.zeros(rows, np.int32), 1.0
+            return nothing
         self._learn()
         spare = self._max_step_tokens - rows - other_tokens
-        nothing = np.zeros(rows, np.int32), 1.0
         if min(spare, self._max_draft_tokens) <= 0:
             return nothing
         base = rows + other_tokens
@@ -132,7 +129,7 @@ class DraftPlanner:
         self._asked = rows
         longest = min(self._max_draft_tokens, spare)
         budgets = np.minimum(np.maximum(left - 1, 0), longest).astype(np.int32)
-        return budgets, self._min_probability(rows)
+        return budgets, min(0.75 * self._scale_of(rows).cut, 0.9)
 
     def choose(
         self, path_probabilities: FloatArray, offsets: IntArray, *, rows: int, other_tokens: int = 0
@@ -165,13 +162,7 @@ class DraftPlanner:
 
     def _learn(self) -> None:
         for step in self._unlearned:
-            self.times.observe(
-                tokens=step.tokens,
-                rows=step.rows,
-                context=step.context,
-                asked=step.asked,
-                seconds=step.seconds,
-            )
+            self.times.observe(**step._asdict())
         for step in self._unlearned:
             self._earn(step.rows, step.context, step.seconds)
         self._unlearned.clear()
@@ -234,9 +225,8 @@ class DraftPlanner:
         allowed[largest + 1 :] = False
         merit[~allowed] = -np.inf
         other = int(merit.argmax())
-        if merit[other] <= merit[best] + _MIN_GAIN * rows or cell_of(base + other) == cell_of(
-            base + best
-        ):
+        alike = cell_of(base + other) == cell_of(base + best)
+        if alike or merit[other] <= merit[best] + _MIN_GAIN * rows:
             return best
         self._bank -= float(values[best] - values[other]) / worth
         return other
@@ -261,10 +251,6 @@ class DraftPlanner:
             return False
         self._bank -= price
         return True
-
-    def _min_probability(self, rows: int) -> float:
-        scale = self._scale_of(rows)
-        return min(0.75 * scale.cut, 0.9)
 
     def _plain(self, rows: int, base: int) -> float:
         return float(self._curve(rows, base, 0, asked=False, optimistic=False)[0])

@@ -1,17 +1,15 @@
 """Draws and lookups from the logits of a step, in slabs of rows under a limit of memory.
 
-The operations between logits and a token need several arrays over the vocabulary at once: 4,096
-rows in one piece would take more than 5 GB. Rows are independent of each other, so slabs change no
-result. The limit is `engine.logits_mib`, without the model's logits themselves.
-
-On a GPU kernels work from the logits directly (`engine.sampling.logits_triton`) and write no array
-over the vocabulary, so only the output layer has to be asked in slabs there.
+The operations between logits and a token need several arrays over the vocabulary: 4,096 rows at
+once would take more than 5 GB. Rows are independent, so slabs change no result. The limit is
+`engine.logits_mib`, without the model's logits themselves. On a GPU kernels work from the logits
+directly (`engine.sampling.logits_triton`), so only the output layer has to be asked in slabs there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -45,7 +43,7 @@ class LogitDraws(NamedTuple):
     tokens: torch.Tensor
     """`[N]` int64; -1 if the distribution is not finite."""
     ids: torch.Tensor
-    """`[T, 1 + K]` int32: the token of each row (0 if none), then its list."""
+    """`[T, 1 + K]` int32: the token of each row (0 if none), then its list, padded with -1."""
     logprobs: torch.Tensor
     """`[T, 1 + K]` float32 of `ids`; not finite if the distribution is not."""
 
@@ -58,44 +56,25 @@ class LogitReading(NamedTuple):
     """`[N, K]` their most probable tokens, if requested."""
 
 
-class Distributions(Protocol):
-    """The distributions of R rows. Arguments `rows` are `[N]` rows, which may repeat."""
-
-    def draw(self, k: int, streams: Streams, rows: NDArray[np.int64] | None = None) -> Drawn:
-        """Draw a token from each row, and list its K most probable ones; None: all in order."""
-
-    def top_k(self, k: int, rows: NDArray[np.int64] | None = None) -> TopK:
-        """List the K most probable tokens of each row; None: all in order."""
-
-    def read(self, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
-        """Look up given tokens, `[N]`."""
-
-    def name_tokens(
-        self,
-        batch: KeptBatch,
-        verdict: Verdict,
-        unnamed: NDArray[np.int64],
-        rows: NDArray[np.int64],
-    ) -> None:
-        """See `asyncrl.engine.sampling.verification.name_tokens`."""
-
-
 class ProcessedRows:
-    """Distributions stored as processed log-probabilities, `[R, V]` float32, on any device."""
+    """Distributions stored as processed log-probabilities, `[R, V]` float32, on any device.
+
+    Arguments `rows` of its methods are `[N]` rows, which may repeat.
+    """
 
     def __init__(self, logprobs: torch.Tensor) -> None:
         self._logprobs = logprobs
 
     def draw(self, k: int, streams: Streams, rows: NDArray[np.int64] | None = None) -> Drawn:
-        """See `Distributions`."""
+        """Draw a token from each row, and list its K most probable ones; None: all in order."""
         return draw(self._logprobs, k, streams, rows)
 
     def top_k(self, k: int, rows: NDArray[np.int64] | None = None) -> TopK:
-        """See `Distributions`."""
+        """List the K most probable tokens of each row; None: all in order."""
         return top_k(self._logprobs, k, rows)
 
     def read(self, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
-        """See `Distributions`."""
+        """Look up given tokens, `[N]`."""
         return read(self._logprobs, rows, columns)
 
     def name_tokens(
@@ -105,7 +84,7 @@ class ProcessedRows:
         unnamed: NDArray[np.int64],
         rows: NDArray[np.int64],
     ) -> None:
-        """See `Distributions`."""
+        """See `asyncrl.engine.sampling.verification.name_tokens`."""
         name_tokens(batch, verdict, unnamed, self._logprobs, rows)
 
 
@@ -118,7 +97,7 @@ class FusedRows:
         self._k = k
 
     def draw(self, k: int, streams: Streams, rows: NDArray[np.int64] | None = None) -> Drawn:
-        """See `Distributions`. K is 1 to `MAX_FUSED_K`."""
+        """See `ProcessedRows`. K is 1 to `MAX_FUSED_K`."""
         from asyncrl.engine.sampling.logits_triton import draw_rows
 
         sampling = self._sampling if rows is None else self._sampling.at(rows)
@@ -126,7 +105,7 @@ class FusedRows:
         return Drawn(tokens, TopK(ids[:, 1:], values[:, 1:]), values[:, 0])
 
     def top_k(self, k: int, rows: NDArray[np.int64] | None = None) -> TopK:
-        """See `Distributions`."""
+        """See `ProcessedRows`."""
         n = len(self._logits) if rows is None else len(rows)
         zeros = np.zeros(n, np.int64)
         streams = Streams(zeros.astype(np.uint64), zeros, zeros.astype(np.uint64))
@@ -134,7 +113,7 @@ class FusedRows:
         return TopK(listed.ids[:, :k], listed.logprobs[:, :k])
 
     def read(self, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
-        """See `Distributions`."""
+        """See `ProcessedRows`."""
         from asyncrl.engine.sampling.logits_triton import look_up_rows
 
         tail = columns.outside()
@@ -155,7 +134,7 @@ class FusedRows:
         unnamed: NDArray[np.int64],
         rows: NDArray[np.int64],
     ) -> None:
-        """See `Distributions`."""
+        """See `ProcessedRows`."""
         from asyncrl.engine.sampling.logits_triton import look_up_rows
 
         columns = verdict.outside(batch, unnamed)
@@ -164,6 +143,9 @@ class FusedRows:
         names = found.names.cpu().numpy()
         values = np.where(names >= 0, found.name_values.cpu().numpy(), np.float32(-np.inf))
         verdict.set_names(unnamed, names, values)
+
+
+Distributions = ProcessedRows | FusedRows
 
 
 def distributions_of(

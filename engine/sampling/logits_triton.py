@@ -9,9 +9,6 @@
 No array over the vocabulary is written. The results are defined by `engine.sampling.drawing` and
 `engine.sampling.truncation`: the same random bits, the order of ids, the same rule for equal values
 (lower id first). Logarithms and sums may differ from theirs in the last bits.
-
-It has run in Triton's interpreter and was compiled for GPUs from an A100 to a B200, never on a GPU
-(`tests/engine/sampling/test_logits_triton.py`).
 """
 
 from __future__ import annotations
@@ -39,17 +36,6 @@ _LISTED = 128
 """Tokens that `look_up_kernel` takes for a row: it is compiled once for all lengths of lists."""
 _SEED, _POSITION, _NOISE, _PLACE, _TEMPERATURE, _TOP_P, _MIN_P, _TOP_K, _ROW = range(9)
 """Rows of the packed columns: int64, or the bits of float64."""
-
-
-class Tables(NamedTuple):
-    """The output of `draw_rows`."""
-
-    tokens: torch.Tensor
-    """`[N]` int64; -1 if the distribution is not finite."""
-    ids: torch.Tensor
-    """`[T, 1 + K]` int32: the token, 0 if there is none, then the list, padded with -1."""
-    values: torch.Tensor
-    """`[T, 1 + K]` float32 log-probabilities of `ids`."""
 
 
 class Found(NamedTuple):
@@ -81,8 +67,8 @@ def draw_rows(
     places: np.ndarray | None = None,
     table_rows: int | None = None,
     rows: np.ndarray | None = None,
-) -> Tables:
-    """Do `logits.draw_from_logits` for all rows at once. The logits are not changed.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the fields of `logits.LogitDraws` for all rows at once. The logits are not changed.
 
     `k` is 1 to 64. Draws are from `rows` `[N]` of the logits `[R, V]`; None: all in order.
     """
@@ -103,7 +89,7 @@ def draw_rows(
             PARTS=triton.next_power_of_2(parts.maxima.shape[1]), BLOCK=_BLOCK, CUT=parts.cut,
             num_warps=8,
         )  # fmt: skip
-    return Tables(tokens, ids, values)
+    return tokens, ids, values
 
 
 def look_up_rows(

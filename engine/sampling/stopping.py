@@ -1,11 +1,9 @@
 """Stop strings as a rule over token ids: a response ends with the first token that completes one.
 
 The text of a response is the concatenation of its tokens' bytes, so an automaton over bytes (Aho
-and Corasick 1975) that reads a whole token at a time detects stop strings. An engine needs no
-tokenizer: from (state, token) it looks up the next state. That costs the same for every token,
-however long the response and however the strings are split over tokens. Bytes of incomplete
-characters are not a special case. As with stop tokens, the end of a response is a function of its
-tokens up to there, so exactness is not affected (docs/exactness.md).
+and Corasick 1975) that reads a whole token at a time detects stop strings: an engine needs no
+tokenizer, and looks up the next state from (state, token). As with stop tokens, the end of a
+response is a function of its tokens up to there, so exactness is not affected (docs/exactness.md).
 
 Example:
     >>> rule = StopRule.of(["</a>"], [b"x", b"</", b"a>", b"</a>!"])
@@ -63,11 +61,7 @@ class StopRule:
         return cls(tuple(strings), np.ascontiguousarray(columns[:, examples]), classes)
 
     def follow(self, state: int, tokens: NDArray[np.integer]) -> tuple[int | None, int]:
-        """Read tokens from a state.
-
-        Returns the number of tokens up to the response's end (None: it continues), and the new
-        state.
-        """
+        """Read tokens; return their number up to the response's end, or None, and the new state."""
         count, state = _follow(self.table, self.classes, state, np.asarray(tokens, np.int64))
         return (count, self.start) if state == ENDED else (None, int(state))
 

@@ -4,9 +4,7 @@ A draw (`engine.sampling.drawing`) is a pure function of the distribution, the s
 the position in the response and, for tokens outside the list, the policy version. Its numbers are
 the position-th outputs of SplitMix64 streams (Steele, Lea, Flood 2014) started at mixed seeds. So
 neither the batch, nor the slot, nor the drafts can change which token a request generates, except
-by rounding: logits differ in the last bits with the shape of the batch, which moves a draw about
-once in 10^6 (never with a batch-invariant model, see
-`asyncrl.engine.torch.cpu.invariant_attention`).
+by rounding of logits (never with a model of `asyncrl.engine.torch.cpu.invariant_attention`).
 
 A request that continues after a *rejected* token needs a new seed: given the rejection, the old
 number at that position is no longer uniform. For the same reason the numbers that accept or reject
@@ -83,7 +81,7 @@ class SamplingColumns:
     min_p: FloatArray
     """`[N]` in [0, 1]; 0: off."""
     truncated: NDArray[np.bool_]
-    """`[N]` whether any of the last three is on."""
+    """`[N]` True if any of the last three is on."""
 
     @classmethod
     def unset(cls, rows: int) -> Self:
@@ -115,11 +113,7 @@ class SamplingColumns:
                 self.temperature[rows], self.top_k, self.top_p, self.min_p, truncated
             )
         return SamplingColumns(
-            self.temperature[rows],
-            self.top_k[rows],
-            self.top_p[rows],
-            self.min_p[rows],
-            truncated,
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], truncated
         )
 
     def move(self, source: int, target: int) -> None:

@@ -1,12 +1,10 @@
 """The verdict on kept tokens, given the current policy at each of them. All engines use it.
 
 An engine runs the kept tokens through its model. `read` looks up what the rules need in the current
-distributions, which may come in parts. `judge` accepts a prefix of each row and draws the symbol
-after it. If that is the tail, `name_tokens` draws the token from the distribution at its position.
-A token that was drawn outside its list is named again, by the same noise.
-
-Both distributions have all mass on an observed token, regardless of the model, so a rule always
-accepts it with the token before it.
+distributions, which may come in parts; a token that was drawn outside its list is named again, by
+the same noise. `judge` accepts a prefix of each row and draws the symbol after it. If that is the
+tail, `name_tokens` draws the token from the distribution at its position. Both distributions have
+all mass on an observed token, so a rule always accepts it with the token before it.
 
 Random numbers are a function of (seed of the request, policy version, position), from separate
 streams. What follows a fully accepted row, or `lenient` tokens, is drawn freely by the engine from
@@ -42,9 +40,9 @@ class KeptColumns(NamedTuple):
     noise_seeds: SeedArray
     """`[N]` seeds of the noise that named tokens outside their lists."""
     exact: NDArray[np.bool_]
-    """`[N]` whether the exact rule judges it. If not, its list and its noise are not used."""
+    """`[N]` True if the exact rule judges it. If not, its list and its noise are not used."""
     observed: NDArray[np.bool_]
-    """`[N]` whether it was observed, as in `KeptTokens`."""
+    """`[N]` True if it was observed, as in `KeptTokens`."""
 
     @classmethod
     def only_tokens(cls, tokens: IntArray, k: int) -> Self:
@@ -185,7 +183,7 @@ class KeptBatch:
 
     @property
     def lenient(self) -> NDArray[np.bool_]:
-        """`[B]` whether a row asks for SPEC-RL's rule."""
+        """`[B]` True if a row asks for SPEC-RL's rule."""
         return np.array([one.lenience is not None for one in self.kept])
 
     def uniforms(self, purpose: Purpose, policy_version: int) -> NDArray[np.float64]:
@@ -207,9 +205,9 @@ class Verdict:
     noise_seed: SeedArray
     """`[B]` seeds of its noise. Its list is that of the kept token in its place."""
     renamed: NDArray[np.bool_]
-    """`[B]` whether it is the kept token of its place, renamed by the same noise."""
+    """`[B]` True if it is the kept token of its place, renamed by the same noise."""
     unnamed: NDArray[np.bool_]
-    """`[B]` whether it lies outside its list and `name_tokens` has not been called for it yet."""
+    """`[B]` True if it lies outside its list and `name_tokens` has not been called for it yet."""
 
     def place(self, batch: KeptBatch, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the index among the N kept tokens of each row's first that does not stay."""

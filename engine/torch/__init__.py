@@ -10,8 +10,7 @@ step_inputs     the tokens of one forward pass
 model           loading, the self-check at start, one packed forward pass
 cpu             the same pass for Llama-like models on a CPU, in few calls
 slots           the KV slots, the layout of a step's tokens, attention over both
-step_sampling   a step's draws
-verification    acceptance of kept tokens
+step_sampling   a step's draws, and acceptance of kept tokens
 reports         generated tokens turned into chunks
 scoring         log-probabilities of given tokens
 config          the settings

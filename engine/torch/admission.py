@@ -4,15 +4,11 @@ The order of rows in a step: rows that decode; new ones that copy the KV of a ru
 prompt and decode from its last token; new ones whose contexts are taken in (leaders; first those
 that continue a session whose KV was parked); the leaders' siblings (followers).
 
-A request that ends may be a turn of a longer response (`GenerateRequest.session`) that waits for
-its environment. Its KV stays parked in the slot that becomes free, under the name of the session,
-and the next turn takes it over. Rows come first: when they need the slot, the KV moves to another
-free one; if there is none, the KV that has waited longest is dropped, and that turn is fed from its
-beginning. Results are the same up to rounding. A session without a further turn is dropped when its
-response ends (`Engine.end_session`).
-
-Only KV of the current weights is parked: a turn that begins after an installation is an ordinary
-request of the new weights.
+A request that ends may be a turn of a longer response (`GenerateRequest.session`). Its KV stays
+parked in the slot that becomes free until the next turn takes it over or `Engine.end_session` drops
+it. Rows come first: when they need the slot, the KV moves to another free one; if there is none,
+the KV that has waited longest is dropped, and that turn is fed from its beginning. Results are the
+same up to rounding. Only KV of the current weights is parked.
 """
 
 from __future__ import annotations

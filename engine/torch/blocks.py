@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.engine.torch.attention_mask import Hidden
+from asyncrl.engine.torch.attention import Hidden
 from asyncrl.rollout.trajectory import IntArray
 
 LongArray = NDArray[np.int64]
@@ -34,9 +34,8 @@ class Decoding:
         of_queries: LongArray = np.minimum(ends + np.arange(queries), keys - 1)
         if self.depths is not None:
             row = np.repeat(np.arange(rows), self.counts)
-            column = np.arange(len(row)) - np.repeat(
-                np.cumsum(self.counts) - self.counts, self.counts
-            )
+            first = np.cumsum(self.counts) - self.counts
+            column = np.arange(len(row)) - np.repeat(first, self.counts)
             at = self.lengths[row] + self.depths
             of_queries[row, column] = of_keys[row, self.lengths[row] + column] = at
         return of_queries, of_keys
@@ -105,8 +104,7 @@ def decode_block(
 ) -> Block:
     """Make the block of rows `[0, m)` with `lengths` valid keys and `counts` new tokens each.
 
-    `hidden` pairs of new tokens get no attention; `depths` `[sum(counts)]` as in
-    `StepInputs.decode_depths`.
+    `hidden` pairs of new tokens get no attention; `depths` are `StepInputs.decode_depths`.
     """
     queries = int(counts.max())
     last_key = torch.from_numpy(lengths[:, None] + np.arange(queries)).to(device)

@@ -7,7 +7,7 @@ One step is one forward pass (`step`):
     forward  last tokens and trees of decoding rows, and whole contexts of new ones with their kept
              tokens, packed (model)
     draw     a fresh token at every position, from (seed, position in the response) (step_sampling)
-    judge    the kept tokens that the current policy accepts, and a draw after them (verification)
+    judge    the kept tokens that the current policy accepts, and a draw after them (step_sampling)
     choose   draws that stay in the tree, and the first that leaves it; all other KV is void
     report   first tokens, rows with enough unreported ones, and rows that ended (reports)
 """
@@ -21,10 +21,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from asyncrl.engine.adapters import MergingBuffer
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.config import WeightStaging
 from asyncrl.engine.drafting.planner import DraftPlanner, Planner
-from asyncrl.engine.drafting.proposals import DraftSource
 from asyncrl.engine.drafting.trees import TokenTrees
 from asyncrl.engine.errors import RequestError, WeightsError
 from asyncrl.engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
@@ -37,10 +36,9 @@ from asyncrl.engine.torch.reports import Unreported, choose, moved_places
 from asyncrl.engine.torch.rows import Rows
 from asyncrl.engine.torch.scoring import score_all
 from asyncrl.engine.torch.slots import StepInputs
-from asyncrl.engine.torch.step_sampling import Draws, draw_step
-from asyncrl.engine.torch.verification import judge_rows
+from asyncrl.engine.torch.step_sampling import Draws, draw_step, judge_rows
 from asyncrl.engine.torch.waiting import Waiting
-from asyncrl.engine.weights import ModelShapes, NamedTensors, StagedWeights
+from asyncrl.engine.weights import MergingBuffer, ModelShapes, NamedTensors, StagedWeights
 from asyncrl.rollout.trajectory import FinishReason
 from asyncrl.wire.errors import WeightsReadError
 from asyncrl.wire.records.step import EngineStats, TokenCounts
@@ -97,7 +95,7 @@ class ModuleWeights:
         """Return copies of the module's initial weights, in the memory that stages versions."""
         if self._whole.policy_version is not None:
             raise WeightsReadError(
-                "the module has had whole weights, so it is not known what an adapter is added to"
+                "cannot merge an adapter: whole weights have replaced those it was made for"
             )
         found = {name: self._own[name].detach() for name in names}
         copies = {name: one.to(self._staging, copy=True) for name, one in found.items()}
@@ -144,16 +142,15 @@ class CoreSettings:
 class DecodeCore:
     """Continuous batching with exact drafting over a loaded model. Not thread-safe.
 
-    `source` proposes drafts (None: requests' earlier continuations only). `seed` is that of the
-    stream that gives seeds to requests without one. `planner` decides how much to draft (None: one
-    that learns from this core's step times).
+    `source` proposes drafts (None: requests' earlier continuations only). `seed` is that of
+    `SeedStream`. `planner` decides how much to draft (None: it learns from this core's steps).
     """
 
     def __init__(
         self,
         model: SlotModel,
         settings: CoreSettings,
-        source: DraftSource | None,
+        source: RolloutCache | None,
         *,
         seed: int,
         planner: Planner | None = None,
@@ -171,11 +168,7 @@ class DecodeCore:
         buffer = settings.chunk_tokens + settings.max_draft_tokens + 1
         self._unreported = Unreported(cache.slots, buffer, settings.listed)
         self._drafter = Drafter(
-            self._rows,
-            source,
-            planner,
-            branching=settings.draft_trees,
-            vocab_size=model.vocab_size,
+            self._rows, source, planner, branching=settings.draft_trees, vocab_size=model.vocab_size
         )
         self._seeds = SeedStream(seed)
         self._admission = Admission(self._rows, cache, self._drafter, self._unreported, self._seeds)
@@ -327,12 +320,9 @@ class DecodeCore:
             judge_rows(rows, draws, self.policy_version)
         chunks = self._generate(trees, draws)
         seconds = time.perf_counter() - began
-        self._drafter.planner.observe(
-            tokens=int(trees.counts.sum()) + prompts,
-            rows=new.decoding,
-            context=context,
-            seconds=seconds,
-        )
+        fed = int(trees.counts.sum()) + prompts
+        observe = self._drafter.planner.observe
+        observe(tokens=fed, rows=new.decoding, context=context, seconds=seconds)
         self._steps += 1
         self._busy_seconds += seconds
         return chunks

@@ -5,13 +5,8 @@
                    bounded by: the core's slots
 
 Chunks of a step are delivered while the next one is computed. The core is not thread-safe, so only
-the thread touches it; calls during a step are made before the next one, in order:
-
-    thread = DecodeThread(core.step, may_step=lambda: core.has_work, deliver=..., failed=...)
-    thread.post(lambda: core.interrupt("r1"), done=deliver, failed=end)  # before the next step
-    scores = await thread.run(lambda: core.score(requests))
-
-If a step fails, every waiting consumer is woken with the reason, and later calls raise it.
+the thread touches it; calls during a step are made before the next one, in order. If a step fails,
+every waiting consumer is woken with the reason, and later calls raise it.
 """
 
 from __future__ import annotations
@@ -27,8 +22,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.drafting.proposals import DraftSource
 from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
 from asyncrl.engine.torch.core import CoreSettings, DecodeCore
@@ -56,9 +51,8 @@ class _Job:
 class DecodeThread:
     """Runs jobs and steps of one core. Made and called in one event loop.
 
-    `step` returns a step's chunks, which `deliver` gets in the event loop, and `may_step` returns
-    True if there is anything to compute; both are called in the thread, and `prepare` once.
-    `failed` gets a step's exception in the event loop. No other step follows, and jobs fail.
+    `prepare`, `may_step` and `step` are called in the thread; `deliver` gets a step's chunks in the
+    event loop, and `failed` its exception. Then no other step follows, and jobs fail.
     """
 
     def __init__(
@@ -104,8 +98,8 @@ class DecodeThread:
     ) -> T:
         """Call `work` between two steps and return its result. If cancelled, it is still called.
 
-        `done` is as in `post`. Reports of later steps may come before the caller resumes, so what
-        must precede them belongs in `done`. If `is_last`, the thread ends after it.
+        `done` is as in `post`: reports of later steps may come before the caller resumes. If
+        `is_last`, the thread ends after it.
         """
         result: asyncio.Future[T] = self._loop.create_future()
 
@@ -170,7 +164,7 @@ class DecodeThread:
                 if self._failure is not None and not ends:
                     raise EngineError(f"the decode loop failed: {self._failure!r}")
                 outcomes.append((job.done, job.work()))
-            except Exception as error:  # noqa: BLE001 - whoever asked for it is told
+            except Exception as error:  # noqa: BLE001 - its caller gets it
                 outcomes.append((job.failed, error))
         if outcomes:
             self._tell(_tell_all, outcomes)
@@ -206,7 +200,7 @@ class TorchEngine:
         config: EngineConfig,
         model_path: str,
         *,
-        source: DraftSource | None,
+        source: RolloutCache | None,
         max_draft_tokens: int,
         seed: int,
         save: Callable[[], int] = lambda: 0,
@@ -268,8 +262,7 @@ class TorchEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Stream a response; closing the iterator frees the slot.
 
-        Raises RequestError at the first chunk if the request cannot be served; EngineError if the
-        engine is not running, or its loop failed.
+        Raises RequestError at the first chunk, EngineError if the engine is not running or failed.
         """
         core, thread = self._running()
         name, reader = request.request_id, _Reader()
@@ -291,9 +284,8 @@ class TorchEngine:
             if self._readers.get(name) is reader:
                 del self._readers[name]
             if not ended and self._ended is None:
-                thread.post(
-                    partial(_abort, core, name, reader), done=_ignore, failed=self._step_failed
-                )
+                abort = partial(_abort, core, name, reader)
+                thread.post(abort, done=lambda _: None, failed=self._step_failed)
 
     def _begin_reading(self, request_id: str, reader: _Reader) -> None:
         """Deliver later chunks to this reader; an earlier request may have had the same id."""
@@ -310,9 +302,8 @@ class TorchEngine:
     def end_session(self, session: str) -> None:
         """Free the KV of a response whose turns are over, before the next step."""
         if self._core is not None and self._thread is not None and self._ended is None:
-            self._thread.post(
-                partial(self._core.end_session, session), done=_ignore, failed=self._step_failed
-            )
+            end = partial(self._core.end_session, session)
+            self._thread.post(end, done=lambda _: None, failed=self._step_failed)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Score given tokens between two steps. Raises RequestError."""
@@ -397,10 +388,6 @@ def _abort(core: DecodeCore, request_id: str, reader: _Reader) -> None:
     """Abort the reader's request, unless it was refused because its id was in use."""
     if reader.is_served:
         core.abort(request_id)
-
-
-def _ignore(_result: None) -> None:
-    """Ignore the result of a job."""
 
 
 def _use_threads(threads: int | None) -> None:

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface
 
 from asyncrl.engine.errors import EngineError, EngineStartError
-from asyncrl.engine.torch.attention_mask import AttendedKeys
+from asyncrl.engine.torch.attention import AttendedKeys
 from asyncrl.engine.torch.blocks import Block, causal_blocks, decode_block, resumed_blocks
 from asyncrl.engine.torch.cpu.blas import sgemm_address
 from asyncrl.engine.torch.cpu.fused_model import FusedDecoder
 from asyncrl.engine.torch.cpu.invariant_attention import filled_up, missing
 from asyncrl.engine.torch.slots import SlotAttention, SlotCache, StepInputs, StepLayout
-from asyncrl.rollout.cpu.fused_models import why_not_fused
-from asyncrl.rollout.output_layer import float32_logits
+from asyncrl.rollout.cpu import why_not_fused
+from asyncrl.rollout.model_parts import float32_logits
 from asyncrl.rollout.trajectory import IntArray
 from asyncrl.wire.weights.pretrained import load_causal_lm
 
@@ -142,29 +142,15 @@ class SlotModel:
 
     def _blocks(self, feed: StepInputs) -> list[Block]:
         blocks: list[Block] = []
+        kind: Any = {"dtype": self.dtype, "device": self.device}
         if len(feed.decode_counts):
-            blocks.append(
-                decode_block(
-                    feed.decode_lengths,
-                    feed.decode_counts,
-                    feed.hidden,
-                    feed.decode_depths,
-                    dtype=self.dtype,
-                    device=self.device,
-                )
-            )
+            lengths, counts = feed.decode_lengths, feed.decode_counts
+            blocks.append(decode_block(lengths, counts, feed.hidden, feed.decode_depths, **kind))
         row, token, fresh = len(feed.decode_counts), len(feed.decode_tokens), feed.new_lengths
         if feed.new_starts is not None:
             resumed = int(np.count_nonzero(feed.new_starts))
-            counts, fresh = fresh[:resumed], fresh[resumed:]
-            blocks += resumed_blocks(
-                feed.new_starts[:resumed],
-                counts,
-                first_row=row,
-                first_token=token,
-                dtype=self.dtype,
-                device=self.device,
-            )
+            starts, counts, fresh = feed.new_starts[:resumed], fresh[:resumed], fresh[resumed:]
+            blocks += resumed_blocks(starts, counts, first_row=row, first_token=token, **kind)
             row, token = row + resumed, token + int(counts.sum())
         if len(fresh):
             blocks += causal_blocks(fresh, first_row=row, first_token=token, device=self.device)
@@ -203,10 +189,8 @@ class SlotModel:
 def last_places(ends: NDArray[np.int64], counts: IntArray) -> NDArray[np.int64]:
     """Return the last `counts[i]` places before each of `ends`, row after row."""
     before = np.cumsum(counts, dtype=np.int64) - counts
-    out: NDArray[np.int64] = np.arange(int(counts.sum())) + np.repeat(
-        ends - counts - before, counts
-    )
-    return out
+    shifts = np.repeat(ends - counts - before, counts)
+    return np.asarray(np.arange(len(shifts)) + shifts)
 
 
 def load_model(
@@ -222,9 +206,9 @@ def load_model(
 ) -> SlotModel:
     """Load a model from a directory or hub id, and check that it runs with KV slots.
 
-    If `fused`, it may compute in `asyncrl.engine.torch.cpu.fused_model`. If `wide_logits`, logits
-    of a 16-bit model are float32. Raises EngineStartError if it cannot be loaded, its attention or
-    state does not fit KV slots, or it cannot be batch-invariant on this machine.
+    If `fused`, it may compute in `engine.torch.cpu.fused_model`; if `wide_logits`, logits of a
+    16-bit model are float32. Raises EngineStartError if it cannot be loaded, does not fit KV slots,
+    or cannot be batch-invariant on this machine.
     """
     if batch_invariant and (device.type, dtype) != ("cpu", torch.float32):
         raise EngineStartError(
@@ -299,7 +283,7 @@ def _choose_forward(model: SlotModel, path: str, *, allowed: bool) -> None:
     if not apart <= _TOLERANCE[torch.float32]:
         raise EngineStartError(
             f"{path!r} gives other probabilities in the fused forward pass than in transformers' "
-            f"(total variation {apart:.2g}). Set engine.torch.fused: false, and report this"
+            f"(total variation {apart:.2g}): set engine.torch.fused: false, and report this"
         )
     _log.info("forward pass: fused (%s)", type(model.module).__name__)
 

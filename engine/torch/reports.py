@@ -39,7 +39,7 @@ class AppendedDraws:
     accepted: IntArray
     """`[n]` upper bound of accepted drafts or kept tokens among them; then comes a free draw."""
     stopped: NDArray[np.bool_]
-    """`[n]` whether the last one is a stop token or completes a stop string."""
+    """`[n]` True if the last one is a stop token or completes a stop string."""
 
 
 def choose(rows: Rows, draws: Draws, walks: AcceptedPaths | None) -> AppendedDraws:
@@ -96,10 +96,9 @@ def _follow_strings(
 def moved_places(
     draws: Draws, paths: AppendedDraws, decoding: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return accepted tree nodes whose KV is not where a chain would have put it.
+    """Return row, place and chain's place of accepted nodes whose KV is not where a chain has it.
 
-    Returns the row of each, its present place and its place in the chain, both counted from the
-    first token that the row was fed. The first `decoding` rows decode.
+    Places count from the first token that the row was fed. The first `decoding` rows decode.
     """
     row = paths.row
     place = paths.chosen - draws.starts[row]
@@ -113,7 +112,7 @@ class Unreported:
     def __init__(self, slots: int, buffer: int, top_k: int) -> None:
         self.count = np.zeros(slots, np.int32)
         self.begun = np.zeros(slots, np.bool_)
-        """`[S]` whether the row has reported anything."""
+        """`[S]` True if the row has reported anything."""
         self._buffers = GeneratedTokens.empty(slots, buffer, top_k=top_k)
         self._long: dict[int, GeneratedTokens] = {}
         """Tokens of steps with kept tokens, by row, however many; reported in that step."""
@@ -133,8 +132,7 @@ class Unreported:
         """Append the tokens of a step, here and to the rows' contexts.
 
         Rows whose kept tokens were judged may have more tokens than the buffers hold and must be
-        reported (`chunks`) before the next step. `total` and `count` of the rows do not include
-        these tokens yet: `advance` counts them.
+        reported (`chunks`) before the next step. `advance` counts these tokens.
         """
         judged = np.zeros(len(paths.kept), np.bool_)
         judged[draws.judged] = True

@@ -1,7 +1,6 @@
 """The running requests as a table of arrays: one row per request, the first n of them in use.
 
-Rows stay contiguous: when a request ends, the last row moves into its place (`release`). The KV
-slot of a row has the row's index and moves with it.
+When a request ends, the last row and its KV slot move into its place (`release`).
 """
 
 from __future__ import annotations

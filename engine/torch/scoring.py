@@ -66,9 +66,8 @@ def _score_batch(
     wanted = np.concatenate(
         [np.arange(end - n, end) - 1 for end, n in zip(ends, counts, strict=True)]
     )
-    packed = np.concatenate([part for r in chosen for part in (r.prompt_tokens, r.tokens)]).astype(
-        np.int32
-    )
+    parts = [part for r in chosen for part in (r.prompt_tokens, r.tokens)]
+    packed = np.concatenate(parts).astype(np.int32)
     k = max(1, *(r.sampling.top_k_logprobs for r in chosen))
     sampling = SamplingColumns.of([r.sampling for r in chosen])
     distributions = distributions_of(

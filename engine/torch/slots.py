@@ -1,8 +1,8 @@
 """KV slots, the layout of one step's tokens, and attention over both.
 
 A step's tokens are packed into one sequence `[1, T]`: first every decoding row's last token and
-drafts, row by row, then whole new contexts. Only attention depends on rows. It is registered with
-transformers as an attention backend, so any model built on that interface runs unchanged.
+drafts, row by row, then whole new contexts. Only attention, an attention backend of transformers,
+depends on rows.
 
 Legend of shapes: S slots, n running rows, T packed tokens, Q queries of a row (padded), L keys, H
 query heads, J key/value heads, G = H / J, D head size.
@@ -23,8 +23,7 @@ from transformers.cache_utils import Cache
 
 from asyncrl.engine.drafting.trees import TokenTrees
 from asyncrl.engine.errors import EngineError
-from asyncrl.engine.torch.attention import ScoreRule, attend, causal
-from asyncrl.engine.torch.attention_mask import AttendedKeys, Hidden
+from asyncrl.engine.torch.attention import AttendedKeys, Hidden, ScoreRule, attend, causal
 from asyncrl.engine.torch.blocks import Block
 from asyncrl.engine.torch.cpu.invariant_attention import attention_within
 from asyncrl.engine.torch.rows import NewRows, Rows

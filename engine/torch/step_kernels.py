@@ -1,7 +1,7 @@
 """Per-row work of a step in compiled loops: places of draws, paths, appended tokens.
 
-Each function is one call for all rows of a step, in place of some operations on arrays each. None
-of them releases Python's lock: another thread would take it at every one.
+Each function is one call for all rows of a step. None releases Python's lock: another thread would
+take it at every one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The acceptance rules: pure functions, the same for every engine.
-
-Proofs: docs/exactness.md.
+"""The acceptance rules: pure functions, the same for every engine. Proofs: docs/exactness.md.
 
                 judges                          by                                is
 accept_chain    a drafted chain                 fresh draws                       exact

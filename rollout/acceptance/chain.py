@@ -21,14 +21,10 @@ def accept_chain(samples: ArrayT, drafts: ArrayT, lengths: ArrayT) -> ArrayT:
     + 1].
 
     This is exact for any draft that is fixed before the y_t are drawn, even one made of trained-on
-    tokens. Each of the emitted y_1 .. y_{k+1} was drawn from p given exactly the tokens emitted
-    before it, because y_t is emitted only if d_s = y_s for all s < t. So
-
-        P(emit x at t | emitted before t) = p(x | context, emitted before t),
-
-    which is plain sampling; the draft only decides how many of these draws one pass makes. It
-    equals rejection sampling from a proposal q with all its mass on d (Leviathan et al. 2023, arXiv
-    2211.17192, section 2.3: min(1, p/q) = p(d), and the residual (p - q)+ is p without d).
+    tokens: y_t is emitted only if d_s = y_s for all s < t, so each emitted token was drawn from p
+    given exactly the tokens emitted before it. It equals rejection sampling from a proposal q with
+    all its mass on d (Leviathan et al. 2023, arXiv 2211.17192, section 2.3: min(1, p/q) = p(d), and
+    the residual (p - q)+ is p without d).
 
     Args:
         samples: `[B, T+1]` fresh draws; those after position lengths[b] + 1 are ignored.

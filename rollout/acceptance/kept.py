@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from asyncrl.rollout.arrays import check_offsets, int32_values
-from asyncrl.rollout.jit import kernels_of
+from asyncrl.rollout.jit import check_offsets, int32_values, kernels_of
 from asyncrl.rollout.trajectory import IntArray
 
 kernel = kernels_of("rollout/acceptance")
@@ -29,7 +28,7 @@ class Verdicts:
     """`[B]` symbol of the token to append after them: its place in the list, K for the tail; -1 if
     the whole row was accepted, so that generation simply continues."""
     renamed: NDArray[np.bool_]
-    """`[B]` whether the token to append is the tail token that stood there, under its new identity.
+    """`[B]` True if the token to append is the tail token that stood there, under its new identity.
     A tail symbol that is not renamed is drawn outside the list, with fresh noise."""
 
 
@@ -63,11 +62,9 @@ def verify_kept(
     holds, and draw the next symbol from max(w_i p - q, 0), rescaled. This is block verification
     (Sun et al. 2024, arXiv 2403.10444, algorithm 2) over symbols.
 
-    Both rules are exact given everything that has happened. By block, a prefix x_1 .. x_i is
-    accepted with a probability that is never smaller. Proofs: docs/exactness.md.
-
-    Where a residual vanishes by rounding, its position was reached by rounding too (probability
-    about 1e-7); the symbol is then drawn from p.
+    Both rules are exact given everything that has happened; by block, a prefix is accepted at least
+    as often. Proofs: docs/exactness.md. Where a residual vanishes by rounding, its position was
+    reached by rounding too (probability about 1e-7); the symbol is then drawn from p.
 
     Args:
         symbols: `[N]` of the kept tokens, row after row, 0 to K.

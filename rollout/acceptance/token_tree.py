@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from asyncrl.rollout.arrays import check_offsets, int32_values
-from asyncrl.rollout.jit import kernels_of
+from asyncrl.rollout.jit import check_offsets, int32_values, kernels_of
 from asyncrl.rollout.trajectory import IntArray
 
 kernel = kernels_of("rollout/acceptance")
@@ -45,11 +44,7 @@ def accept_tree(
     exactly what was emitted before it, in a tree fixed before the draws. It equals the rule that
     tries the children c_1, c_2 .. one after the other as deterministic proposals, without
     replacement: accept c_1 with p(c_1), otherwise c_2 with p(c_2) / (1 - p(c_1)), .., otherwise
-    draw from p without all of them. The product of these factors is P(accept c_j) = p(c_j), and a
-    token x that is not a child is drawn with (1 - sum_j p(c_j)) times
-    p(x) / (1 - sum_j p(c_j)) = p(x).
-    No order and no other rule with deterministic proposals accepts more often, because
-    sum_j p(c_j) is P(y is a child).
+    draw from p without all of them. No other rule with deterministic proposals accepts more often.
 
     Args:
         samples: `[N+B]` draws, row after row: the root's, then those of its nodes in their order.

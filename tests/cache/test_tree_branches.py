@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from cache_check import check
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_caches import cache_of
@@ -144,4 +145,4 @@ def test_concurrent_rows_of_one_prompt_do_not_disturb_each_other() -> None:
         span = slice(together.offsets[at], together.offsets[at + 1])
         assert together.tokens[span].tolist() == alone.tokens.tolist()
         assert together.parents[span].tolist() == alone.parents.tolist()
-    cache.check()
+    check(cache)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
+from cache_check import check
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -297,7 +298,7 @@ def test_drafts_are_those_of_the_naive_model(given: Settings, steps: list[tuple]
             handle = handles[arguments[0] % len(handles)]
             cache.close(handle)
             del model.rows[handle]
-    cache.check()
+    check(cache)
     stored = sum(len(s.tokens) - cache.rules.max_match for t in model.trees.values() for s in t)
     assert cache.stats().tokens == stored
 
@@ -329,7 +330,7 @@ def test_memory_stays_within_its_budget(seed: int, total: int, prompt: int, max_
             assert len(paths_of(drafts, at)) <= 8
         if rng.random() < 0.2:
             cache.advance(int(rng.integers(2**31)))
-        cache.check()
+        check(cache)
         assert cache._forest.state[arena.LIVE] + cache._forest.state[arena.FREE] == allocated(cache)
         stats = cache.stats()
         assert stats.bytes <= config.max_bytes
@@ -337,4 +338,4 @@ def test_memory_stays_within_its_budget(seed: int, total: int, prompt: int, max_
         assert stats.tokens + gone <= stats.inserted_tokens
     for row in rows:
         cache.close(row)
-    cache.check()
+    check(cache)

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncrl.rollout.output_layer import float32_logits
+from asyncrl.rollout.model_parts import float32_logits
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -21,7 +21,7 @@ from scipy import stats
 from tiny_models import STOP, make_qwen3
 from torch_cores import run, tokens_of
 
-from asyncrl.engine.drafting.proposals import DraftSource
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from asyncrl.engine.sampling.stopping import StopRule
 from asyncrl.engine.torch.core import DecodeCore
@@ -71,7 +71,7 @@ def slots_with(path: str, weights: torch.nn.Module, *, slots: int = 64) -> SlotM
     return model
 
 
-def core_of(model: SlotModel, source: DraftSource | None, **changes: Any) -> DecodeCore:
+def core_of(model: SlotModel, source: RolloutCache | None, **changes: Any) -> DecodeCore:
     """A core with large steps that reports each response in few chunks."""
     settings = {
         "max_step_tokens": 1000,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tiny_models import STOP
 
-from asyncrl.engine.drafting.proposals import DraftSource
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from asyncrl.engine.remote.worker.drafting import FixedBudget
 from asyncrl.engine.torch.core import CoreSettings, DecodeCore
@@ -66,7 +66,7 @@ def load(
     )
 
 
-def core_of(model: SlotModel, source: DraftSource | None = None, **changes: Any) -> DecodeCore:
+def core_of(model: SlotModel, source: RolloutCache | None = None, **changes: Any) -> DecodeCore:
     """A core whose drafts never depend on how long steps took; `changes` are of its settings."""
     settings = replace(
         CoreSettings(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncrl.rollout.cpu.fused_kernels import LongArray, exp
+from asyncrl.rollout.cpu import LongArray, exp
 from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray
 

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from asyncrl.rollout.cpu import fused_kernels as common
-from asyncrl.rollout.cpu.fused_kernels import LongArray, exp, inverse_size
-from asyncrl.rollout.cpu.fused_models import head_size, why_not_fused
+from asyncrl.rollout import cpu as common
+from asyncrl.rollout.cpu import LongArray, exp, head_size, inverse_size, why_not_fused
 from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray
 from asyncrl.trainer.cpu import attention_kernels

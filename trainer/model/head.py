@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PretrainedConfig
 
-from asyncrl.rollout.output_layer import float32_logits
+from asyncrl.rollout.model_parts import float32_logits
 from asyncrl.rollout.sampled_set import left_out_by
 from asyncrl.rollout.truncation import EVERYTHING, Truncation
 from asyncrl.trainer.algorithms.base import Routes

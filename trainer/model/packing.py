@@ -8,7 +8,7 @@ GPU in 16 bits (`asyncrl.trainer.model.varlen`) and on a CPU unless sequences ar
 (`trainer.model.tiled_attention`). Positions restart at 0 in each sequence.
 
 `capped_attention` serves models with capped scores or sinks, by the formula of
-`asyncrl.rollout.attention`. It computes scores for a block of queries at a time and again in the
+`asyncrl.rollout.model_parts`. It computes scores for a block of queries at a time and again in the
 backward pass, so memory grows with the sequence and not with its square, at about three times the
 cost of a fused kernel.
 """
@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from asyncrl.rollout.attention import capped, weights_of
+from asyncrl.rollout.model_parts import capped, weights_of
 from asyncrl.trainer.base.errors import UnsupportedModelError
 from asyncrl.trainer.model import tiled_attention as tiled
 from asyncrl.trainer.model import varlen

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.cache.tree.rollout_tree import Drafts
+from asyncrl.cache.tree.rollout_tree import Drafts, RolloutCache
 from asyncrl.engine.drafting.continuation import Continuations
 from asyncrl.engine.drafting.planner import Planner
-from asyncrl.engine.drafting.proposals import NO_HANDLE, DraftSource, Proposer
+from asyncrl.engine.drafting.proposals import NO_HANDLE, Proposer
 from asyncrl.engine.remote.worker.entries import Entry
 from asyncrl.engine.sampling.verification import offsets_of
 from asyncrl.rollout.jit import kernels_of
@@ -49,7 +49,7 @@ class RowBook:
     If `branching`, the source may propose trees instead of chains.
     """
 
-    def __init__(self, source: DraftSource, planner: Planner, *, branching: bool = False) -> None:
+    def __init__(self, source: RolloutCache, planner: Planner, *, branching: bool = False) -> None:
         self._source = source
         self._planner = planner
         self._slot_of: dict[str, int] = {}

@@ -22,7 +22,6 @@ from typing import Any, Protocol
 
 import torch
 
-from asyncrl.engine.adapters import MergingBuffer, weights_of_model
 from asyncrl.engine.errors import WeightsError, WeightsSupersededError
 from asyncrl.engine.remote.calls import StagingReport
 from asyncrl.engine.remote.worker.shadow_model import (
@@ -32,7 +31,7 @@ from asyncrl.engine.remote.worker.shadow_model import (
     loaded_parts,
     unchanged,
 )
-from asyncrl.engine.weights import NamedTensors, StagedWeights
+from asyncrl.engine.weights import MergingBuffer, NamedTensors, StagedWeights, weights_of_model
 from asyncrl.wire.weights.layout import WeightManifest
 from asyncrl.wire.weights.reader import WeightBuffer
 

@@ -1,8 +1,7 @@
 """Matrix products inside compiled kernels, by the BLAS library that torch brings along.
 
-So a whole forward pass is one call without Python. The library's Fortran function `sgemm_` is
-called by its address, with the arguments that `torch.mm` would give it, so the bits of the products
-and the number of threads are the same.
+Its Fortran function `sgemm_` is called by its address, with the arguments that `torch.mm` would
+give it, so the bits of the products and the number of threads are the same.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.rollout.cpu.fused_kernels import LongArray, exp, inverse_size
+from asyncrl.rollout.cpu import LongArray, exp, inverse_size
 from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray
 
@@ -91,12 +91,7 @@ def rotate_and_store(
 
 @kernel.of_vectors
 def _normed(
-    packed: FloatArray,
-    t: int,
-    start: int,
-    weight: FloatArray,
-    epsilon: np.float32,
-    out: FloatArray,
+    packed: FloatArray, t: int, start: int, weight: FloatArray, epsilon: np.float32, out: FloatArray
 ) -> None:
     """Compute the RMS norm of one head, from `start` of row `t`; without a weight a copy."""
     size = len(out)

@@ -1,14 +1,14 @@
 """A forward pass of Llama-like models on a CPU core, in as few calls as possible.
 
 A small model's decode step is bound by the number of operations. Here the whole pass is one
-compiled call, which releases Python's lock once: a layer is four matrix products and three loops,
-on persistent buffers. The last layer computes only the tokens whose logits are wanted.
+compiled call: a layer is four matrix products and three loops, on persistent buffers. The last
+layer computes only the tokens whose logits are wanted.
 
     embed + norm -> [qkv, rotate_and_store, attend, o, add_and_norm, gate and up, gated, down,
                      add_and_norm] x layers -> head
 
 The weights of fused products are rows of one tensor, and the module's parameters become views of
-it, so installed weights are used at once. `rollout.cpu.fused_models` lists the models.
+it, so installed weights are used at once. `rollout.cpu` lists the models.
 
 Shapes: N layers, T packed tokens, C hidden size, I intermediate size, H query heads, J key/value
 heads, D head size, V vocabulary, S slots, W wanted tokens. All numbers are float32.
@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from asyncrl.engine.errors import EngineError
-from asyncrl.engine.torch.attention_mask import AttendedKeys, BoolArray
+from asyncrl.engine.torch.attention import AttendedKeys, BoolArray
 from asyncrl.engine.torch.cpu.blas import multiply, sgemm_address
 from asyncrl.engine.torch.cpu.fused_kernels import add_and_norm, attend, embed, rotate_and_store
 from asyncrl.engine.torch.cpu.invariant_attention import missing
 from asyncrl.engine.torch.slots import SlotCache
-from asyncrl.rollout.cpu.fused_kernels import LongArray, gated
+from asyncrl.rollout.cpu import LongArray, gated
 from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray
 
@@ -75,7 +75,7 @@ class Weights(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Places of a pass's tokens and of their keys (`engine.torch.attention_mask`)."""
+    """Places of a pass's tokens and of their keys (`engine.torch.attention`)."""
 
     position: LongArray
     slot: LongArray
@@ -161,11 +161,10 @@ _NOTHING: FloatArray = np.empty(0, np.float32)
 
 
 class FusedDecoder:
-    """The forward pass of one model of `asyncrl.rollout.cpu.fused_models`, float32, on a CPU.
+    """The forward pass of one model of `asyncrl.rollout.cpu`, float32, on a CPU.
 
     The model's weights become views. The slots of `cache` must be allocated; their content is lost.
-    If `batch_invariant`, products see whole blocks of rows
-    (`engine.torch.cpu.invariant_attention`). Raises EngineError if torch's BLAS has no `sgemm_`.
+    If `batch_invariant`, products see whole blocks of rows. Raises EngineError without a `sgemm_`.
     """
 
     def __init__(self, model: Any, cache: SlotCache, *, batch_invariant: bool = False) -> None:
@@ -203,17 +202,10 @@ class FusedDecoder:
             keys, values = np.empty(shape, np.float32), np.empty(shape, np.float32)
         logits = torch.empty(last, len(weights.head))
         forward(
-            self._sgemm,
-            weights,
-            ids,
+            self._sgemm, weights, ids,
             Places(positions, reach.slot, reach.first, reach.last, reach.base, reach.hidden),
-            wanted,
-            fed,
-            keys,
-            values,
-            self._buffers,
-            logits.numpy(),
-        )
+            wanted, fed, keys, values, self._buffers, logits.numpy(),
+        )  # fmt: skip
         return logits[: len(wanted)]
 
     def _filled_up(self, tokens: int) -> int:

@@ -1,10 +1,9 @@
 """Attention whose result for one token does not depend on the rest of the batch.
 
-A row's logits differ in the last bits with the shape of the batch, because libraries choose another
-order of summation for another number of rows, queries or keys. That moves a draw about once in
-10^6, and the shape of a batch depends on the clock. A model that is loaded `batch_invariant` gives
-the same bits for any other rows, whether a context is fed at once or token by token, and with or
-without drafts:
+Libraries choose another order of summation for another number of rows, queries or keys, so a row's
+logits differ in the last bits with the shape of the batch, which depends on the clock. That moves a
+draw about once in 10^6. A model that is loaded `batch_invariant` gives the same bits for any other
+rows, whether a context is fed at once or token by token, and with or without drafts:
 
 - Attention runs in `attend`, one query at a time: scores, exponentials and sums go through the
   visible keys in the order of their places. Keys that are hidden from a token add exactly 0.
@@ -13,8 +12,7 @@ without drafts:
   kernel for every row, and no element is computed by the scalar code for remainders.
 
 The latter is a property of the libraries and the processor, so `model.load_model` compares bits at
-start and refuses a machine on which it does not hold. `engine.torch.cpu.fused_model` does the same
-with its kernels.
+start and refuses a machine on which it does not hold.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.engine.torch.attention import ScoreRule
-from asyncrl.engine.torch.attention_mask import AttendedKeys
+from asyncrl.engine.torch.attention import AttendedKeys, ScoreRule
 from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cache_check import check
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.errors import ExchangeRefused
 from asyncrl.cache.sharing import exchange
 from asyncrl.cache.sharing import exchange as message
-from asyncrl.cache.sharing.exchange import SharedCache, open_cache, parse
-from asyncrl.cache.sharing.ring import RingReader, RingWriter
+from asyncrl.cache.sharing.exchange import SharedCache, parse
+from asyncrl.cache.sharing.ring import ExchangeRefused, RingReader, RingWriter
 from asyncrl.cache.tree.rollout_tree import RolloutCache
 
 PROMPT = np.array([101, 102, 103], np.int32)
@@ -36,7 +36,7 @@ class Clock:
 
 def member(directory: Path, name: str, **more: object) -> SharedCache:
     settings = {"ring_bytes": RING, "clock": Clock()} | more
-    return SharedCache(RolloutCache(CONFIG), directory / "x", name, **settings)  # type: ignore[arg-type]
+    return SharedCache(CONFIG, directory / "x", name, **settings)  # type: ignore[arg-type]
 
 
 def finish(cache: SharedCache, key: str, tokens: list[int] | np.ndarray) -> None:
@@ -54,7 +54,7 @@ def draft_tokens(cache: SharedCache, key: str) -> list[int]:
 
 def look(cache: SharedCache) -> None:
     """Let enough time pass for `cache` to look for new members."""
-    cache._peers._clock.now += exchange.LOOK_EVERY  # type: ignore[attr-defined]
+    cache.peers._clock.now += exchange.LOOK_EVERY  # type: ignore[attr-defined]
     cache.poll()
 
 
@@ -70,12 +70,12 @@ def test_finished_rollouts_are_drafted_by_others_and_do_not_come_back(tmp_path: 
         assert draft_tokens(a, "p") == draft_tokens(b, "p") == draft_tokens(c, "p") == [5, 6, 7]
     for cache, received in ((a, 0), (b, 1), (c, 1)):
         assert cache.stats().sequences == 1
-        assert cache.exchange_stats().received_rollouts == received
-        assert cache.exchange_stats().peers == 2
-        assert cache.exchange_stats().refused == 0
-        cache.check()
-    assert a.exchange_stats().published_tokens == 3
-    assert b.exchange_stats().published_tokens == 0
+        assert cache.received_rollouts == received
+        assert len(cache.peers) == 2
+        assert cache.invalid_rollouts == cache.peers.refused == 0
+        check(cache)
+    assert a.published_tokens == 3
+    assert b.published_tokens == 0
 
 
 def test_peers_are_also_polled_when_no_request_starts(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_inserted_rollouts_and_empty_rows_are_not_published(tmp_path: Path) -> N
     a.close(a.open("p", PROMPT))
     finish(a, "", [1, 2])
     assert b.poll() == 0
-    assert a.exchange_stats().unpublished_rollouts == 0
+    assert a.unpublished_rollouts == 0
 
 
 def test_members_that_join_late_or_restart_get_what_is_there(tmp_path: Path) -> None:
@@ -113,11 +113,11 @@ def test_members_that_join_late_or_restart_get_what_is_there(tmp_path: Path) -> 
     assert draft_tokens(again, "q") == [4, 5, 6]
     finish(a, "p", [7, 7, 7])  # the former member, still running: not received, and it notices
     look(a)
-    assert a.exchange_stats().peers == 3  # it reads its successor as a peer
+    assert len(a.peers) == 3  # it reads its successor as a peer
     finish(again, "r", [8, 9])
     look(b)
     assert draft_tokens(b, "r") == [8, 9]
-    assert b.exchange_stats().peers == 2
+    assert len(b.peers) == 2
     assert b.stats().trees == 4 - 1  # p, q, r
 
 
@@ -131,7 +131,7 @@ def test_a_former_member_of_the_same_name_warns_that_it_is_not_received(
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "two members of one name" in caplog.text
     finish(first, "p", [1])
-    assert first.exchange_stats().unpublished_rollouts == 1
+    assert first.unpublished_rollouts == 1
     finish(second, "p", [2, 3])
     assert draft_tokens(first, "p") == [2, 3] or first.stats().sequences == 2
 
@@ -143,13 +143,12 @@ def test_a_slow_reader_skips_what_was_overwritten(tmp_path: Path) -> None:
         finish(a, f"p{index}", np.arange(200))
     while b.poll():
         pass
-    stats = b.exchange_stats()
-    assert stats.overtaken_bytes > 0
-    assert stats.refused == 0
-    assert 0 < stats.received_rollouts < 200
+    assert b.peers.overtaken > 0
+    assert b.invalid_rollouts == b.peers.refused == 0
+    assert 0 < b.received_rollouts < 200
     assert draft_tokens(b, "p199") == list(range(8))
     assert draft_tokens(b, "p0") == []
-    b.check()
+    check(b)
 
 
 def test_one_poll_takes_a_bounded_amount_from_each_in_turn(
@@ -172,7 +171,7 @@ def test_rollouts_that_are_too_long_are_not_published(tmp_path: Path) -> None:
     look(b)
     finish(a, "p", np.arange(RING // 16))
     finish(a, "k" * 70_000, [1])
-    assert a.exchange_stats().unpublished_rollouts == 2
+    assert a.unpublished_rollouts == 2
     assert b.poll() == 0
     assert draft_tokens(a, "p") == list(range(8))
 
@@ -203,10 +202,10 @@ def test_a_directory_that_others_could_write_to_is_refused(tmp_path: Path) -> No
     (tmp_path / "x").chmod(0o700)
     (tmp_path / "link").symlink_to(tmp_path / "x")
     with pytest.raises(ExchangeRefused, match="not lrwx"):
-        SharedCache(RolloutCache(CONFIG), tmp_path / "link", "a")
+        SharedCache(CONFIG, tmp_path / "link", "a")
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ExchangeRefused, match="cannot be made"):
-        SharedCache(RolloutCache(CONFIG), tmp_path / "file", "a")
+        SharedCache(CONFIG, tmp_path / "file", "a")
 
 
 def test_without_room_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,13 +230,13 @@ def test_errors_of_files_end_the_exchange_with_that_peer_only(
     finish(a, "p", [1, 2])
     finish(a, "p", [1, 2])
     assert draft_tokens(a, "p") == [1, 2]
-    assert a.exchange_stats().unpublished_rollouts == 2
+    assert a.unpublished_rollouts == 2
     monkeypatch.setattr(RingReader, "read", broken)
     b.poll()
-    assert b.exchange_stats().peers == 0
+    assert len(b.peers) == 0
     assert caplog.text.count("disk on fire") == 2
     look(a)
-    assert a.exchange_stats().peers == 0  # its own abandoned ring is not a peer
+    assert len(a.peers) == 0  # its own abandoned ring is not a peer
 
 
 def test_files_that_are_not_rings_are_ignored_and_logged_once(
@@ -250,7 +249,7 @@ def test_files_that_are_not_rings_are_ignored_and_logged_once(
     (tmp_path / "x" / "notes.txt").write_text("hello")
     for _ in range(3):
         look(a)
-    assert a.exchange_stats().peers == 0
+    assert len(a.peers) == 0
     assert sorted(r.levelname for r in caplog.records) == ["WARNING"] * 3
 
 
@@ -260,7 +259,7 @@ def test_rollouts_with_tokens_outside_the_vocabulary_are_refused(tmp_path: Path)
     finish(a, "p", [1, 200])
     finish(a, "p", [1, 199])
     b.poll()
-    assert (b.exchange_stats().refused, b.exchange_stats().received_rollouts) == (1, 1)
+    assert (b.invalid_rollouts, b.received_rollouts) == (1, 1)
     assert draft_tokens(b, "p") == [1, 199]
 
 
@@ -278,30 +277,12 @@ def test_forged_messages_are_refused_or_are_rollouts(data: st.DataObject) -> Non
         _, _, response, _ = parsed
         cache = RolloutCache(CONFIG)
         cache.insert(*parsed)
-        cache.check()
+        check(cache)
         assert len(response) > 0
         assert response.max() < 10
 
 
-def test_from_a_configuration(tmp_path: Path) -> None:
-    assert isinstance(open_cache(CONFIG, exchange=None, name="a"), RolloutCache)
-    off = CacheConfig(enabled=False)
-    assert isinstance(open_cache(off, exchange=tmp_path / "y", name="a"), RolloutCache)
-    assert not (tmp_path / "y").exists()
-    shared = open_cache(CONFIG, exchange=tmp_path / "y", name="a", vocabulary=64)
-    assert isinstance(shared, SharedCache)
-    assert shared.config is CONFIG
-    assert (tmp_path / "y" / "a.ring").stat().st_size == exchange.RING_BYTES + 64
-
-
-def test_it_has_the_methods_of_a_cache() -> None:
-    """Engines may call the same methods as on a `RolloutCache`."""
-    own = {"stored_rollout", "finished_rollouts"}  # for snapshots and the exchange itself
-    wanted = {name for name in vars(RolloutCache) if not name.startswith("_")} - own
-    assert wanted <= {name for name in vars(SharedCache) if not name.startswith("_")}
-
-
-def test_versions_and_drafting_options_are_passed_on(tmp_path: Path) -> None:
+def test_a_rollout_keeps_its_version_and_a_shared_cache_drafts_trees(tmp_path: Path) -> None:
     a, b = member(tmp_path, "a"), member(tmp_path, "b")
     look(b)
     a.advance(5)
@@ -309,12 +290,12 @@ def test_versions_and_drafting_options_are_passed_on(tmp_path: Path) -> None:
     finish(a, "p", [1, 4, 5])
     b.advance(9)
     row = b.open("p", PROMPT)
-    assert [s.versions.tolist() for s in b.cache.finished_rollouts()] == [[5, 5]]
+    assert [s.versions.tolist() for s in b.finished_rollouts()] == [[5, 5]]
     tree = b.draft(np.array([row]), np.array([8]), branching=True, min_probability=0.0)
     assert sorted(tree.tokens.tolist()) == [1, 2, 3, 4, 5]
     b.extend(np.array([row]), np.array([6]), np.array([0, 1]))
     b.close(row)
-    assert [s.versions.tolist() for s in b.cache.finished_rollouts()] == [[5, 5, 9]]
+    assert [s.versions.tolist() for s in b.finished_rollouts()] == [[5, 5, 9]]
 
 
 WRITER = """
@@ -323,11 +304,10 @@ from pathlib import Path
 import numpy as np
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.sharing.exchange import SharedCache
-from asyncrl.cache.tree.rollout_tree import RolloutCache
 directory, name, first = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 parent = os.getppid()
-inner = RolloutCache(CacheConfig(max_bytes=1 << 20))
-cache = SharedCache(inner, directory, name, ring_bytes=1 << 18)
+config = CacheConfig(max_bytes=1 << 20)
+cache = SharedCache(config, directory, name, ring_bytes=1 << 18)
 cache.advance(7)
 for index in range(first, first + 1_000_000):
     tokens = np.random.default_rng(index).integers(0, 1000, index % 700 + 1)
@@ -342,10 +322,10 @@ for index in range(first, first + 1_000_000):
 @pytest.mark.slow
 def test_processes_share_while_one_is_killed_while_writing(tmp_path: Path) -> None:
     directory = tmp_path / "x"
-    cache = SharedCache(RolloutCache(CONFIG), directory, "reader", ring_bytes=RING)
+    cache = SharedCache(CONFIG, directory, "reader", ring_bytes=RING)
     counts: Counter[str] = Counter()
     seen: list[tuple[str, int, np.ndarray]] = []
-    insert = cache.cache.insert
+    insert = cache.insert
 
     def watched(key: str, context: np.ndarray, tokens: np.ndarray, version: int) -> None:
         name, index = key.split()
@@ -354,7 +334,7 @@ def test_processes_share_while_one_is_killed_while_writing(tmp_path: Path) -> No
         assert version == 7
         insert(key, context, tokens, version)
 
-    cache.cache.insert = watched  # type: ignore[method-assign]
+    cache.insert = watched  # type: ignore[method-assign]
 
     def start(name: str, first: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", WRITER, directory, name, str(first)])
@@ -387,6 +367,6 @@ def test_processes_share_while_one_is_killed_while_writing(tmp_path: Path) -> No
     for _, index, tokens in seen:
         expected = np.random.default_rng(index).integers(0, 1000, index % 700 + 1)
         assert tokens.tolist() == expected.tolist()
-    assert cache.exchange_stats().refused == 0
-    cache.check()
+    assert cache.invalid_rollouts == cache.peers.refused == 0
+    check(cache)
     assert sum(p.stat().st_size for p in directory.iterdir()) == RING + 64 + 2 * ((1 << 18) + 64)

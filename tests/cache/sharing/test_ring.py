@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.cache.errors import ExchangeRefused
 from asyncrl.cache.sharing import ring
-from asyncrl.cache.sharing.ring import RingReader, RingWriter
+from asyncrl.cache.sharing.ring import ExchangeRefused, RingReader, RingWriter
 
 CAPACITY = 1 << 12
 

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+from cache_check import CacheCorrupt, check
 from rollout_caches import cache_of
 
-from asyncrl.cache.errors import CacheCorrupt
-from asyncrl.cache.tree import arena, insert, sequences
+from asyncrl.cache.tree import arena, sequences
+from asyncrl.cache.tree.arena import hash_of
 from asyncrl.cache.tree.draft import draft
-from asyncrl.cache.tree.index import hash_of
 from asyncrl.cache.tree.rollout_tree import RolloutCache, warm_up
 
 PROMPT = np.array([101, 102, 103, 104], np.int32)
@@ -36,7 +36,7 @@ def test_a_sibling_drafts_the_tokens_of_a_running_one_from_its_first_token() -> 
     extend(cache, second, [5])
     extend(cache, first, [8])
     assert draft_tokens(cache, second) == [6, 7, 8]
-    cache.check()
+    check(cache)
 
 
 def test_the_most_common_beginning_is_drafted_first() -> None:
@@ -134,7 +134,7 @@ def test_old_text_is_still_drafted_where_there_is_nothing_newer() -> None:
     for version in (3, 1_000_000, HUGE, 0):  # a run may also return to a checkpoint
         cache.advance(version)
         assert draft_tokens(cache, cache.open("p", PROMPT), 1) == [1]
-    cache.check()
+    check(cache)
 
 
 def test_keys_do_not_mix() -> None:
@@ -143,7 +143,7 @@ def test_keys_do_not_mix() -> None:
     for key in ("q", "p ", "P", "\0", "p" * 10_000):
         assert draft_tokens(cache, cache.open(key, PROMPT)) == []
     assert draft_tokens(cache, cache.open("p", PROMPT)) != []
-    cache.check()
+    check(cache)
 
 
 def test_the_empty_key_and_a_disabled_cache_store_and_draft_nothing() -> None:
@@ -154,12 +154,12 @@ def test_the_empty_key_and_a_disabled_cache_store_and_draft_nothing() -> None:
         cache.close(row)
         stats = cache.stats()
         assert (stats.bytes, stats.tokens, stats.trees, stats.inserted_tokens) == (0, 0, 0, 3)
-        cache.check()
+        check(cache)
 
 
 def test_warm_up_leaves_nothing_to_compile() -> None:
     warm_up()
-    kernels = (insert.extend, draft, hash_of, sequences.trim_tree)
+    kernels = (sequences.extend, draft, hash_of, sequences.trim_tree)
     before = [len(f.signatures) for f in kernels]
     cache = make(max_bytes=1 << 14)
     for index in range(30):
@@ -192,7 +192,7 @@ def test_the_largest_token_and_its_neighbours_are_told_apart() -> None:
     for token, follower in ((HUGE, 1), (HUGE - 1, 2), (0, 3)):
         extend(cache, row, [token])
         assert draft_tokens(cache, row, 1) == [follower]
-    cache.check()
+    check(cache)
 
 
 @pytest.mark.parametrize(
@@ -305,10 +305,10 @@ def test_hundreds_of_rows_and_prompts() -> None:
     cache.extend(rows, tokens, np.arange(0, 903, 3))
     again = np.array([cache.open(f"p{i}", PROMPT) for i in range(300)])
     assert cache.draft(again, np.full(300, 9)).tokens.tolist() == tokens.tolist()
-    cache.check()
+    check(cache)
     for row in (*rows, *again):
         cache.close(row)
-    cache.check()
+    check(cache)
     assert cache.stats().rows == 0
 
 
@@ -328,7 +328,7 @@ def test_the_least_recently_used_prompt_goes_first_and_open_ones_stay() -> None:
     for index in range(40):
         cache.close(cache.open("used", PROMPT))
         cache.insert(f"new{index}", PROMPT, np.arange(200))
-        cache.check()
+        check(cache)
     assert draft_tokens(cache, cache.open("old", PROMPT)) == []
     assert len(draft_tokens(cache, cache.open("used", PROMPT))) == 16
     assert len(draft_tokens(cache, cache.open("busy", PROMPT))) == 16
@@ -339,7 +339,7 @@ def test_a_prompt_over_its_own_budget_loses_its_oldest_rollouts() -> None:
     cache = make(bytes_per_prompt=16 << 10)
     for first in range(60):
         cache.insert("p", PROMPT, np.concatenate([[first], np.arange(100)]))
-        cache.check()
+        check(cache)
     row = cache.open("p", PROMPT)
     extend(cache, row, [59])
     assert len(draft_tokens(cache, row)) == 16
@@ -348,12 +348,23 @@ def test_a_prompt_over_its_own_budget_loses_its_oldest_rollouts() -> None:
     assert stats.tokens + stats.evicted_tokens == stats.inserted_tokens
 
 
+def test_max_bytes_bounds_one_prompt_whose_own_budget_is_larger() -> None:
+    cache = make(max_bytes=16 << 10, bytes_per_prompt=1 << 20)
+    for first in range(60):
+        cache.insert("p", PROMPT, np.concatenate([[first], np.arange(100)]))
+        check(cache)
+        assert cache.stats().bytes <= 16 << 10
+    row = cache.open("p", PROMPT)
+    extend(cache, row, [59])
+    assert len(draft_tokens(cache, row)) == 16
+
+
 def test_without_any_room_rows_still_draft() -> None:
     cache = make(max_bytes=16 << 10, bytes_per_prompt=8 << 10)
     rows = [cache.open("p", PROMPT) for _ in range(20)]
     for row in rows:
         extend(cache, row, list(range(90)))
-        cache.check()
+        check(cache)
     late = cache.open("p", PROMPT)
     for token in range(85):
         assert draft_tokens(cache, late, 2) == [token, token + 1]
@@ -368,7 +379,7 @@ def test_corruption_is_detected() -> None:
     clean = make(max_bytes=1 << 16)
     for index in range(5):
         clean.insert(f"p{index % 2}", PROMPT, np.arange(60) % 7)
-    clean.check()
+    check(clean)
     used = int(clean._forest.state[arena.BUMP])
     found = 0
     for _ in range(300):
@@ -376,12 +387,12 @@ def test_corruption_is_detected() -> None:
         kept = clean._forest.arena[word]
         clean._forest.arena[word] = rng.integers(-(2**31), 2**31)
         try:
-            clean.check()
+            check(clean)
         except CacheCorrupt:
             found += 1
         clean._forest.arena[word] = kept
-    clean.check()
+    check(clean)
     assert found > 100  # unused words may have any value
     clean._forest.state[arena.LIVE] -= 1
     with pytest.raises(CacheCorrupt, match="live"):
-        clean.check()
+        check(clean)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from cache_check import check
 from fake_drafting import STOP, FakeSource, FixedPlanner, ids
 
 from asyncrl.cache.config import CacheConfig
@@ -167,6 +168,6 @@ def test_the_cache_drafts_for_many_rows_that_come_and_go() -> None:
             assert stored.tokens[-(length[name] - 2) :].tolist() == list(
                 text[name][2 : length[name]]
             )
-    cache.check()
+    check(cache)
     scene.book.forget(())
     assert cache.stats().rows == 0

@@ -18,7 +18,7 @@ from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.torch.cpu import fused_model as fused
 from asyncrl.engine.torch.model import SlotModel, load_model
 from asyncrl.engine.torch.slots import SlotCache
-from asyncrl.rollout.cpu.fused_models import why_not_fused
+from asyncrl.rollout.cpu import why_not_fused
 
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
            "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip

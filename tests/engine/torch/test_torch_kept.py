@@ -18,7 +18,6 @@ from tree_sources import RandomTrees
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.drafting.proposals import DraftSource
 from asyncrl.engine.errors import EngineError, RequestError
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.engine.torch.core import DecodeCore
@@ -39,7 +38,7 @@ def drifted(drift: float = 0.03) -> torch.nn.Module:
 
 
 def core_of(
-    model: SlotModel, source: DraftSource | None = None, *, version: int = 0, **changes: Any
+    model: SlotModel, source: RolloutCache | None = None, *, version: int = 0, **changes: Any
 ) -> DecodeCore:
     wide = {"max_step_tokens": 100, "max_prefill_tokens": 500, "top_k": 8}
     core = torch_cores.core_of(model, source, **(wide | changes))

@@ -17,7 +17,6 @@ from tree_sources import CorruptTrees, OracleTrees, RandomTrees
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.tree.rollout_tree import Drafts, RolloutCache
-from asyncrl.engine.drafting.proposals import DraftSource
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.engine.torch.core import DecodeCore
@@ -33,7 +32,7 @@ def load(path: str, slots: int = 4) -> SlotModel:
 
 
 def core_of(
-    model: SlotModel, source: DraftSource | None = None, *, draft: int = 12, **changes: Any
+    model: SlotModel, source: RolloutCache | None = None, *, draft: int = 12, **changes: Any
 ) -> DecodeCore:
     return torch_cores.core_of(
         model, source, max_step_tokens=200, max_draft_tokens=draft, **changes

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cache_check import check
 from enumerated_policies import PIECES, policies
 from new_weights import swap_weights
 from tiny_models import STOP
@@ -19,7 +20,7 @@ from asyncrl.engine.drafting.trees import TokenTrees, plant
 from asyncrl.engine.errors import RequestError
 from asyncrl.engine.protocol import GenerateRequest, TokenChunk
 from asyncrl.engine.sampling.stopping import StopRule
-from asyncrl.engine.torch import drafting, verification
+from asyncrl.engine.torch import drafting, step_sampling
 from asyncrl.engine.torch.core import DecodeCore
 from asyncrl.rollout.trajectory import KeptTokens, Provenance, SampleId, TrajectoryBuilder
 
@@ -85,7 +86,7 @@ def test_stops_of_earlier_turns_are_seen_by_a_mutant(
 ) -> None:
     model = load(tiny_qwen3)
     kept = played(core_of(model), 0).kept()
-    monkeypatch.setattr(verification, "turn_start", lambda *_: 0)
+    monkeypatch.setattr(step_sampling, "turn_start", lambda *_: 0)
     chunks = verdict(core_of(model), kept)
     assert len(tokens_of(chunks)) < len(kept)
 
@@ -201,7 +202,7 @@ def test_later_turns_are_drafted_and_nothing_past_a_stop(
         first = np.repeat(drafts.offsets[:-1], np.diff(drafts.offsets))
         below = drafts.parents >= 0
         assert not np.isin(drafts.tokens[(first + drafts.parents)[below]], STOPS).any()
-    cache.check()
+    check(cache)
 
 
 def test_an_earlier_continuation_is_drafted_up_to_its_stop(tiny_qwen3: str) -> None:
@@ -216,7 +217,7 @@ def test_an_earlier_continuation_is_drafted_up_to_its_stop(tiny_qwen3: str) -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda kept: replace(kept, observed=kept.observed[1:]), "kept.observed says of"),
+        (lambda kept: replace(kept, observed=kept.observed[1:]), "kept.observed must have shape"),
         (lambda kept: replace(kept, lenience=1.0), "lenience must be None"),
         (lambda kept: replace(kept, topk_logprobs=kept.topk_logprobs - 0.5), "the only one of"),
         (lambda kept: replace(kept, topk_ids=np.roll(kept.topk_ids, 1, 0)), "the only one of"),

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.cache.tree.rollout_tree import Drafts
+from asyncrl.cache.tree.rollout_tree import Drafts, RolloutCache
 from asyncrl.engine.drafting.planner import Planner
-from asyncrl.engine.drafting.proposals import DraftSource
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
 from asyncrl.engine.remote.worker.drafting import StepTimer
 from asyncrl.engine.remote.worker.entries import Entry
@@ -37,7 +36,7 @@ class Drafter:
 
     def __init__(
         self,
-        source: DraftSource,
+        source: RolloutCache,
         planner: Planner,
         entry_of: Callable[[str], Entry],
         *,

@@ -23,7 +23,6 @@ from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.sharing.cache_setup import CachePlace, from_json, open_at, save_at
-from asyncrl.cache.sharing.exchange import SharedCache
 from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.drafting.trees import TokenTrees
 from asyncrl.engine.remote.extras import DrafterSettings
@@ -113,7 +112,7 @@ class SpecWorker(BaseSpecWorker):
         self._drafter: Drafter | None = None
         self._drawing: TreeDrawing | None = None
         self._ranks = Ranks()
-        self._cache: RolloutCache | SharedCache | None = None
+        self._cache: RolloutCache | None = None
         self._place = CachePlace()
         self._pending: _Step | None = None
         self.drafted = 0
