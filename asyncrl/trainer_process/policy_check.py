@@ -34,9 +34,8 @@ from asyncrl.wire.weights.writer import WeightPublisher
 
 _SUSPECTS = 4
 _EXPLAINED = 2
-"""Generators whose cause is investigated in a step. It takes about ten forward passes over the
-suspects of each, and memory for two copies of the weights; many generators mostly share one
-cause."""
+"""Generators whose cause is investigated in a step: each takes about ten forward passes over its
+suspects and two copies of the weights, and many generators mostly share one cause."""
 PROVISIONAL_STEPS = 20
 """`provisional_steps` of `PolicyCheck`, with engines or trainer on GPUs."""
 _MAX_SUSPECT_TOKENS = 1 << 17
@@ -127,10 +126,8 @@ class PolicyCheck:
             for place, name in enumerate(new)
         ]
         if is_provisional:
-            found = [
-                msgspec.structs.replace(one, provisional=one.found.cause == "unknown")
-                for one in found
-            ]
+            change = msgspec.structs.replace
+            found = [change(one, provisional=one.found.cause == "unknown") for one in found]
         judged = {n for n, record in self._records.items() if record.sums.tokens >= MIN_TOKENS}
         self._disagreed -= judged
         self._disagreed.update(wrong)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from asyncrl.trainer.algorithms.base import LossSums, TokenBatch, finisher
-from asyncrl.trainer.base import algorithm_registry as registry
-from asyncrl.trainer.base.algorithm_registry import known_algorithms, register
+from asyncrl.trainer.base.algorithm_registry import known_algorithms
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import TrainerError
 from asyncrl.trainer.objective.algorithm_factory import make
@@ -119,16 +118,6 @@ def test_empty_batch_and_masked_tokens(name: str, proximal: str) -> None:
     assert float(make(config).loss(TokenBatch(empty, empty, empty, empty)).loss) == 0
     loss, grad, sums = _loss(config, 9.0, -1.0, weight=0.0)
     assert (loss, grad, *_counts(sums)) == (0, 0, 0, 0)
-
-
-def test_own_algorithms_are_registered_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_TARGETS", dict(registry._TARGETS))  # for this test alone
-    register("grpo_twin", "asyncrl.trainer.algorithms.grpo:Grpo")
-    assert make(TrainerConfig(algorithm="grpo_twin")).advantages(np.ones(2)).any() == 0
-    with pytest.raises(ValueError, match="already"):
-        register("grpo", "somewhere:Else")
-    with pytest.raises(ValueError, match="module:Class"):
-        register("other", "somewhere.Else")
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,9 @@
 
     take ──► thread: device to host ──► `copied`: weights may change ──► written ──► `take` again
 
-Weights and moments change in an optimizer step only, so a copy runs during the forward and backward
-passes of the next step, and training waits for it only before that changes something (`wait`). The
-buffers take as much host memory as this rank's part of the state (12 bytes a parameter, divided by
-the ranks) and are reused: touching fresh pages costs more than the copy.
+Weights and moments change in an optimizer step only, so training waits for a copy only before the
+next one (`wait`). The buffers take as much host memory as this rank's part of the state (12 bytes a
+parameter, divided by the ranks) and are reused: touching fresh pages costs more than the copy.
 """
 
 from __future__ import annotations

@@ -83,8 +83,7 @@ _LINEAR = {"Linear", "OnednnLinear"}
 class Adapter:
     """Adds adapters to a model's linear layers, in place. Attributes: `config`, `layers` by name.
 
-    Raises UnsupportedModelError if the targets are not linear layers of the model, or the adapter
-    to start from does not fit.
+    Raises UnsupportedModelError if the targets, or the adapter to start from, do not fit the model.
     """
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, dtype: torch.dtype) -> None:
@@ -101,7 +100,7 @@ class Adapter:
         if odd:
             raise UnsupportedModelError(
                 f"trainer.lora: {type(model).__name__} has layers of kind "
-                f"{', '.join(sorted(odd))}, and only linear layers can have an adapter here; set "
+                f"{', '.join(sorted(odd))}, but only linear layers can have an adapter; set "
                 "trainer.lora.targets"
             )
         for parameter in self._parameters().values():
@@ -282,13 +281,13 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
             if name not in linear:
                 raise UnsupportedModelError(
                     f"trainer.lora.targets: {name} is not a linear layer of a block "
-                    f"({type(modules[name]).__name__}), and only those can have an adapter"
+                    f"({type(modules[name]).__name__}), but only those can have an adapter"
                 )
         if not meant:
             inner = {name.rpartition(".")[2] for name in linear}
             raise UnsupportedModelError(
-                f"trainer.lora.targets: {target} is no layer of {type(model).__name__}; its linear "
-                f"layers are {', '.join(sorted(inner))}"
+                f"trainer.lora.targets: {target} is not a layer of {type(model).__name__}; its "
+                f"linear layers are {', '.join(sorted(inner))}"
             )
 
 

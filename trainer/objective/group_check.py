@@ -26,8 +26,8 @@ def check_group(
 ) -> int:
     """Check the distinct samples of a group and their rewards `[G]`; return the group's index.
 
-    Raises BatchError, naming the group or sample and what is wrong. No token may follow a newer
-    policy than `policy_version`.
+    Raises BatchError, which names the group or sample and what is wrong. No token may follow a
+    newer policy than `policy_version`.
     """
     groups = {t.id.group for t in trajectories}
     samples = {t.id.sample for t in trajectories}
@@ -67,7 +67,7 @@ def check_trajectory(trajectory: Trajectory, vocab_size: int, version: int) -> N
         raise BatchError(f"{name}: a behaviour log-probability of {highest:.3g} is above 0")
     provenance = trajectory.provenance.max()
     if provenance > _LAST_PROVENANCE:
-        raise BatchError(f"{name}: {provenance} is no provenance of a token")
+        raise BatchError(f"{name}: {provenance} is not a valid Provenance value")
     _check_observed(trajectory, name)
     _check_segments(trajectory, name)
     newest = trajectory.segments[-1].policy_version
