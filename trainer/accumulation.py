@@ -22,7 +22,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -53,10 +53,9 @@ def of_all_ranks(own: StepTotals, world: World) -> StepTotals:
     own.read()
     if world.size == 1:
         return own
-    names = [one.name for one in fields(StepTotals) if one.name not in ("signals", "_unread")]
-    packed = msgspec.msgpack.encode({name: getattr(own, name) for name in names})
+    packed = msgspec.msgpack.encode({name: getattr(own, name) for name in _TOGETHER})
     found = [msgspec.msgpack.decode(one) for one in world.gather(packed, "the step's totals")]
-    values = {name: _TOGETHER.get(name, _added)([one[name] for one in found]) for name in names}
+    values = {name: rule([one[name] for one in found]) for name, rule in _TOGETHER.items()}
     return StepTotals(own.signals, **values)
 
 
@@ -75,17 +74,21 @@ def _by_name(
     return {name: together([one[name] for one in values if name in one]) for name in names}
 
 
+_ADDED = (
+    *("groups", "zero_variance_groups", "samples", "tokens", "observed", "truncated", "rewards"),
+    *("staleness_sum", "computed"),
+)
 _TOGETHER: dict[str, Callable[[Sequence[Any]], Any]] = {
+    **dict.fromkeys(_ADDED, _added),
+    **dict.fromkeys(("staleness_max", "ratio_max", "abs_gap_max"), max),
     "centre": operator.itemgetter(0),
     "lengths": lambda values: _added([Counter(one) for one in values]),
-    "staleness_max": max,
     "sums": lambda values: TokenSums(*_by_column(values)),
     "signal_sums": partial(_by_name, together=_by_column),
     "part_sums": _by_name,
-    "ratio_max": max,
-    "abs_gap_max": max,
 }
-"""The rule that combines the ranks' values of a field of `StepTotals`; others are added."""
+"""The rule that combines the ranks' values of a field. Left out: `signals`, alike on all ranks, and
+unread sums."""
 
 
 _TOKENS = np.zeros(2, np.int32)
@@ -347,4 +350,6 @@ class Accumulation:
             if not math.isfinite(value := float(one)):
                 named = f"group{'s' * (len(groups) > 1)} {', '.join(map(str, groups))}"
                 raise NonFiniteError(f"the loss of {named} is {value}")
-        raise NonFiniteError(f"the loss is {loss}, by a critic or by groups of another rank")
+        raise NonFiniteError(
+            f"the loss is {loss}, because of the critic or of groups of another rank"
+        )

@@ -84,7 +84,7 @@ def check_reference(directory: Path, models: Models, own: str, saved: str) -> No
     if adapter is not None and adapter.config.adapter is None:
         return  # it is the adapter's model, which `check_base` compares
     raise CheckpointError(
-        f"{directory} is of a run that started from other weights than those of model.path now, "
+        f"{directory} belongs to a run that started from other weights than model.path has now, "
         "which would be the reference of its KL penalty; set model.path to the model that the run "
         "started from"
     )
@@ -307,7 +307,7 @@ class Learner:
         loaded = checkpoint.read(directory, self._state, self._settings, self.world.rank)
         if loaded.values.get(_BASE) != self._state.values.get(_BASE):
             raise CheckpointError(
-                f"{directory} has an adapter of another model than model.path is now"
+                f"{directory} has an adapter of another model than the one at model.path"
             )
         check_reference(directory, self._models, self._own_weights, loaded.initial_weights)
         self.policy_version, self.initial_weights = loaded.policy_version, loaded.initial_weights

@@ -160,18 +160,13 @@ class Stepping:
             if self._config.gathers_first:
                 first.totals = of_all_ranks(first.totals, self._world)
             metrics = metrics_of(first.totals, updates, rate)
-        if groups:
-            self._fit_critic(first, groups, version)
+        critic = self._models.critic
+        if groups and critic is not None:
+            shares = minibatches_of(groups, self._config.critic.minibatches)
+            for _pass in range(1, self._config.critic.passes):
+                take_pass(critic, shares, first.groups, self._config, self._world, version)
         self.torn = False
         return metrics
-
-    def _fit_critic(self, first: Accumulation, groups: Sequence[int], version: int) -> None:
-        critic = self._models.critic
-        if critic is None:
-            return
-        shares = minibatches_of(groups, self._config.critic.minibatches)
-        for _pass in range(1, self._config.critic.passes):
-            take_pass(critic, shares, first.groups, self._config, self._world, version)
 
     def _passes(
         self, first: Accumulation, groups: Sequence[int], version: int, rate: float

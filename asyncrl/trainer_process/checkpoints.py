@@ -87,7 +87,9 @@ class CheckpointWriter:
 def _note_late_end(ended: asyncio.Future[None]) -> None:
     """Retrieve the error of a late answer, which is awaited nowhere else."""
     if not ended.cancelled():
-        logger.info("a checkpoint that was given up has ended: %s", ended.exception())
+        logger.info(
+            "the disk has answered for a checkpoint that was given up: %s", ended.exception()
+        )
 
 
 def _unanswered(path: Path, hanging: _Writing) -> CheckpointUnwritable:

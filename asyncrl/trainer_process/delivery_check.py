@@ -141,7 +141,9 @@ class Intake:
             ) from error
         self._take_early(generator, sample)
         self._given_back.pop((generator, sample), None)
-        self._early[generator][sample] = _copied(delivery)
+        # Copied out of the frame that it came in, which may be much longer.
+        copies = {name: memoryview(bytes(getattr(delivery, name))) for name in _ARRAYS}
+        self._early[generator][sample] = replace(delivery, **copies)
         held = self._held_bytes
         held[generator] = held.get(generator, 0) + _bytes_of(delivery)
         while sum(held.values()) > self._early_bytes:
@@ -227,8 +229,3 @@ _ARRAYS = ("prompt_tokens", "tokens", "behaviour_logprobs", "provenance")
 
 def _bytes_of(delivery: TrajectoryDelivery) -> int:
     return _HEAD_BYTES + sum(len(getattr(delivery, name)) for name in _ARRAYS)
-
-
-def _copied(delivery: TrajectoryDelivery) -> TrajectoryDelivery:
-    """Copy the delivery out of the frame that it came in, which may be much longer."""
-    return replace(delivery, **{n: memoryview(bytes(getattr(delivery, n))) for n in _ARRAYS})

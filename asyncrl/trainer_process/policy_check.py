@@ -152,15 +152,15 @@ class PolicyCheck:
         )
         wrong = WrongPolicy("unknown", generator, version, text)
         if not look:
-            return _unexplained(wrong, f"was not looked for, as {_EXPLAINED} others are worse")
+            return _unexplained(wrong, f"was not investigated, since {_EXPLAINED} others are worse")
         if self._policy.is_sharded:
             return _unexplained(
-                wrong, "was not looked for, as no rank computes alone with trainer.sharding: full"
+                wrong, "was not investigated: no rank can compute alone with trainer.sharding: full"
             )
         try:
             return self._with_cause(wrong, suspects)
         except RuntimeError as error:  # mostly out of memory; the finding holds without a cause
-            return _unexplained(wrong, f"could not be looked for: {error}")
+            return _unexplained(wrong, f"could not be investigated: {error}")
 
     def _with_cause(self, wrong: WrongPolicy, suspects: list[Trajectory]) -> WrongPolicyFound:
         version = wrong.policy_version
@@ -176,7 +176,7 @@ class PolicyCheck:
             return WrongPolicyFound(msgspec.structs.replace(wrong, cause=known.cause, text=text))
         samples = _to_send(self._policy, suspects)
         if not samples:
-            return _unexplained(wrong, "is not known; the samples are too long to be scored again")
+            return _unexplained(wrong, "is unknown: the samples are too long to be scored again")
         return WrongPolicyFound(wrong, limit=self._limits.mean, samples=samples)
 
 

@@ -38,7 +38,7 @@ def drop_repeated(folder: Path, step: int) -> None:
     except OSError as error:
         logger.error(
             "the samples of step %d and later steps could not be dropped from %s: %s. They are "
-            "trained again and will be there twice. Training continues",
+            "trained again and will be logged twice. Training continues",
             step,
             folder,
             error,

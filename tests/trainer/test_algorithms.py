@@ -142,7 +142,7 @@ def test_empty_batch_and_masked_tokens(name: str, proximal: str) -> None:
         ({"algorithm": "dr_grpo", "advantage_normalization": "std"}, "only advantage_norm.*none"),
         ({"algorithm": "gspo", "proximal_policy": "current"}, "only proximal_policy: behaviour"),
         ({"algorithm": "gpg", "proximal_policy": "behaviour"}, "only proximal_policy: current"),
-        ({"algorithm": "dapo", "correction": "sequence_truncated"}, "holds the ratio already"),
+        ({"algorithm": "dapo", "correction": "sequence_truncated"}, "already contains the ratio"),
         ({"correction_band": [0.5, 2]}, "no effect with correction: token_truncated"),
         ({"correction": "token_masked", "correction_band": [1.1, 2]}, "two ratios around 1"),
         ({"correction": "icepop"}, "token_masked"),

@@ -206,7 +206,9 @@ class Wrapper:
 def centred(rewards: Rewards) -> Rewards:
     """`[G]` rewards minus their mean; exactly 0 when all are equal. Raises ValueError if G < 2."""
     if len(rewards) < 2:
-        raise ValueError("the group is the baseline: scheduler.group_size must be at least 2")
+        raise ValueError(
+            "the group's mean is the baseline, so scheduler.group_size must be at least 2"
+        )
     if np.ptp(rewards) == 0:
         return np.zeros_like(rewards, np.float64)
     return np.asarray(rewards - rewards.mean(), np.float64)

@@ -31,7 +31,7 @@ def refuse_what_does_not_fit(config: Any) -> None:
     if config.dual_clip is not None and not clips:
         raise ValueError(
             f"dual_clip: {config.dual_clip} has no effect with proximal_policy: current and one "
-            "update per step, where nothing has moved that could be clipped; leave it out"
+            "update per step, where no ratio has changed yet; leave it out"
         )
 
 
@@ -61,14 +61,15 @@ def _of_correction(config: Any) -> None:
     if in_loss and config.correction == "sequence_truncated":
         raise ValueError(
             "correction: sequence_truncated is a weight, but with proximal_policy: behaviour "
-            f"the loss of {config.algorithm} holds the ratio already; choose sequence_masked, "
+            f"the loss of {config.algorithm} already contains the ratio; choose sequence_masked, "
             "sequence_rejected, token_masked or none"
         )
     if _is_set(config, "importance_cap"):
         if in_loss:
             raise ValueError(
                 f"importance_cap: {config.importance_cap} has no effect with proximal_policy: "
-                "behaviour, whose loss holds the ratio; leave it out. PPO's dual clip is dual_clip"
+                "behaviour, whose loss contains the ratio; leave it out (PPO's dual clip is "
+                "dual_clip)"
             )
         if not config.correction.endswith(("truncated", "rejected")):
             raise ValueError(
@@ -379,7 +380,7 @@ class TrainerConfig(BaseModel):
         has_parts = self.normalises_over_step and not self.gathers_first
         if self.gradient_checkpointing == "selective" and has_parts:
             raise ValueError(
-                "gradient_checkpointing: selective keeps what it chose for one backward pass, and "
+                "gradient_checkpointing: selective saves tensors for one backward pass only, but "
                 f"algorithm: {self.algorithm} needs two while groups arrive, to normalise "
                 "advantages over the step; choose gradient_checkpointing: true or false"
             )
@@ -390,12 +391,12 @@ class TrainerConfig(BaseModel):
         if self.compile and self.gradient_checkpointing == "selective":
             raise ValueError(
                 "gradient_checkpointing: selective does not work with compile: true, which makes "
-                "one operation of those that it chooses from; choose true or false"
+                "one operation of those that it selects from; choose true or false"
             )
         if self.compile and self.sharding == "full":
             raise ValueError(
-                "compile: true does not work with sharding: full, which brings the weights of a "
-                "block together when it is computed; set one of them to its default"
+                "compile: true does not work with sharding: full, which gathers the weights of a "
+                "block when it is computed; set one of them to its default"
             )
         if self.compile and self.router_loss_coefficient:
             raise ValueError(

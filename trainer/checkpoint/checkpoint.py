@@ -91,7 +91,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which part of a checkpoint this process writes, and where all ranks write theirs."""
+    """This process's part of a checkpoint, and the folder that all ranks share."""
 
     rank: int = 0
     ranks: int = 1
@@ -191,7 +191,7 @@ class Pending:
                 check_space(directory.parent, needed)
                 self._fill(temporary, steps, given_up)
                 if given_up is not None and given_up.is_set():
-                    raise CheckpointUnwritable(f"{directory} was given up", "hanging")
+                    raise CheckpointUnwritable(f"writing {directory} was given up", "hanging")
                 fence.check()
                 if directory.exists():
                     set_aside(directory.parent, newer_than=self._contents.policy_version - 1)

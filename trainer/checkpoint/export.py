@@ -72,7 +72,7 @@ def merged_model(
     own = model.state_dict(keep_vars=True)
     missing = sorted(pairs.keys() - own.keys())
     if missing:
-        raise CheckpointError(f"{path} lacks {missing[:3]}, which {checkpoint} has adapters of")
+        raise CheckpointError(f"{checkpoint} adapts {missing[:3]}, which {path} lacks")
     _compare(checkpoint, manifest, own, pairs, scaling)
     if dtype is not None:
         model = model.to(dtype)
@@ -106,8 +106,8 @@ def _compare(
     whole = collect(named).whole
     if whole != published.digest:
         raise CheckpointError(
-            f"the adapter of {checkpoint}, merged into its model, is not what the run's engines "
-            f"decoded with at step {manifest.policy_version}: the digest is {whole}, not "
+            f"the adapter of {checkpoint}, merged into its model, differs from what the run's "
+            f"engines used at step {manifest.policy_version}: the digest is {whole}, not "
             f"{published.digest}. The model was changed since"
         )
 

@@ -38,7 +38,10 @@ class Snapshot:
         self._buffers = {}  # free what no longer fits first
         for one in held:
             kept = buffers[_key(one)]
-            self._buffers[_key(one)] = _buffer(one.local) if kept is None else kept
+            if kept is None:
+                like = one.local
+                kept = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+            self._buffers[_key(one)] = kept
         copies = [
             replace(one, box=replace(one.box, local=self._buffers[_key(one)])) for one in held
         ]
@@ -103,10 +106,6 @@ class Snapshot:
 
 def _key(one: Held) -> tuple[str, torch.dtype, torch.Size]:
     return one.name, one.local.dtype, one.local.shape
-
-
-def _buffer(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 def _side_streams(held: Sequence[Held]) -> dict[torch.device, torch.cuda.Stream]:

@@ -92,12 +92,6 @@ def whole_blocks(rows: int) -> int:
     return -(-rows // block) * block
 
 
-def _filled_up(x: Tensor) -> Tensor:
-    """Append rows of zeros to `[N, k]`, up to `whole_blocks`."""
-    missing = whole_blocks(len(x)) - len(x)
-    return pad(x, (0, 0, 0, missing)) if missing else x
-
-
 def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
     """`[N, k]` and `[N, o]` to `[o, k]`: grad transposed times x, by oneDNN.
 
@@ -112,7 +106,9 @@ def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
 def whole_rows(x: Tensor, weight: Tensor) -> tuple[int, Tensor]:
     """Flatten `[..., k]` to `[N or more, k]`, zero-filled unless products are large; with N."""
     flat = x.reshape(-1, x.shape[-1])
-    return len(flat), flat if len(flat) * weight.numel() >= LARGE else _filled_up(flat)
+    missing = whole_blocks(len(flat)) - len(flat)
+    is_large = len(flat) * weight.numel() >= LARGE
+    return len(flat), pad(flat, (0, 0, 0, missing)) if missing and not is_large else flat
 
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -47,7 +47,8 @@ def read_adapter(directory: Path, config: LoraConfig) -> dict[str, Tensor]:
         raise UnsupportedModelError(
             f"trainer.lora.adapter: {directory / TENSORS} cannot be read: {error}"
         ) from error
-    return {_inner(name): tensor for name, tensor in found.items()}
+    names = [n.removeprefix(PREFIX).removesuffix(".weight") + ".default.weight" for n in found]
+    return dict(zip(names, found.values(), strict=True))
 
 
 def write_adapter(
@@ -55,7 +56,9 @@ def write_adapter(
 ) -> None:
     """Write a PEFT directory. Raises OSError, SafetensorError."""
     directory.mkdir(parents=True, exist_ok=True)
-    contiguous = {_outer(name): one.detach().contiguous() for name, one in tensors.items()}
+    names = [PREFIX + name.replace(".default.weight", ".weight") for name in tensors]
+    values = [one.detach().contiguous() for one in tensors.values()]
+    contiguous = dict(zip(names, values, strict=True))
     save_file(contiguous, directory / TENSORS, metadata={"format": "pt"})
     write_settings(directory, settings)
 
@@ -63,15 +66,6 @@ def write_adapter(
 def converted(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Convert to another data type, if one is given."""
     return {n: one if dtype is None else one.to(dtype) for n, one in tensors.items()}
-
-
-def _outer(name: str) -> str:
-    return PREFIX + name.replace(".default.weight", ".weight")
-
-
-def _inner(name: str) -> str:
-    inner = name.removeprefix(PREFIX)
-    return inner.removesuffix(".weight") + ".default.weight"
 
 
 _NAME = "default"

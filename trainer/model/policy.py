@@ -308,7 +308,9 @@ class Policy:
         assert self._head is not None  # noqa: S101 - for the type checker
         plain = self._logits.applied(self._head(self._hidden(batch)[batch.predictors]))
         if plain.shape != want.shape or not _close(plain, want):
-            logger.info("%s changes its logits: they come from its own forward pass", model_path)
+            logger.info(
+                "%s transforms its logits, so its own forward pass computes them", model_path
+            )
             self._head = None
 
     @torch.no_grad()
@@ -371,7 +373,7 @@ class Policy:
             self.model.set_attn_implementation(ATTENTION_NAME)
         except ValueError as error:
             raise UnsupportedModelError(
-                f"{model_path} refuses the attention interface: {error}"
+                f"{model_path} does not support the attention interface: {error}"
             ) from error
         return torch.cat(rows)
 

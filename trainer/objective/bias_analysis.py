@@ -31,7 +31,7 @@ class Estimate:
     known: bool
     """False for a user's algorithm."""
     biases: tuple[str, ...]
-    """How it differs from the policy gradient, in the words of docs/algorithms.md; maybe empty."""
+    """Reasons why it differs from the policy gradient, as in docs/algorithms.md; perhaps none."""
 
 
 def estimate_of(config: TrainerConfig, *, stale: bool) -> Estimate:
@@ -64,7 +64,7 @@ def _of_advantages(config: TrainerConfig) -> str:
 
 
 def _of_values(config: TrainerConfig) -> str:
-    """With gamma and lambda 1 a state's value is only its baseline, which biases nothing."""
+    """Bias of a critic's values; with gamma and lambda 1 a value is only a baseline."""
     if config.critic.gamma < 1:
         return "critic.gamma"
     if config.critic.truncated == "bootstrap":

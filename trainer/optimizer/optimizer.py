@@ -98,7 +98,8 @@ class SmallAdamW(torch.optim.Optimizer):
             for name, value in zip(_MOMENTS, (mean, square), strict=True):
                 place = state[name].view(-1)[part]
                 if place.data_ptr() != value.data_ptr():
-                    place.copy_(self._rounded(value), non_blocking=True)
+                    kept = round_by_chance(value) if self._moments == torch.bfloat16 else value
+                    place.copy_(kept, non_blocking=True)
 
     def _update_coded(
         self, state: dict[str, Any], weights: Tensor, grads: Tensor, update: _Step, size: int
@@ -130,9 +131,6 @@ class SmallAdamW(torch.optim.Optimizer):
             return moment.to(parameter.device)
         on_host = moment.to("cpu")
         return on_host.pin_memory() if parameter.is_cuda else on_host
-
-    def _rounded(self, value: Tensor) -> Tensor:
-        return round_by_chance(value) if self._moments == torch.bfloat16 else value
 
     def _kept(self, moment: Tensor, parameter: Tensor, *, is_scale: bool) -> Tensor:
         kind = self._moments

@@ -59,8 +59,8 @@ class ShardedModel:
         blocks = blocks_of(model)
         if not blocks:
             raise UnsupportedModelError(
-                f"trainer.sharding: full divides a model by its blocks, and {type(model).__name__} "
-                "has none that transformers can compute again (GradientCheckpointingLayer); set "
+                "trainer.sharding: full needs blocks that transformers can recompute "
+                f"(GradientCheckpointingLayer), but {type(model).__name__} has none; set "
                 "trainer.sharding: optimizer"
             )
         options: dict[str, Any] = {
@@ -184,7 +184,7 @@ class ShardedPolicy(Policy):
         self, model_path: str, *, device: torch.device, world: World, **settings: Any
     ) -> None:
         self._speeds_up = device.type == "cpu"
-        logger.info("weights in parts on %d ranks; fused layers are not used", world.size)
+        logger.info("weights are sharded over %d ranks; fused layers are not used", world.size)
         mesh = init_device_mesh(device.type, (world.size,))
 
         def load() -> int:

@@ -82,7 +82,7 @@ def merge(parts: Sequence[Part], values: dict[str, Any]) -> Index:
         for name, one in part.tensors.items():
             known = tensors.get(name)
             if known is not None and (known.dtype, known.shape) != (one.dtype, one.shape):
-                raise CheckpointError(f"ranks disagree about {name}: {known} and {one}")
+                raise CheckpointError(f"ranks disagree on {name}: {known} and {one}")
             chunks = (() if known is None else known.chunks) + one.chunks
             tensors[name] = SavedTensor(one.dtype, one.shape, chunks)
     for name, one in tensors.items():
