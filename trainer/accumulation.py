@@ -11,21 +11,19 @@ rounding only. `look` only scores groups, for later passes; `replay` trains on k
 (`asyncrl.trainer.optimizer_updates`).
 
 Where each rank holds some rows of the parameters, only a backward pass sums and divides their
-gradients. So each further part of a loss gets its own backward pass there (`ShardedParts`).
-
-A rank without work computes a sample of padding, as short as possible, while others have work: the
-same passes, with loss 0. Nothing counts it.
+gradients. So each further part of a loss gets its own backward pass there (`ShardedParts`). A rank
+without work computes the same passes with a short sample of padding, whose loss is 0 and which
+nothing counts.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import msgspec
@@ -37,14 +35,13 @@ from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, Traject
 from asyncrl.trainer.algorithms.base import LossSums, Rewards, TokenBatch, finisher
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import NonFiniteError
-from asyncrl.trainer.critic import Values
-from asyncrl.trainer.loss import GradientParts, Objective, add_up
+from asyncrl.trainer.critic import SIGNALS, Values, value_loss
+from asyncrl.trainer.loss import GradientParts, Objective
 from asyncrl.trainer.model.head import TokenScores
 from asyncrl.trainer.model.micro_batches import Work
 from asyncrl.trainer.model.token_batch import to_device, token_batch
 from asyncrl.trainer.objective.logprob_mismatch import SUMS, disagreement_of
 from asyncrl.trainer.objective.step_statistics import StepTotals, TokenSums
-from asyncrl.trainer.objective.value_loss import SIGNALS, value_loss
 from asyncrl.trainer.ranks import World
 from asyncrl.trainer.scoring import Models
 from asyncrl.trainer.sharding.lockstep import Lockstep
@@ -58,68 +55,40 @@ def of_all_ranks(own: StepTotals, world: World) -> StepTotals:
         return own
     packed = msgspec.msgpack.encode({name: getattr(own, name) for name in _TOGETHER})
     found = [msgspec.msgpack.decode(one) for one in world.gather(packed, "the step's totals")]
-    values = {
-        name: together([rank[name] for rank in found]) for name, together in _TOGETHER.items()
-    }
+    values = {name: rule([one[name] for one in found]) for name, rule in _TOGETHER.items()}
     return StepTotals(own.signals, **values)
-
-
-_Together = Callable[[Sequence[Any]], Any]
 
 
 def _added(values: Sequence[Any]) -> Any:
     return reduce(operator.add, values)
 
 
-def _counted(values: Sequence[dict[int, int]]) -> Counter[int]:
-    return _added([Counter(one) for one in values])  # type: ignore[no-any-return]
+def _by_column(rows: Sequence[list[float]]) -> list[float]:
+    return [_added(column) for column in zip(*rows, strict=True)]
 
 
-def _token_sums(values: Sequence[list[float]]) -> TokenSums:
-    return TokenSums(*map(_added, zip(*values, strict=True)))
-
-
-def _by_name(values: Sequence[dict[str, float]]) -> dict[str, float]:
+def _by_name(
+    values: Sequence[dict[str, Any]], together: Callable[[Sequence[Any]], Any] = _added
+) -> dict[str, Any]:
     names = dict.fromkeys(name for one in values for name in one)
-    return {name: _added([one[name] for one in values if name in one]) for name in names}
+    return {name: together([one[name] for one in values if name in one]) for name in names}
 
 
-def _lists_by_name(values: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
-    names = dict.fromkeys(name for one in values for name in one)
-    return {
-        name: [
-            _added(column)
-            for column in zip(*(one[name] for one in values if name in one), strict=True)
-        ]
-        for name in names
-    }
-
-
-def _alike(values: Sequence[float]) -> float:
-    return values[0]
-
-
-_TOGETHER: dict[str, _Together] = {
-    "centre": _alike,
-    "groups": _added,
-    "zero_variance_groups": _added,
-    "samples": _added,
-    "tokens": _added,
-    "observed": _added,
-    "lengths": _counted,
-    "truncated": _added,
-    "rewards": _added,
-    "staleness_sum": _added,
-    "staleness_max": max,
-    "computed": _added,
-    "sums": _token_sums,
-    "signal_sums": _lists_by_name,
+_ADDED = (
+    *("groups", "zero_variance_groups", "samples", "tokens", "observed", "truncated", "rewards"),
+    *("staleness_sum", "computed"),
+)
+_TOGETHER: dict[str, Callable[[Sequence[Any]], Any]] = {
+    **dict.fromkeys(_ADDED, _added),
+    **dict.fromkeys(("staleness_max", "ratio_max", "abs_gap_max"), max),
+    "centre": operator.itemgetter(0),
+    "lengths": lambda values: _added([Counter(one) for one in values]),
+    "sums": lambda values: TokenSums(*_by_column(values)),
+    "signal_sums": partial(_by_name, together=_by_column),
     "part_sums": _by_name,
-    "ratio_max": max,
-    "abs_gap_max": max,
 }
-"""The rule that combines the ranks' values of a field. Left out: `signals`, alike on all
-ranks, and unread sums."""
+"""The rule that combines the ranks' values of a field. Left out: `signals`, alike on all ranks, and
+unread sums."""
 
 
 _TOKENS = np.zeros(2, np.int32)
@@ -127,21 +96,6 @@ _TOKENS = np.zeros(2, np.int32)
 
 def padding(version: int) -> Work:
     """One sample of this policy version, with -1 as its group."""
-    return Work([_sample(version)], [0.0], [(-1, 0)], is_padding=True)
-
-
-def without_weight(batch: TokenBatch) -> TokenBatch:
-    """Give the tokens of padding weight 0, so that nothing counts them."""
-    return replace(batch, weights=torch.zeros_like(batch.weights))
-
-
-def without_effect(sums: LossSums) -> LossSums:
-    """Return a loss with as many parts, whose gradients are 0."""
-    parts = {name: 0.0 * one for name, one in sums.parts.items()}
-    return LossSums(0.0 * sums.loss, sums.sums, parts)
-
-
-def _sample(version: int) -> Trajectory:
     count = len(_TOKENS)
     builder = TrajectoryBuilder(SampleId(0, 0), "", _TOKENS[:1])
     builder.append(
@@ -153,28 +107,21 @@ def _sample(version: int) -> Trajectory:
         provenance=np.full(count, Provenance.SAMPLED, np.uint8),
         policy_version=version,
     )
-    return builder.finish("stop")
+    return Work([builder.finish("stop")], [0.0], [(-1, 0)], is_padding=True)
 
 
 class ShardedParts(GradientParts):
     """`GradientParts` whose sums are of this rank's rows."""
 
-    def add(self, parts: Mapping[str, Tensor]) -> None:
-        """Add the gradient of each part; the graph is kept for the loss's own backward pass."""
-        if not parts:
-            return
+    def _gradients(self, loss: Tensor) -> list[Tensor | None]:
         aside = [one.grad for one in self._parameters]
-        for name, loss in parts.items():
-            for one in self._parameters:
-                one.grad = None
-            loss.backward(retain_graph=True)
-            new = [one.grad for one in self._parameters]
-            old = self._sums.get(name)
-            self._sums[name] = (
-                new if old is None else [add_up(a, b) for a, b in zip(old, new, strict=True)]
-            )
+        for one in self._parameters:
+            one.grad = None
+        loss.backward(retain_graph=True)
+        found = [one.grad for one in self._parameters]
         for one, grad in zip(self._parameters, aside, strict=True):
             one.grad = grad
+        return found
 
 
 class NewGroup(NamedTuple):
@@ -198,8 +145,7 @@ class Kept:
 class Accumulation:
     """Accumulates gradients in the `.grad` of the models' parameters.
 
-    `keeps`: groups are trained on again. `centre` estimates the mean of the step's advantages, the
-    same on all ranks.
+    `keeps`: groups are trained on again. `centre` estimates the step's mean advantage on all ranks.
     """
 
     def __init__(
@@ -254,7 +200,7 @@ class Accumulation:
                     )
                 batch = self._batch(scores, part, fixed)
                 if self._objective.uses_proximal:
-                    batch = dataclasses.replace(batch, proximal_logprobs=fixed.proximal_logprobs)
+                    batch = replace(batch, proximal_logprobs=fixed.proximal_logprobs)
                 self._train(batch, scores, values, fixed, part, version)
 
     def pad(self, version: int) -> None:
@@ -266,11 +212,10 @@ class Accumulation:
     def finish(self, world: World) -> float:
         """Apply the factors that need the whole step; return the loss's denominator. Collective.
 
-        Then `totals` are those of all ranks. All ranks raise NonFiniteError if a loss on any is not
-        finite.
+        Then `totals` are those of all ranks. All raise NonFiniteError if any loss is not finite.
         """
         self.totals = of_all_ranks(self.totals, world)
-        self._refuse_losses_that_are_no_numbers()
+        self._refuse_losses_that_are_not_finite()
         return self._objective.finish(self.totals, self._parts)
 
     def _visit(self, groups: Sequence[NewGroup], version: int, *, train: bool) -> list[Tensor]:
@@ -305,7 +250,7 @@ class Accumulation:
         if self._keeps or values is not None:
             fixed = self._fixed(work, scores, reference, values)
         batch = self._batch(scores, work, fixed if values is not None else None)
-        batch = dataclasses.replace(batch, reference_logprobs=reference)
+        batch = replace(batch, reference_logprobs=reference)
         if train:
             self._train(batch, scores, values, fixed, work, version)
         elif not work.is_padding:
@@ -330,16 +275,14 @@ class Accumulation:
             self._config.loss_normalization,
             masks_truncated=self._config.mask_truncated_completions,
         )
-        batch = dataclasses.replace(batch, routes=scores.routes, centre=self.totals.centre)
+        batch = replace(batch, routes=scores.routes, centre=self.totals.centre)
         if work.is_padding:
-            batch = without_weight(batch)
+            batch = replace(batch, weights=torch.zeros_like(batch.weights))  # nothing counts them
         if fixed is None:
             return batch
-        return dataclasses.replace(
-            batch,
-            advantages=fixed.advantages,
-            reference_logprobs=fixed.reference_logprobs,
-            penalised=True,
+        reference = fixed.reference_logprobs
+        return replace(
+            batch, advantages=fixed.advantages, reference_logprobs=reference, penalised=True
         )
 
     def _train(
@@ -354,8 +297,9 @@ class Accumulation:
         sums = self._objective.algorithm.loss(batch)
         if values is not None and fixed is not None:
             sums = self._with_values(sums, values, fixed, batch.weights)
-        if work.is_padding:
-            sums = without_effect(sums)
+        if work.is_padding:  # as many parts, whose gradients are 0
+            parts = {name: 0.0 * one for name, one in sums.parts.items()}
+            sums = LossSums(0.0 * sums.loss, sums.sums, parts)
         self._parts.add(sums.parts)
         sums.loss.backward()
         if work.is_padding:
@@ -396,7 +340,7 @@ class Accumulation:
             new.trajectories, new.rewards, policy_version=version, zero_variance=kept.silent
         )
 
-    def _refuse_losses_that_are_no_numbers(self) -> None:
+    def _refuse_losses_that_are_not_finite(self) -> None:
         """Check the losses once a step: reading one makes the host wait for the device."""
         self.totals.read()
         loss = sum([self.totals.sums.loss, *self.totals.signal_sums.get("value_loss", [])])
@@ -406,4 +350,6 @@ class Accumulation:
             if not math.isfinite(value := float(one)):
                 named = f"group{'s' * (len(groups) > 1)} {', '.join(map(str, groups))}"
                 raise NonFiniteError(f"the loss of {named} is {value}")
-        raise NonFiniteError(f"the loss is {loss}, by a critic or by groups of another rank")
+        raise NonFiniteError(
+            f"the loss is {loss}, because of the critic or of groups of another rank"
+        )

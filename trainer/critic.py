@@ -7,11 +7,19 @@ prompt, tokens ─► trunk ─► hidden [N, C] ─► head [C] ─► values [
 The trunk is a separate language model, by default a copy of the initial policy, or the policy's
 (`critic.shared_trunk`). A token's state is the prompt and the tokens before it; its hidden state is
 the one that predicts the token. The head starts at 0, so all values do.
+
+With the value V of a token's state now, V_old its value when the step began, and its return R:
+
+    loss = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
+
+as in PPO's reference implementation (arXiv 1707.06347; c is `critic.value_clip`). In the first
+optimizer step of a step V = V_old, and it is the squared error. Tokens are weighted as in the
+policy's loss (`loss_normalization`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,12 +27,43 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.rollout.trajectory import CUT_OFF, Trajectory
+from asyncrl.trainer.algorithms.base import LossSums, Signal
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import UnsupportedModelError
 from asyncrl.trainer.model.packed_batch import PackedBatch
 from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.optimizer.update import Update
 from asyncrl.trainer.ranks import World
+
+SIGNALS: Mapping[str, Signal] = {
+    "value_loss": Signal("half the squared error of the critic's values, clipped", per="loss"),
+    "value_clipped": Signal(
+        "share of tokens whose value has no gradient because `critic.value_clip` was reached"
+    ),
+    "explained_variance": Signal(
+        "share of the returns' variance that the critic's values of the step's start explain",
+        per="explained",
+    ),
+}
+
+
+def value_loss(
+    values: Tensor, old: Tensor, returns: Tensor, weights: Tensor, clip: float | None
+) -> LossSums:
+    """Summed loss and `SIGNALS` of `[N]` tokens; `old` values are of the step's start."""
+    plain = (values - returns).square()
+    worst, clipped = plain, torch.zeros_like(plain, dtype=torch.bool)
+    if clip is not None:
+        near = old + (values - old).clamp(-clip, clip)
+        moved = (near - returns).square()
+        worst = torch.maximum(plain, moved)
+        beyond = (values - old).abs() > clip  # else they differ by rounding
+        clipped = ((moved > plain) & beyond).detach() & (weights != 0)
+    loss = 0.5 * (weights * worst).sum()
+    error, target = (returns - old).double(), returns.double()
+    moments = (error.sum(), error.square().sum(), target.sum(), target.square().sum())
+    sums = {"value_loss": loss.detach(), "value_clipped": clipped.sum()}
+    return LossSums(loss, {**sums, "explained_variance": torch.stack(moments)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +81,8 @@ class Critic:
     """Attributes: `module`, whose parameters are the critic's own; `update`; `config`.
 
     `policy` supplies the hidden states with `shared_trunk`; otherwise `load` loads the trunk.
-    Raises UnsupportedModelError if the value model cannot be loaded or has another vocabulary than
-    the policy, or the policy's hidden states are not available.
+    Raises UnsupportedModelError if the value model cannot be loaded or has a smaller vocabulary
+    than the policy, or the policy's hidden states are not available.
     """
 
     def __init__(
@@ -55,6 +94,8 @@ class Critic:
         world: World,
     ) -> None:
         self.config = config.critic
+        self.bootstraps = config.critic.truncated == "bootstrap"
+        """True if the state after a cut-off response has a value."""
         self._max_grad_norm = config.max_grad_norm
         if self.config.shared_trunk and not policy.has_plain_head:
             raise UnsupportedModelError(
@@ -65,8 +106,8 @@ class Critic:
         if self._trunk.vocab_size < policy.vocab_size:
             raise UnsupportedModelError(
                 f"trainer.critic.model: {self.config.model} has a vocabulary of "
-                f"{self._trunk.vocab_size} tokens, the policy one of {policy.vocab_size}; the "
-                "value model must know every token that the policy may draw"
+                f"{self._trunk.vocab_size} tokens, smaller than the policy's {policy.vocab_size}; "
+                "the value model must know every token that the policy may draw"
             )
         parameter = next(self._trunk.model.parameters())
         size = self._trunk.hidden_size
@@ -80,16 +121,6 @@ class Critic:
         self.module = nn.ModuleDict(modules)
         self.module.requires_grad_(requires_grad=True)
         self.update = Update(self.module, config, world)
-
-    @property
-    def shares_trunk(self) -> bool:
-        """True if the policy computes the hidden states."""
-        return self.config.shared_trunk
-
-    @property
-    def bootstraps(self) -> bool:
-        """True if the state after a cut-off response has a value."""
-        return self.config.truncated == "bootstrap"
 
     def values(self, trajectories: Sequence[Trajectory]) -> Values:
         """Compute values of a critic with its own trunk."""

@@ -36,10 +36,8 @@ from asyncrl.trainer.checkpoint.format import files as checkpoint_files
 from asyncrl.trainer.checkpoint.format.manifest import Published, settings_of
 from asyncrl.trainer.checkpoint.snapshot import Snapshot
 from asyncrl.trainer.checkpoint.trainer_lease import UNFENCED, TrainerLease
-from asyncrl.trainer.lora.adapter import Adapter
 from asyncrl.trainer.loss import Objective
 from asyncrl.trainer.model.model_loading import multiply_in_tf32
-from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.objective.group_check import check_group, check_trajectory
 from asyncrl.trainer.optimizer.optimizer import learning_rate
 from asyncrl.trainer.optimizer.training_state import Shardings, TrainingState
@@ -51,33 +49,6 @@ from asyncrl.trainer.sharding.lockstep import Lockstep
 from asyncrl.trainer.sharding.weights import Weights
 from asyncrl.wire.records.step import LearnerMetrics, TrainedStep
 from asyncrl.wire.weights.layout import Fingerprint
-
-
-class AdapterWeights(Weights):
-    """Publishes a policy's adapter instead of all its weights."""
-
-    def __init__(self, policy: Policy, world: World, adapter: Adapter) -> None:
-        super().__init__(policy, world)
-        self._adapter = adapter
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield A and B of each adapted layer."""
-        return self._adapter.tensors()
-
-    def fingerprint(self, dtype: torch.dtype | None = None) -> Fingerprint:
-        """Fingerprint of the merged weights, as an engine of this data type holds them.
-
-        Without a data type: that of the base weights and the adapter, unmerged.
-        """
-        return self._adapter.own() if dtype is None else self._adapter.fingerprint(dtype)
-
-
-def weights_of(policy: Policy, world: World) -> Weights:
-    """Return the publishable weights of a policy, with or without an adapter."""
-    if policy.adapter is None:
-        return Weights(policy, world)
-    return AdapterWeights(policy, world, policy.adapter)
-
 
 CENTRE = "advantage_centre"
 """Key of `Stepping.centre` in the state's values."""
@@ -101,17 +72,6 @@ def state_of(models: Models, update: Update) -> TrainingState:
     return TrainingState(modules, optimizers, values=values, sharding=Shardings(shardings))
 
 
-def adapter_settings(policy: Policy, model_path: str) -> dict[str, Any] | None:
-    """The PEFT configuration of the policy's adapter, if it has one."""
-    return None if policy.adapter is None else policy.adapter.settings(model_path)
-
-
-def check_base(directory: Path, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if an adapter was saved for another base model than the current one."""
-    if saved.get(_BASE) != own.get(_BASE):
-        raise CheckpointError(f"{directory} has an adapter of another model than model.path is now")
-
-
 def check_reference(directory: Path, models: Models, own: str, saved: str) -> None:
     """Check that the KL penalty's reference, which is not in the checkpoint, is the same as before.
 
@@ -124,7 +84,7 @@ def check_reference(directory: Path, models: Models, own: str, saved: str) -> No
     if adapter is not None and adapter.config.adapter is None:
         return  # it is the adapter's model, which `check_base` compares
     raise CheckpointError(
-        f"{directory} is of a run that started from other weights than those of model.path now, "
+        f"{directory} belongs to a run that started from other weights than model.path has now, "
         "which would be the reference of its KL penalty; set model.path to the model that the run "
         "started from"
     )
@@ -139,8 +99,7 @@ class Learner:
     Log-probabilities are of the processed distribution (`temperature`, `truncation`: see
     `asyncrl.trainer.model.policy`). Schedules end at `total_steps` unless `schedule_steps` is set.
     With `world`, `step` and `save` are collectives, which may raise RankLost. `max_tokens` is the
-    longest response, for `overlong_buffer`; `fence` prevents a replaced trainer from writing
-    checkpoints.
+    longest response, for `overlong_buffer`; `fence` stops a replaced trainer's checkpoints.
 
     Raises UnsupportedModelError if the model cannot be loaded or trained packed; TrainerError if
     the schedule has no end, or the objective does not fit the run.
@@ -169,11 +128,7 @@ class Learner:
         self._config, self._model_path, self._group_size = config, model_path, group_size
         self._total_steps = total_steps
         self._settings = settings_of(
-            config,
-            group_size=group_size,
-            seed=seed,
-            temperature=temperature,
-            truncation=truncation,
+            config, group_size=group_size, seed=seed, temperature=temperature, truncation=truncation
         )
         self._objective = Objective(config, group_size, max_tokens)
         self.world = world
@@ -186,41 +141,34 @@ class Learner:
             with_reference=self._objective.algorithm.needs_reference,
             with_critic=self._objective.needs_critic,
         )
-        self._policy = self._models.policy
-        if self._policy.device.type == "cuda" and config.compute_dtype == "float32":
+        self.policy = self._models.policy
+        """The policy being trained; parameters have transformers' names."""
+        if self.policy.device.type == "cuda" and config.compute_dtype == "float32":
             multiply_in_tf32(self._models.modules())  # only now: the loading compares in float32
-        self._update = Update(self._policy.model, config, world)
-        self.lockstep = Lockstep(world if self._policy.is_sharded else ALONE)
-        self._weights = weights_of(self._policy, world)
+        self._update = Update(self.policy.model, config, world)
+        self.lockstep = Lockstep(world if self.policy.is_sharded else ALONE)
+        self.weights = Weights(self.policy, world)
+        """The weights to publish."""
         self._stepping = Stepping(
             config, self._objective, self._models, self._update, world, self.lockstep
         )
         self._state = state_of(self._models, self._update)
         self._snapshot = Snapshot()
         self._published: Published | None = None
-        self.initial_weights = self._weights.fingerprint().whole
+        self.initial_weights = self.weights.fingerprint().whole
         """Digest of the weights that the run started from; empty if its checkpoint lacks it."""
         self._own_weights = self.initial_weights
-        self._version = 0
+        self.policy_version = 0
+        """Number of steps done: the version of the weights that `tensors` yields."""
         self.peak_rates: Mapping[int, float] = {}
         """Overrides of the peak learning rate, keyed by the first step that uses each."""
         self._fence = fence
-        self._reset()
+        self.discard()
         world.agree(self.initial_weights, "the weights of model.path")
-
-    @property
-    def policy_version(self) -> int:
-        """Number of optimizer steps done: the version of the weights that `tensors` yields."""
-        return self._version
-
-    @property
-    def policy(self) -> Policy:
-        """The policy being trained; parameters have transformers' names."""
-        return self._policy
 
     def check_trajectory(self, trajectory: Trajectory) -> None:
         """Raise BatchError if the trajectory cannot be trained on at this version."""
-        check_trajectory(trajectory, self._policy.vocab_size, self._version)
+        check_trajectory(trajectory, self.policy.vocab_size, self.policy_version)
 
     def add_group(self, trajectories: Sequence[Trajectory], rewards: FloatArray) -> Tensor:
         """Call `add_groups` with one group and return its `[G, SUMS]`."""
@@ -243,23 +191,22 @@ class Learner:
                 trajectories,
                 values,
                 group_size=self._group_size,
-                vocab_size=self._policy.vocab_size,
-                policy_version=self._version,
+                vocab_size=self.policy.vocab_size,
+                policy_version=self.policy_version,
             )
             if group in numbers:
-                raise BatchError(f"group {group} was already added to step {self._version}")
+                raise BatchError(f"group {group} was already added to step {self.policy_version}")
             numbers.add(group)
             checked.append(NewGroup(group, trajectories, values))
         take = self._sums.look if self._config.gathers_first else self._sums.add
-        return take(checked, self._version)
+        return take(checked, self.policy_version)
 
     def step(self) -> LearnerMetrics:
         """Divide, clip and apply AdamW, then increment `policy_version`; return the metrics.
 
         With `ppo_epochs` or `minibatches` above 1 this takes several optimizer steps. Without any
         group (`batch.groups` 0) only the version grows: there is no decay and no momentum, so a
-        step whose groups all failed does not stop the run. A step whose advantages are all 0 is an
-        ordinary step with gradient 0.
+        step whose groups all failed does not stop the run.
 
         Raises NonFiniteError if a loss or the gradient is not finite. Weights, optimizer and
         version are unchanged and the gradient sums are dropped. After the first of several
@@ -267,41 +214,37 @@ class Learner:
         `restore`.
         """
         self.settle()
-        rate = learning_rate(self._config, self._version, self._total_steps, self.peak_rates)
+        version = self.policy_version
+        rate = learning_rate(self._config, version, self._total_steps, self.peak_rates)
         self._stepping.check()
         try:
-            metrics = self._stepping.take(self._sums, self._version, rate)
+            metrics = self._stepping.take(self._sums, version, rate)
         except NonFiniteError as error:
-            self._reset()
-            raise NonFiniteError(f"step {self._version}: {error}") from error
-        self._version += 1
+            self.discard()
+            raise NonFiniteError(f"step {version}: {error}") from error
+        self.policy_version += 1
         self._state.values[CENTRE] = self._stepping.centre
         if self._models.reference is not None:
-            self._models.reference.follow(self._policy, self._version)
+            self._models.reference.follow(self.policy, self.policy_version)
         self._published = None
-        self._reset()
+        self.discard()
         return metrics
 
     def discard(self) -> None:
         """Drop the step's gradient sums and groups; the groups may be added again."""
-        self._reset()
+        self._sums = self._stepping.empty()
 
     def pad(self) -> None:
         """Compute a micro-batch of padding: `lockstep` decided that all ranks compute one."""
-        self._sums.pad(self._version)
-
-    @property
-    def weights(self) -> Weights:
-        """The policy's weights, for publishing."""
-        return self._weights
+        self._sums.pad(self.policy_version)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the published tensors, as `Weights.tensors` does."""
-        return self._weights.tensors()
+        return self.weights.tensors()
 
     def fingerprint(self, dtype: torch.dtype) -> Fingerprint:
         """Fingerprint the live weights as engines of this dtype hold them, tied ones per name."""
-        found = self._weights.fingerprint(dtype)
+        found = self.weights.fingerprint(dtype)
         if self._config.lora.serve == "merged":  # otherwise an export has other weights
             self._published = Published(str(dtype).removeprefix("torch."), found.whole)
         return found
@@ -309,22 +252,22 @@ class Learner:
     def pending(self, *, copied: bool) -> checkpoint.Pending:
         """Prepare a checkpoint of this version. `write` writes it, perhaps on another thread.
 
-        Groups added since the last step are not part of it; add them again after `restore`. With
-        `copied`, the state is copied to host memory and training may continue; `settle` waits for
-        the copy. Without it, or if a rank lacks the memory, `step` must not be called before the
-        checkpoint is written (`Pending.is_copied`). The previous pending checkpoint must have been
-        written or given up. Collective.
+        Groups added since the last step are not part of it. With `copied`, the state is copied to
+        host memory and training may continue; `settle` waits for the copy. Without it, or if a rank
+        lacks the memory, `step` must not be called before the checkpoint is written. The previous
+        pending checkpoint must have been written or given up. Collective.
         """
         self.settle()
+        adapter = self.policy.adapter
         contents = checkpoint.Contents(
             state=self._state,
-            model=self._policy.model,
+            model=self.policy.model,
             model_path=self._model_path,
-            policy_version=self._version,
+            policy_version=self.policy_version,
             settings=self._settings,
             initial_weights=self.initial_weights,
             published=self._published,
-            adapter=adapter_settings(self._policy, self._model_path),
+            adapter=None if adapter is None else adapter.settings(self._model_path),
         )
         return checkpoint.pending(contents, self._snapshot if copied else None, self.world)
 
@@ -339,8 +282,7 @@ class Learner:
 
         `steps` are the records of the steps since the last checkpoint. If another thread sets
         `given_up` during the write, the checkpoint is removed. Raises CheckpointUnwritable if the
-        disk refused it, with existing checkpoints untouched; Superseded if another trainer was
-        started.
+        disk refused it, with existing checkpoints untouched; Superseded.
         """
         pending.write(directory, steps, given_up, self._fence)
         if self.world.leads:
@@ -363,13 +305,13 @@ class Learner:
         """
         self.settle()
         loaded = checkpoint.read(directory, self._state, self._settings, self.world.rank)
-        check_base(directory, self._state.values, loaded.values)
+        if loaded.values.get(_BASE) != self._state.values.get(_BASE):
+            raise CheckpointError(
+                f"{directory} has an adapter of another model than the one at model.path"
+            )
         check_reference(directory, self._models, self._own_weights, loaded.initial_weights)
-        self._version, self.initial_weights = loaded.policy_version, loaded.initial_weights
+        self.policy_version, self.initial_weights = loaded.policy_version, loaded.initial_weights
         self._published = None
         self._stepping.torn = False
         self._stepping.centre = float(loaded.values.get(CENTRE, 0.0))
-        self._reset()
-
-    def _reset(self) -> None:
-        self._sums = self._stepping.empty()
+        self.discard()

@@ -29,10 +29,8 @@ from asyncrl.trainer.algorithms.base import (
     Algorithm,
     Finish,
     Rewards,
+    declares,
     finisher,
-    innermost,
-    needs_critic,
-    uses_proximal,
 )
 from asyncrl.trainer.algorithms.reference_kl import WithReferenceKl
 from asyncrl.trainer.base.config import TrainerConfig
@@ -54,11 +52,15 @@ class GradientParts:
     def add(self, parts: Mapping[str, Tensor]) -> None:
         """Add the gradient of each part; the graph is kept for the loss's own backward pass."""
         for name, loss in parts.items():
-            new = torch.autograd.grad(loss, self._parameters, retain_graph=True, allow_unused=True)
-            old = self._sums.get(name)
+            new, old = self._gradients(loss), self._sums.get(name)
             self._sums[name] = (
-                list(new) if old is None else [add_up(a, b) for a, b in zip(old, new, strict=True)]
+                new if old is None else [add_up(a, b) for a, b in zip(old, new, strict=True)]
             )
+
+    def _gradients(self, loss: Tensor) -> list[Tensor | None]:
+        return list(
+            torch.autograd.grad(loss, self._parameters, retain_graph=True, allow_unused=True)
+        )
 
     @torch.no_grad()
     def finish(self, factors: Finish) -> None:
@@ -90,14 +92,18 @@ def overlong_penalties(lengths: Rewards, *, longest: int, buffer: int) -> Reward
 
 
 class Objective:
-    """Computes advantages, and turns a step's sums into a gradient. Attribute: `algorithm`.
+    """Computes advantages, and turns a step's sums into a gradient.
 
-    Raises TrainerError if the algorithm cannot use groups of this size, or `overlong_buffer` is
-    longer than the longest response, `max_tokens`.
+    Attributes: `algorithm`, and what it `declares`: `needs_critic`, `uses_proximal`. Raises
+    TrainerError if the algorithm cannot use groups of this size, or `overlong_buffer` is longer
+    than the longest response, `max_tokens`.
     """
 
     def __init__(self, config: TrainerConfig, group_size: int, max_tokens: int | None) -> None:
         self.algorithm: Algorithm = make(config)
+        self.needs_critic = declares(self.algorithm, "needs_critic")
+        self.uses_proximal = declares(self.algorithm, "uses_proximal")
+        self._needs_every_group = declares(self.algorithm, "needs_every_group")
         self._config = config
         self._finisher = finisher(self.algorithm)
         self._longest = max_tokens or 0
@@ -114,24 +120,10 @@ class Objective:
         self._are_advantages = not (self._needs_every_group and alike.any())
 
     @property
-    def needs_critic(self) -> bool:
-        """True if advantages are made of a critic's values."""
-        return needs_critic(self.algorithm)
-
-    @property
-    def uses_proximal(self) -> bool:
-        """True if the loss compares with the policy of the step's start."""
-        return uses_proximal(self.algorithm)
-
-    @property
     def skips_zero_variance(self) -> bool:
         """True if groups whose advantages are all 0 are not computed."""
         needed = self._needs_every_group or self.algorithm.needs_reference
         return self._config.skip_zero_variance_groups and not needed
-
-    @property
-    def _needs_every_group(self) -> bool:
-        return bool(getattr(innermost(self.algorithm), "needs_every_group", False))
 
     def is_silent(self, advantages: Rewards) -> bool:
         """Return True if a group's `[G]` advantages, as `advantages` returned them, are all 0."""

@@ -13,8 +13,7 @@ those of the step's start. Afterwards the critic takes its own passes over the k
 (`critic.passes`), in which the policy does not change.
 
 The samples were drawn by the policy of the step's start or an older one, so at most the first
-optimizer step is on-policy. A minibatch is a share of the groups of all ranks: a rank may have none
-of it but still takes part.
+optimizer step is on-policy. All ranks take part in a minibatch, with none of its groups, too.
 """
 
 from __future__ import annotations
@@ -29,12 +28,11 @@ from asyncrl.trainer.accumulation import Accumulation, Kept, of_all_ranks
 from asyncrl.trainer.algorithms.reinforce_plus_plus import mean_of
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import TrainerError
-from asyncrl.trainer.critic import Critic
+from asyncrl.trainer.critic import Critic, value_loss
 from asyncrl.trainer.loss import Objective
 from asyncrl.trainer.model.micro_batches import Work
 from asyncrl.trainer.model.token_batch import denominator, to_device, weights_of
 from asyncrl.trainer.objective.step_statistics import StepTotals
-from asyncrl.trainer.objective.value_loss import value_loss
 from asyncrl.trainer.optimizer.update import Update
 from asyncrl.trainer.ranks import World
 from asyncrl.trainer.scoring import Models
@@ -53,8 +51,7 @@ def take_pass(
 ) -> None:
     """Take one optimizer step of the critic for each share of the step's groups. Collective.
 
-    The critic has its own trunk; `shares` are group indices of all ranks, `kept` this rank's
-    groups. Raises NonFiniteError.
+    The critic has its own trunk; `shares` are group indices of all ranks, `kept` this rank's.
     """
     for share in shares:
         critic.zero_grad()
@@ -150,8 +147,7 @@ class Stepping:
     def take(self, first: Accumulation, version: int, rate: float) -> LearnerMetrics:
         """Take all optimizer steps of a step, of which `first` has seen every group. Collective.
 
-        Raises NonFiniteError if a loss or gradient is not finite; weights are unchanged unless
-        `torn`.
+        Raises NonFiniteError if a loss or gradient is not finite: nothing changed unless `torn`.
         """
         groups = self._of_all_ranks(list(first.groups)) if self._keeps else []
         if not groups or not self._has_passes:
@@ -164,18 +160,13 @@ class Stepping:
             if self._config.gathers_first:
                 first.totals = of_all_ranks(first.totals, self._world)
             metrics = metrics_of(first.totals, updates, rate)
-        if groups:
-            self._fit_critic(first, groups, version)
+        critic = self._models.critic
+        if groups and critic is not None:
+            shares = minibatches_of(groups, self._config.critic.minibatches)
+            for _pass in range(1, self._config.critic.passes):
+                take_pass(critic, shares, first.groups, self._config, self._world, version)
         self.torn = False
         return metrics
-
-    def _fit_critic(self, first: Accumulation, groups: Sequence[int], version: int) -> None:
-        critic = self._models.critic
-        if critic is None:
-            return
-        shares = minibatches_of(groups, self._config.critic.minibatches)
-        for _pass in range(1, self._config.critic.passes):
-            take_pass(critic, shares, first.groups, self._config, self._world, version)
 
     def _passes(
         self, first: Accumulation, groups: Sequence[int], version: int, rate: float
@@ -221,14 +212,8 @@ def minibatches_of(groups: Sequence[int], count: int) -> list[list[int]]:
     >>> minibatches_of([4, 6, 7], 2), minibatches_of([4], 2)
     ([[4, 6], [7]], [[4]])
     """
-    ordered = sorted(groups)
-    size, longer = divmod(len(ordered), count)
-    out, start = [], 0
-    for share in range(count):
-        end = start + size + (share < longer)
-        out.append(ordered[start:end])
-        start = end
-    return [share for share in out if share]
+    shares = np.array_split(sorted(groups), count)
+    return [share.tolist() for share in shares if len(share)]
 
 
 def metrics_of(

@@ -40,7 +40,7 @@ class Reference:
         self._decay = config.reference_decay
         policy.model.requires_grad_(requires_grad=False)
 
-    def logprobs(self, batch: PackedBatch) -> torch.Tensor:
+    def logprobs(self, batch: PackedBatch) -> Tensor:
         """Return `[N]` of the response tokens; the caller disables gradients."""
         return self.policy.score(batch).logprobs
 
@@ -59,12 +59,10 @@ class Reference:
             for mine, theirs in self._pairs(trained):
                 mine.lerp_(theirs, 1 - self._decay)
 
-    def _pairs(self, trained: Policy) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(self, trained: Policy) -> zip[tuple[Tensor, Tensor]]:
         """Pair both models' parameters, or this rank's rows; their buffers are constants."""
-        mine, theirs = (
-            [local(one) for one in p.model.parameters()] for p in (self.policy, trained)
-        )
-        return list(zip(mine, theirs, strict=True))
+        both = ([local(one) for one in p.model.parameters()] for p in (self.policy, trained))
+        return zip(*both, strict=True)
 
 
 class InitialAdapter(Reference):
@@ -103,8 +101,9 @@ class Models:
 
     def parameters(self) -> list[Tensor]:
         """Parameters that the policy's loss changes, including the value head of a shared trunk."""
-        shared = self.critic is not None and self.critic.shares_trunk
-        head = list(self.critic.module.parameters()) if shared and self.critic else []
+        critic = self.critic
+        shared = critic is not None and critic.config.shared_trunk
+        head = critic.module.parameters() if critic is not None and shared else []
         return [*self.policy.model.parameters(), *head]
 
     def modules(self) -> list[nn.Module]:
@@ -119,7 +118,7 @@ class Models:
     def score(self, some: Sequence[Trajectory]) -> tuple[TokenScores, Values | None]:
         """Return log-probabilities of the samples' tokens, and values if there is a critic."""
         critic = self.critic
-        if critic is None or not critic.shares_trunk:
+        if critic is None or not critic.config.shared_trunk:
             scores = self.policy.score(self._packed(some), with_routes=self.with_routes)
             return scores, None if critic is None else critic.values(some)
         return self.policy.within(self._from_one_trunk, critic, some)
@@ -159,8 +158,7 @@ def load_models(
 ) -> Models:
     """Load the policy, and the initial model and the critic if they are needed.
 
-    Raises UnsupportedModelError if one cannot be loaded or trained packed, or the critic does not
-    fit.
+    Raises UnsupportedModelError if one cannot be loaded or trained packed, or does not fit.
     """
     kind: Callable[..., Policy] = Policy
     if config.sharding == "full":

@@ -7,12 +7,28 @@ reference                    ─► reference log-probabilities
 ```
 
 A single pass over the step uses them at once; several passes keep them with the group.
+
+Advantages are estimated by GAE (arXiv 1506.02438, eq. 11-16), in float64. For a sample of L trained
+tokens with reward r[t] of token t, and V[t] the critic's value of the state in which token t was
+drawn (prompt and the tokens before it, observed ones included):
+
+    delta[t] = r[t] + gamma V[t+1] - V[t]
+    A[t]     = delta[t] + gamma lambda A[t+1]            A[L] = 0
+    return   = A[t] + V[t]                               what V[t] is trained towards
+
+V[L], the value after the last token, is 0 where the sample ended. It is the critic's value there
+only if a cut-off response is bootstrapped.
+
+    >>> rewards, values, lengths = np.array([0.0, 1.0]), np.array([0.5, 0.25]), np.array([2])
+    >>> advantages, returns = advantages_of(rewards, values, lengths, gae_lambda=0.5)
+    >>> advantages.tolist(), returns.tolist()
+    ([0.125, 0.75], [0.625, 1.0])
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import msgspec
 import numpy as np
@@ -24,8 +40,49 @@ from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.trainer.algorithms.base import Rewards, sums_to_go
 from asyncrl.trainer.base.critic_config import CriticConfig
 from asyncrl.trainer.critic import Values
-from asyncrl.trainer.objective.gae import advantages_of, token_rewards
 from asyncrl.trainer.ranks import World
+
+Floats = NDArray[np.float64]
+
+
+def advantages_of(
+    rewards: Floats,
+    values: Floats,
+    lengths: NDArray[np.int64],
+    last_values: Floats | None = None,
+    *,
+    gamma: float = 1.0,
+    gae_lambda: float = 0.95,
+) -> tuple[Floats, Floats]:
+    """Return the advantages and value targets `[N]` of B samples that lie one after another.
+
+    `rewards` and `values` `[N]` are of each token and of the state before it; `lengths` `[B]`, at
+    least 1, sum to N. `last_values` `[B]` are of the state after each sample, by default 0.
+    """
+    count, longest = len(lengths), int(lengths.max(initial=0))
+    filled = np.arange(longest)[None, :] < lengths[:, None]
+    # Right-aligned, so that all samples end in the last column and no step looks at padding.
+    filled = filled[:, ::-1]
+    reward, value = np.zeros((count, longest)), np.zeros((count, longest))
+    reward[filled], value[filled] = rewards, values
+    after = np.zeros(count) if last_values is None else np.asarray(last_values, np.float64)
+    running, out = np.zeros(count), np.zeros((count, longest))
+    for at in range(longest - 1, -1, -1):
+        delta = reward[:, at] + gamma * after - value[:, at]
+        running = delta + gamma * gae_lambda * running
+        out[:, at] = running
+        after = value[:, at]
+    advantages = out[filled]
+    return advantages, advantages + values
+
+
+def token_rewards(
+    rewards: Floats, lengths: NDArray[np.int64], penalties: Floats | None = None
+) -> Floats:
+    """Put `[B]` rewards of samples at their last tokens, `[N]`, and subtract `[N]` penalties."""
+    out = np.zeros(int(lengths.sum())) if penalties is None else -np.asarray(penalties, np.float64)
+    out[np.cumsum(lengths) - 1] += rewards
+    return out
 
 
 @dataclass(slots=True)
@@ -59,13 +116,7 @@ class StepTargets:
 
     @property
     def _all(self) -> tuple[Tensor | None, ...]:
-        return (
-            self.advantages,
-            self.proximal_logprobs,
-            self.reference_logprobs,
-            self.values,
-            self.returns,
-        )
+        return tuple(getattr(self, one.name) for one in fields(self))
 
 
 def fix(
@@ -84,7 +135,7 @@ def fix(
     lengths = np.array([one.trained_count for one in trajectories], np.int64)
     logprobs = logprobs.detach()
     if values is not None:
-        found = advantages_of(
+        found, returns = advantages_of(
             token_rewards(advantages, lengths, None if penalty is None else _array(penalty)),
             _array(values.tokens),
             lengths,
@@ -93,11 +144,11 @@ def fix(
             gae_lambda=config.gae_lambda,
         )
         return StepTargets(
-            torch.from_numpy(found.advantages).to(logprobs),
+            torch.from_numpy(found).to(logprobs),
             logprobs,
             reference,
             values.tokens.detach(),
-            torch.from_numpy(found.returns).to(values.tokens),
+            torch.from_numpy(returns).to(values.tokens),
         )
     each = torch.from_numpy(np.repeat(advantages, lengths)).to(logprobs)
     if penalty is not None:
@@ -135,6 +186,6 @@ def _made_of(columns: Sequence[Tensor | None]) -> StepTargets:
     return StepTargets(advantages, proximal, *rest)
 
 
-def _array(values: Tensor) -> NDArray[np.float64]:
-    found: NDArray[np.float64] = values.detach().double().cpu().numpy()
+def _array(values: Tensor) -> Floats:
+    found: Floats = values.detach().double().cpu().numpy()
     return found

@@ -33,7 +33,7 @@ from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.suggestions import nearest, shortened
 from asyncrl.tasks.config import ModelConfig, TaskConfig
 from asyncrl.tasks.evaluation_config import EvaluationConfig
-from asyncrl.trainer.base.algorithm_registry import is_own, smallest_group
+from asyncrl.trainer.base.algorithm_registry import entry_of, is_own
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.rank_network import is_loopback
 from asyncrl.wire.transport.paths import FOLDER
@@ -169,7 +169,7 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _groups_are_large_enough(self) -> Self:
-        least = smallest_group(self.trainer.algorithm)
+        least = entry_of(self.trainer.algorithm).smallest_group
         if self.scheduler.group_size < least:
             raise ValueError(
                 f"scheduler.group_size: {self.scheduler.group_size} leaves "
@@ -212,7 +212,7 @@ class RunConfig(BaseModel):
         algorithm = self.trainer.algorithm
         if is_own(algorithm):
             return self  # what its class says is asked before a run starts
-        if self.scheduler.dynamic_sampling.enabled and smallest_group(algorithm) < 2:
+        if self.scheduler.dynamic_sampling.enabled and entry_of(algorithm).smallest_group < 2:
             raise ValueError(
                 "scheduler.dynamic_sampling.enabled leaves out groups whose rewards are all equal, "
                 f"but trainer.algorithm: {algorithm} does not compare a sample with the others of "

@@ -17,7 +17,7 @@ from asyncrl.launch.gpus import torch_build
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.tasks.data import hub
 from asyncrl.tasks.model_files import parameters
-from asyncrl.trainer.base.algorithm_registry import has_critic
+from asyncrl.trainer.base.algorithm_registry import entry_of
 from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
 from asyncrl.trainer.model.host_memory import host_bytes
 from asyncrl.trainer.model.memory_estimate import (
@@ -112,7 +112,7 @@ def samples_of(config: RunConfig) -> Samples:
 def critic_parameters(config: RunConfig, policy: int) -> int:
     """Return the number of the value model's parameters, in addition to the policy's."""
     critic = config.trainer.critic
-    if not has_critic(config.trainer.algorithm) or critic.shared_trunk:
+    if not entry_of(config.trainer.algorithm).critic or critic.shared_trunk:
         return 0
     return policy if critic.model is None else parameters(Path(critic.model)) or policy
 

@@ -6,14 +6,9 @@
 One is written at a time. If another becomes due, training waits for the first. With several ranks,
 rank 0 decides and reports; each writes what it holds.
 
-    write ──► thread: Learner.write ──► renamed ──► `write` returns
-                 │ not within the limit
-                 └──► given up: `write` raises, training continues. If the disk ever answers, the
-                      thread removes what it has written. Until then no other checkpoint is begun.
-
-Without a copy of the state, the thread reads weights that training changes afterwards. So a
-checkpoint that was given up is never renamed into place: `trainer.checkpoint.checkpoint` looks at
-`given_up` when all bytes are on the disk.
+A write that exceeds its limit is given up: training continues, and no other checkpoint begins until
+the disk has answered. What was written is removed, never renamed into place: without a copy of the
+state, the thread reads weights that training changes.
 """
 
 from __future__ import annotations
@@ -38,8 +33,7 @@ from asyncrl.wire.messages.from_trainer import CheckpointFailed, CheckpointWritt
 from asyncrl.wire.records.step import TrainedStep
 
 _PIECE_SECONDS = 0.5
-"""The limit is counted in pieces, so that time in which the process was suspended does not
-count."""
+"""Time in which the process was suspended does not count: the limit is counted in such pieces."""
 
 
 class _Writing(NamedTuple):
@@ -68,12 +62,8 @@ class CheckpointWriter:
         self.check(path)
         writing = _Writing(path, time.monotonic(), concurrent.futures.Future(), threading.Event())
         # A daemon: a thread that hangs must not keep the process from ending.
-        threading.Thread(
-            target=self._write,
-            args=(writing, pending, tuple(steps)),
-            name="checkpoint",
-            daemon=True,
-        ).start()
+        work = (writing, pending, tuple(steps))
+        threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True).start()
         ended, waited = asyncio.wrap_future(writing.ended), 0.0
         while waited < self.limit_seconds:
             piece, began = min(_PIECE_SECONDS, self.limit_seconds - waited), time.monotonic()
@@ -97,7 +87,9 @@ class CheckpointWriter:
 def _note_late_end(ended: asyncio.Future[None]) -> None:
     """Retrieve the error of a late answer, which is awaited nowhere else."""
     if not ended.cancelled():
-        logger.info("a checkpoint that was given up has ended: %s", ended.exception())
+        logger.info(
+            "the disk has answered for a checkpoint that was given up: %s", ended.exception()
+        )
 
 
 def _unanswered(path: Path, hanging: _Writing) -> CheckpointUnwritable:
@@ -191,8 +183,7 @@ class Checkpoints:
     async def can_begin(self, *, ordered: bool = False) -> bool:
         """Return True if the current version is not saved yet, and the disk answers.
 
-        Waits for the one being written. If an `ordered` one has nothing to save, that is an
-        outcome, too.
+        Waits for the one being written. An `ordered` one is reported even without anything to save.
         """
         began = time.monotonic()
         await self._finish()

@@ -19,7 +19,7 @@ import torch
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.trainer.algorithms.base import Algorithm, TokenBatch, compares_samples
+from asyncrl.trainer.algorithms.base import Algorithm, TokenBatch, declares
 from asyncrl.trainer.base.algorithm_registry import is_own, provide
 from asyncrl.trainer.objective.algorithm_factory import make
 from asyncrl.user_code.loading import FunctionKind, load_object, search
@@ -31,10 +31,9 @@ KIND = FunctionKind(
 
 
 def load_own_algorithm(name: str) -> None:
-    """Register the class with `asyncrl.trainer.algorithms`, if `name` is one of the user's.
+    """Provide the class of `name` as the algorithm, if it is a user's.
 
-    Exceptions of the user's module during import become errors of one paragraph. Raises UserError
-    if the class does not exist or is not an algorithm.
+    Raises UserError, in one paragraph, if it cannot be imported or is not an algorithm.
     """
     if not is_own(name):
         return
@@ -50,7 +49,7 @@ def load_own_algorithm(name: str) -> None:
     lacking = [n for n in ("from_config", "advantages", "loss", "signals") if not hasattr(found, n)]
     if lacking or not isinstance(found, type):
         raise UserError(
-            f"trainer.algorithm {name!r} is no class with the members of an algorithm; it lacks "
+            f"trainer.algorithm {name!r} is not a class with the members of an algorithm; it lacks "
             f"{', '.join(lacking) or 'a class'} (docs/algorithms.md#an-algorithm-of-your-own)"
         )
     provide(name, found)
@@ -69,7 +68,7 @@ def try_own_algorithm(config: RunConfig) -> None:
         problem = _problem(algorithm, advantages, size)
     except Exception as error:
         raise UserError(
-            f"trainer.algorithm {name!r} failed as it was tried:\n{last_lines()}"
+            f"trainer.algorithm {name!r} failed when it was tried:\n{last_lines()}"
         ) from error
     if problem is None and config.scheduler.dynamic_sampling.enabled:
         problem = _signal_problem(algorithm, size)
@@ -84,10 +83,8 @@ def _problem(algorithm: Algorithm, advantages: Any, size: int) -> str | None:
         )
     logprobs = torch.full((size,), -1.0, requires_grad=True)
     there, given = logprobs.detach(), torch.as_tensor(advantages, dtype=torch.float32)
-    owners = torch.arange(size)
-    found = algorithm.loss(
-        TokenBatch(logprobs, there, given, torch.ones(size), there, owners=owners)
-    )
+    batch = TokenBatch(logprobs, there, given, torch.ones(size), there, owners=torch.arange(size))
+    found = algorithm.loss(batch)
     if found.sums.keys() != algorithm.signals.keys():
         return (
             f"loss must report its signals, {sorted(algorithm.signals)}, but reports "
@@ -99,10 +96,10 @@ def _problem(algorithm: Algorithm, advantages: Any, size: int) -> str | None:
 
 
 def _signal_problem(algorithm: Algorithm, size: int) -> str | None:
-    if not compares_samples(algorithm):
+    if not declares(algorithm, "compares_samples"):
         return (
             "scheduler.dynamic_sampling.enabled leaves out groups whose rewards are all equal. "
-            "Say `compares_samples = True` in the class if it learns nothing from them, or "
+            "Set `compares_samples = True` in the class if it learns nothing from them, or "
             "disable it"
         )
     if np.any(algorithm.advantages(np.ones(size))):

@@ -7,8 +7,8 @@
                                 refused: it is not what was ordered, or what no run orders
 
 An order and its delivery come over different sockets, in any order. So an early delivery is not its
-sender's fault, nor is one whose order names another generator: that one may be lost, and the new
-order on its way. No sockets, no clock.
+sender's fault, nor is one whose order names another generator, which may be lost. No sockets, no
+clock.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
 EARLY_BYTES = 64 << 20
 _HEAD_BYTES = 2048
 _GIVEN_BACK = 1 << 16
-"""Number of remembered given-back samples. A generator that is not asked for one resends it anyway,
-after a while."""
+"""Bound of remembered given-back samples. A generator resends one after a while, even unasked."""
 
 
 class Wanted(NamedTuple):
@@ -98,13 +97,7 @@ class Intake:
     def withdraw(self, generator: str) -> None:
         """Drop the orders and early deliveries of a lost generator."""
         self._lost.add(generator)
-        for sample, (order, _) in list(self._orders.items()):
-            if order.generator == generator:
-                del self._orders[sample]
-        self._early.pop(generator, None)
-        self._held_bytes.pop(generator, None)
-        for key in [key for key in self._given_back if key[0] == generator]:
-            del self._given_back[key]
+        self._drop(lambda name, _step: name == generator)
 
     def receive(self, generator: str, delivery: TrajectoryDelivery, *, next_step: int) -> bool:
         """Take a delivery; return False if its order is missing, so that it is not acknowledged.
@@ -148,7 +141,9 @@ class Intake:
             ) from error
         self._take_early(generator, sample)
         self._given_back.pop((generator, sample), None)
-        self._early[generator][sample] = _copied(delivery)
+        # Copied out of the frame that it came in, which may be much longer.
+        copies = {name: memoryview(bytes(getattr(delivery, name))) for name in _ARRAYS}
+        self._early[generator][sample] = replace(delivery, **copies)
         held = self._held_bytes
         held[generator] = held.get(generator, 0) + _bytes_of(delivery)
         while sum(held.values()) > self._early_bytes:
@@ -173,21 +168,27 @@ class Intake:
 
     def forget_before(self, step: int) -> None:
         """Drop orders of failed groups and unordered deliveries of earlier steps."""
+        self._drop(lambda _name, of_step: of_step < step)
+
+    def _drop(self, ends: Callable[[str, int], bool]) -> None:
+        """Drop what belongs to such a generator and step."""
         for sample, (order, _) in list(self._orders.items()):
-            if order.step < step:
+            if ends(order.generator, order.step):
                 del self._orders[sample]
         for generator, waiting in list(self._early.items()):
-            for sample in [one for one, early in waiting.items() if early.step < step]:
+            for sample in [one for one, early in waiting.items() if ends(generator, early.step)]:
                 self._take_early(generator, sample)
-        for key in [key for key, of_step in self._given_back.items() if of_step < step]:
+        for key in [key for key, step in self._given_back.items() if ends(key[0], step)]:
             del self._given_back[key]
 
     def _refuse_impossible(self, delivery: TrajectoryDelivery) -> None:
         group, sample = delivery.sample.group, delivery.sample.sample
         if group < 0 or not 0 <= sample < self._queue.group_size:
-            raise ValueError(f"no group of {self._queue.group_size} has this sample")
+            raise ValueError(f"a group of {self._queue.group_size} samples cannot have this one")
         if delivery.step >= self._steps:
-            raise ValueError(f"it is for step {delivery.step} of a run of {self._steps}")
+            raise ValueError(
+                f"it is for step {delivery.step}, but the run has only {self._steps} steps"
+            )
 
     def _compare(
         self, delivery: TrajectoryDelivery, order: Expect, expected: ExpectedSample
@@ -215,26 +216,16 @@ class Intake:
             if not abs(reward) <= MAX_FLOAT32:
                 raise ValueError(f"its reward {reward} is not finite in float32")
         if len(delivery.terms) not in (0, self._functions):
-            raise ValueError(f"it has rewards of {len(delivery.terms)} functions")
+            raise ValueError(
+                f"it has results of {len(delivery.terms)} functions; the run has {self._functions}"
+            )
         trajectory = decode_trajectory(delivery)
         self._check(trajectory)
         return trajectory
 
 
-def _arrays(delivery: TrajectoryDelivery) -> dict[str, memoryview]:
-    return {
-        "prompt_tokens": delivery.prompt_tokens,
-        "tokens": delivery.tokens,
-        "behaviour_logprobs": delivery.behaviour_logprobs,
-        "provenance": delivery.provenance,
-    }
+_ARRAYS = ("prompt_tokens", "tokens", "behaviour_logprobs", "provenance")
 
 
 def _bytes_of(delivery: TrajectoryDelivery) -> int:
-    return _HEAD_BYTES + sum(len(array) for array in _arrays(delivery).values())
-
-
-def _copied(delivery: TrajectoryDelivery) -> TrajectoryDelivery:
-    """Copy the delivery out of the frame that it came in, which may be much longer."""
-    copies = {name: memoryview(bytes(array)) for name, array in _arrays(delivery).items()}
-    return replace(delivery, **copies)
+    return _HEAD_BYTES + sum(len(getattr(delivery, name)) for name in _ARRAYS)

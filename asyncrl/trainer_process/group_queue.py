@@ -81,35 +81,31 @@ class GroupQueue:
             self._whole.setdefault(delivery.step, {})[group] = self._partial.pop(group)
         return True
 
-    def take(self, step: int, *, allowed: Collection[int] | None) -> WholeGroup | None:
-        """Take a whole group of this step, if there is one; `allowed` limits the choice."""
-        groups = self._whole.get(step, {})
-        for group in groups:
-            if allowed is None or group in allowed:
-                samples = groups.pop(group)
-                self._taken.setdefault(step, set()).add(group)
-                ordered = [samples[index] for index in sorted(samples)]
-                return WholeGroup(
-                    group,
-                    [arrival.trajectory for arrival in ordered],
-                    np.array([arrival.delivery.reward for arrival in ordered], np.float32),
-                    [arrival.generator for arrival in ordered],
-                    [arrival.delivery.terms for arrival in ordered],
-                )
-        return None
-
-    def take_several(
-        self, step: int, *, allowed: Collection[int] | None, tokens: int
+    def take(
+        self, step: int, *, allowed: Collection[int] | None, tokens: int = 0
     ) -> list[WholeGroup]:
-        """Take whole groups of this step until they have this many tokens; at least one if any."""
+        """Take whole groups of this step until they have this many tokens; at least one if any.
+
+        `allowed` limits the choice.
+        """
         taken: list[WholeGroup] = []
+        groups = self._whole.get(step, {})
         held = 0
-        while not taken or held < tokens:
-            group = self.take(step, allowed=allowed)
-            if group is None:
+        for group in [one for one in groups if allowed is None or one in allowed]:
+            if taken and held >= tokens:
                 break
-            taken.append(group)
-            held += sum(len(one.prompt_tokens) + len(one.tokens) for one in group.trajectories)
+            samples = [one for _, one in sorted(groups.pop(group).items())]
+            self._taken.setdefault(step, set()).add(group)
+            taken.append(
+                WholeGroup(
+                    group,
+                    [arrival.trajectory for arrival in samples],
+                    np.array([arrival.delivery.reward for arrival in samples], np.float32),
+                    [arrival.generator for arrival in samples],
+                    [arrival.delivery.terms for arrival in samples],
+                )
+            )
+            held += sum(len(one.prompt_tokens) + len(one.tokens) for one in taken[-1].trajectories)
         return taken
 
     def forget_before(self, step: int) -> None:

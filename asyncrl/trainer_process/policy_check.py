@@ -34,9 +34,8 @@ from asyncrl.wire.weights.writer import WeightPublisher
 
 _SUSPECTS = 4
 _EXPLAINED = 2
-"""Generators whose cause is investigated in a step. It takes about ten forward passes over the
-suspects of each, and memory for two copies of the weights; many generators mostly share one
-cause."""
+"""Generators whose cause is investigated in a step: each takes about ten forward passes over its
+suspects and two copies of the weights, and many generators mostly share one cause."""
 PROVISIONAL_STEPS = 20
 """`provisional_steps` of `PolicyCheck`, with engines or trainer on GPUs."""
 _MAX_SUSPECT_TOKENS = 1 << 17
@@ -127,10 +126,8 @@ class PolicyCheck:
             for place, name in enumerate(new)
         ]
         if is_provisional:
-            found = [
-                msgspec.structs.replace(one, provisional=one.found.cause == "unknown")
-                for one in found
-            ]
+            change = msgspec.structs.replace
+            found = [change(one, provisional=one.found.cause == "unknown") for one in found]
         judged = {n for n, record in self._records.items() if record.sums.tokens >= MIN_TOKENS}
         self._disagreed -= judged
         self._disagreed.update(wrong)
@@ -155,15 +152,15 @@ class PolicyCheck:
         )
         wrong = WrongPolicy("unknown", generator, version, text)
         if not look:
-            return _unexplained(wrong, f"was not looked for, as {_EXPLAINED} others are worse")
+            return _unexplained(wrong, f"was not investigated, since {_EXPLAINED} others are worse")
         if self._policy.is_sharded:
             return _unexplained(
-                wrong, "was not looked for, as no rank computes alone with trainer.sharding: full"
+                wrong, "was not investigated: no rank can compute alone with trainer.sharding: full"
             )
         try:
             return self._with_cause(wrong, suspects)
         except RuntimeError as error:  # mostly out of memory; the finding holds without a cause
-            return _unexplained(wrong, f"could not be looked for: {error}")
+            return _unexplained(wrong, f"could not be investigated: {error}")
 
     def _with_cause(self, wrong: WrongPolicy, suspects: list[Trajectory]) -> WrongPolicyFound:
         version = wrong.policy_version
@@ -179,7 +176,7 @@ class PolicyCheck:
             return WrongPolicyFound(msgspec.structs.replace(wrong, cause=known.cause, text=text))
         samples = _to_send(self._policy, suspects)
         if not samples:
-            return _unexplained(wrong, "is not known; the samples are too long to be scored again")
+            return _unexplained(wrong, "is unknown: the samples are too long to be scored again")
         return WrongPolicyFound(wrong, limit=self._limits.mean, samples=samples)
 
 

@@ -97,7 +97,9 @@ class TrainerProcess:
         self._newest_plan = -1
         self._ordered_checkpoints: deque[int] = deque()
         self._cut_off: list[from_trainer.PeerCutOff] = []
-        generators.refusals.on_cut_off = self._note_cut_off
+        generators.refusals.on_cut_off = lambda generator, why: self._cut_off.append(
+            from_trainer.PeerCutOff(generator, why)
+        )
 
     async def run(self, *, metrics_port: int | None, address: str = "") -> None:
         """Publish the current weights, then train until the shutdown command.
@@ -106,13 +108,14 @@ class TrainerProcess:
         ExceptionGroup with the error of a loop.
         """
         manifest = await self._steps.publish()
+        reached = address or self._generators.address
         await self._control.send(
             from_trainer.TrainerReady(
                 self._steps.step,
                 manifest,
                 metrics_port,
-                self._steps.initial_weights,
-                address or self._generators.address,
+                self._steps.learner.initial_weights,
+                reached,
             )
         )
         async with asyncio.TaskGroup() as loops:
@@ -162,9 +165,6 @@ class TrainerProcess:
             self._generators.send_soon(peer, data.Received(delivery.sample, self._lineage))
             self._changed.set()
 
-    def _note_cut_off(self, generator: str, why: str) -> None:
-        self._cut_off.append(from_trainer.PeerCutOff(generator, why))
-
     async def _receive_commands(self) -> None:
         while True:
             match await self._control.receive():
@@ -202,7 +202,7 @@ class TrainerProcess:
             saves = bool(self._ordered_checkpoints) and step > self._ordered_checkpoints[0]
             is_over = self._is_over()
             if not (is_over or saves):
-                groups = self._queue.take_several(
+                groups = self._queue.take(
                     step, allowed=self._allowed(step, plan), tokens=self._mixed_tokens
                 )
                 if groups:
@@ -222,7 +222,7 @@ class TrainerProcess:
     def _is_over(self) -> bool:
         """Return True if training ends here. Actions that other ranks take come first."""
         ordered = self._steps.step in self._plans or bool(self._ordered_checkpoints)
-        return self._shutdown is not None and not (self._steps.has_peers and ordered)
+        return self._shutdown is not None and not (self._steps.world.size > 1 and ordered)
 
     def _allowed(self, step: int, plan: frozenset[int] | None) -> frozenset[int] | None:
         """Groups that may be accumulated next; None allows any of the step.
@@ -263,7 +263,8 @@ class TrainerProcess:
 
     async def _save(self, *, wanted: bool, ordered: bool = False) -> None:
         """Begin a checkpoint of all ranks, if rank 0 wants one and can write it."""
-        begins = wanted and self._steps.leads and await self._checkpoints.can_begin(ordered=ordered)
+        leads = self._steps.world.leads
+        begins = wanted and leads and await self._checkpoints.can_begin(ordered=ordered)
         if await self._steps.decided(begins):
             await self._checkpoints.begin()
 

@@ -2,9 +2,8 @@
 
 The records of a step are passed to the thread after its optimizer step, and a checkpoint waits
 until they are written. A resuming trainer drops the records of later steps before it trains them
-again, so the log holds each trained sample exactly once, whenever a process was killed.
-
-A log that cannot be written does not end a run: lost records are counted and the error is logged.
+again, so the log holds each trained sample exactly once, whenever a process was killed. A log that
+cannot be written does not end a run: lost records are counted and the error is logged.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def drop_repeated(folder: Path, step: int) -> None:
     except OSError as error:
         logger.error(
             "the samples of step %d and later steps could not be dropped from %s: %s. They are "
-            "trained again and will be there twice. Training continues",
+            "trained again and will be logged twice. Training continues",
             step,
             folder,
             error,

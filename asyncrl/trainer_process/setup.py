@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -11,13 +10,7 @@ import torch
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.launch.child_spec import (
-    TrainerKeys,
-    TrainerSpec,
-    bind_to,
-    make_place,
-    reached_at,
-)
+from asyncrl.launch.child_spec import TrainerKeys, TrainerSpec, bind_to, make_place, reached_at
 from asyncrl.launch.process_startup import (
     Child,
     bring_up,
@@ -32,27 +25,15 @@ from asyncrl.monitoring.records.spans import SpanKind
 from asyncrl.monitoring.records.trained_samples import folder_of_rank
 from asyncrl.startup.memory import Device, local_model, refuse_too_large, shape_of
 from asyncrl.tasks.model_files import parameters
-from asyncrl.trainer.base.errors import (
-    BatchError,
-    NonFiniteError,
-    RankLost,
-    Superseded,
-    TrainerError,
-)
+from asyncrl.trainer.base import errors
 from asyncrl.trainer.base.lora_config import FINER_ENGINES
 from asyncrl.trainer.base.rank_network import is_loopback
 from asyncrl.trainer.checkpoint.format.files import dtype_of, path_of
 from asyncrl.trainer.checkpoint.trainer_lease import TrainerLease
-from asyncrl.trainer.cpu.memory import keep_freed_memory
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.model.host_memory import host_bytes
+from asyncrl.trainer.model.host_memory import host_bytes, keep_freed_memory
 from asyncrl.trainer.model.policy import has_experts
-from asyncrl.trainer.objective.logprob_mismatch import (
-    FLOAT32_CPU,
-    ROUTED_TENSOR_CORES,
-    TENSOR_CORES,
-    Limits,
-)
+from asyncrl.trainer.objective import logprob_mismatch
 from asyncrl.trainer.ranks.world import join
 from asyncrl.trainer.scoring import for_own_device, resolve_device
 from asyncrl.trainer_process.checkpoints import Checkpoints
@@ -72,24 +53,16 @@ from asyncrl.wire.transport.refusals import Limit, Refusals
 from asyncrl.wire.weights.broadcast.sending import WeightSender
 from asyncrl.wire.weights.writer import WeightPublisher
 
-logger = logging.getLogger(__name__)
-
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-"""Constants of glibc's malloc.h."""
-
-
 _LIMIT = Limit(10, 600.0)
 """A generator resends a sample every few seconds until it is acknowledged. One that keeps sending
 refused samples must be replaced, or the run would wait for its sample forever."""
-
-_MOST = 1 << 30
 
 
 def _longest_delivery(config: RunConfig) -> int:
     """Bytes of a trajectory, each turn of which may be a context as long as the engine has room."""
     environment, longest = config.environment, config.engine.max_model_len
     tokens = longest * (1 if environment.name is None else environment.max_turns)
-    return max(max_delivery_bytes(longest), min(max_delivery_bytes(tokens), _MOST), PART_BYTES)
+    return max(max_delivery_bytes(longest), min(max_delivery_bytes(tokens), 1 << 30), PART_BYTES)
 
 
 async def run_trainer(spec: TrainerSpec, keys: TrainerKeys) -> None:
@@ -124,22 +97,13 @@ async def run_trainer(spec: TrainerSpec, keys: TrainerKeys) -> None:
         check = PolicyCheck(
             limits, learner.policy, publisher, provisional_steps=0 if on_cpus else PROVISIONAL_STEPS
         )
-        records = TrainerRecords(
-            child.metrics,
-            child.timeline,
-            await _sample_log(child, fence),
-            check,
-            child.tracer,
-        )
-        if records.samples is not None:
-            child.closing.push_async_callback(records.samples.close)
+        sample_log = await _sample_log(child, fence)
+        if sample_log is not None:
+            child.closing.push_async_callback(sample_log.close)
+        records = TrainerRecords(child.metrics, child.timeline, sample_log, check, child.tracer)
         queue = GroupQueue(config.scheduler.group_size)
-        intake = Intake(
-            queue,
-            learner.check_trajectory,
-            functions=len(config.reward_labels),
-            steps=config.run.steps,
-        )
+        functions, last = len(config.reward_labels), config.run.steps
+        intake = Intake(queue, learner.check_trajectory, functions=functions, steps=last)
         steps = StepTrainer(
             learner,
             publisher,
@@ -198,11 +162,8 @@ def _publisher(
     Raises UserError if engines hold an adapter's base weights more precisely than the trainer.
     """
     spec, adapter = child.spec, learner.policy.adapter
-    if (
-        adapter is not None
-        and engine_dtype == torch.float32
-        and child.config.trainer.dtype == ("bfloat16")
-    ):
+    low = child.config.trainer.dtype == "bfloat16"
+    if adapter is not None and engine_dtype == torch.float32 and low:
         raise UserError(FINER_ENGINES)
     return WeightPublisher(
         Path(spec.weights_directory),
@@ -217,8 +178,8 @@ def _sender(
 ) -> WeightSender | None:
     """Create the broadcaster of weights, if configured on a trusted network; on rank 0.
 
-    `address` is how generators reach this process. The sender listens there too, and on loopback if
-    that is not a network address. Raises AsyncrlError if it cannot listen there.
+    It listens where generators reach this process (`address`), and on loopback if that is not a
+    network address. Raises AsyncrlError if it cannot listen there.
     """
     config, broadcasts = child.config, child.metrics.weight_broadcasts
     if config.launcher.weights != "broadcast" or not learner.world.leads:
@@ -277,9 +238,8 @@ def _load_learner(child: Child[TrainerSpec, TrainerMetrics], fence: TrainerLease
 
 
 def _check_memory(spec: TrainerSpec, config: RunConfig) -> None:
-    """Refuse a step that is too large for this process's device, before waiting for others.
+    """Refuse a step that is too large for this process's device; a local controller has done so.
 
-    On one machine the controller knows the devices, and has done this before it started anything.
     Raises UserError with the settings that would help.
     """
     if config.launcher.kind == "local":
@@ -309,16 +269,15 @@ def _generates_on_cpu(spec: TrainerSpec, config: RunConfig) -> bool:
 
 def rounding_limits(
     config: RunConfig, engine_dtype: torch.dtype, *, on_cpus: bool, routed: bool
-) -> Limits:
+) -> logprob_mismatch.Limits:
     """Bound of the difference between healthy engines' and trainer's log-probabilities.
 
-    The tight limits hold only if both compute in float32 or better, on CPUs. `routed` models are
-    mixtures of experts.
+    The tight limits hold if both compute in float32 or better, on CPUs. `routed`: has experts.
     """
     exact = engine_dtype == torch.float32 and config.trainer.compute_dtype != "bfloat16"
     if on_cpus and exact:
-        return FLOAT32_CPU
-    return ROUTED_TENSOR_CORES if routed else TENSOR_CORES
+        return logprob_mismatch.FLOAT32_CPU
+    return logprob_mismatch.ROUTED_TENSOR_CORES if routed else logprob_mismatch.TENSOR_CORES
 
 
 async def _sample_log(
@@ -335,8 +294,9 @@ async def _sample_log(
 
 
 def _failure(_spec: TrainerSpec, error: BaseException) -> from_trainer.Failure | None:
-    if not isinstance(error, AsyncrlError | TrainerError | MonitoringError | WireError):
+    if not isinstance(error, AsyncrlError | errors.TrainerError | MonitoringError | WireError):
         return None
-    by_user = isinstance(error, UserError | TrainerError | MonitoringError)
-    internal = isinstance(error, BatchError | NonFiniteError | PublishError | RankLost | Superseded)
-    return from_trainer.Failure(str(error), user_error=by_user and not internal)
+    by_user = isinstance(error, UserError | errors.TrainerError | MonitoringError)
+    internal = (errors.BatchError, errors.NonFiniteError, errors.RankLost, errors.Superseded)
+    by_user = by_user and not isinstance(error, (PublishError, *internal))
+    return from_trainer.Failure(str(error), user_error=by_user)

@@ -23,7 +23,6 @@ from asyncrl.monitoring.records.spans import SpanKind
 from asyncrl.monitoring.records.timeline import Timeline
 from asyncrl.monitoring.tracing.tracer import Tracer
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.ranks import World
 from asyncrl.trainer.sharding.lockstep import Lockstep, NextAction, RankStatus, RankWork
 from asyncrl.trainer_process.group_queue import WholeGroup
 from asyncrl.trainer_process.policy_check import PolicyCheck
@@ -115,25 +114,9 @@ class RankPart(msgspec.Struct, frozen=True):
     """True if no generator of its samples is known to have another policy."""
 
 
-def part_of(
-    groups: Sequence[int],
-    samples: int,
-    terms: Sequence[tuple[float, ...]],
-    *,
-    waited_seconds: float,
-    follows: bool,
-) -> RankPart:
-    """Build a rank's part; `terms` has a row for each sample that has a reward."""
-    sums = tuple((math.fsum(values), len(values)) for values in zip(*terms, strict=True))
-    return RankPart(tuple(sorted(groups)), samples, sums, waited_seconds, follows)
-
-
-def gathered(own: RankPart, world: World) -> list[RankPart]:
-    """Return the parts of all ranks, by rank. Collective. Raises RankLost."""
-    if world.size == 1:
-        return [own]
-    decode = msgspec.msgpack.Decoder(RankPart).decode
-    return [decode(one) for one in world.gather(msgspec.msgpack.encode(own), "a step's parts")]
+def sums_of(terms: Sequence[tuple[float, ...]]) -> tuple[tuple[float, int], ...]:
+    """Return `RankPart.terms`; `terms` has a row for each sample that has a reward."""
+    return tuple((math.fsum(values), len(values)) for values in zip(*terms, strict=True))
 
 
 def mean_terms(parts: Sequence[RankPart]) -> tuple[float, ...]:
@@ -143,18 +126,6 @@ def mean_terms(parts: Sequence[RankPart]) -> tuple[float, ...]:
         math.fsum(total for total, _ in one) / sum(count for _, count in one)
         for one in zip(*having, strict=True)
     )
-
-
-def lost_to_imbalance(parts: Sequence[RankPart]) -> float:
-    """Mean over the ranks of the seconds in which it was idle while another one computed.
-
-    All groups of the step have arrived when its plan comes, so nothing else is waited for then.
-
-    >>> part = RankPart((0,), 1, (), 1.0, True)
-    >>> lost_to_imbalance([part, msgspec.structs.replace(part, waited_seconds=0.0)])
-    0.5
-    """
-    return math.fsum(part.waited_seconds for part in parts) / len(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +144,8 @@ class StepTrainer:
 
     With several ranks, `meet`, `decided` and `finish_step` are collectives. Rank 0 publishes;
     `sender` broadcasts weights, which otherwise are only read. `engine_dtype` is that of the
-    engines' weights. `samples_follow_policy` is as in `RunConfig`, until `configure`.
+    engines' weights. `samples_follow_policy` is as in `RunConfig`, until `configure`. Attributes:
+    `learner`, `world`.
     """
 
     def __init__(
@@ -186,8 +158,8 @@ class StepTrainer:
         samples_follow_policy: bool,
         sender: WeightSender | None = None,
     ) -> None:
-        self._learner = learner
-        self._world = learner.world
+        self.learner = learner
+        self.world = learner.world
         self._lockstep = learner.lockstep
         self._sender = sender
         self._publisher = publisher
@@ -213,45 +185,29 @@ class StepTrainer:
     @property
     def step(self) -> int:
         """The step being trained: the number of optimizer steps taken, which is the version."""
-        return self._learner.policy_version
-
-    @property
-    def leads(self) -> bool:
-        """True for rank 0, or the only one."""
-        return self._world.leads
-
-    @property
-    def has_peers(self) -> bool:
-        """True if the trainer has other ranks."""
-        return self._world.size > 1
+        return self.learner.policy_version
 
     def configure(self, config: ConfigByStep) -> None:
         """Apply settings that change at later steps."""
-        self._learner.peak_rates = config.peak_rates
+        self.learner.peak_rates = config.peak_rates
         self._samples_follow_policy = lambda step: config.at(step).samples_follow_policy
-
-    @property
-    def initial_weights(self) -> str:
-        """`Learner.initial_weights`."""
-        return self._learner.initial_weights
 
     async def publish(self) -> WeightManifest | None:
         """Publish the current weights with their fingerprint; only rank 0 does.
 
-        With sharded weights, the other ranks take part. Raises PublishError if they cannot be
-        published, or RankLost.
+        With sharded weights, the other ranks take part. Raises PublishError or RankLost.
         """
-        if not self._world.leads:
+        if not self.world.leads:
             if self._lockstep.is_shared:
-                await asyncio.to_thread(self._learner.weights.take_part, self._engine_dtype)
+                await asyncio.to_thread(self.learner.weights.take_part, self._engine_dtype)
             return None
         with self._timeline.span(SpanKind.TRANSFERRING_WEIGHTS, version=self.step):
             return await asyncio.to_thread(self._publish)
 
     def _publish(self) -> WeightManifest:
-        fingerprint = self._learner.fingerprint(self._engine_dtype)
-        whole = self._learner.weights.whole if self._lockstep.is_shared else None
-        manifest = self._publisher.publish(self._learner.tensors(), self.step, fingerprint, whole)
+        fingerprint = self.learner.fingerprint(self._engine_dtype)
+        whole = self.learner.weights.whole if self._lockstep.is_shared else None
+        manifest = self._publisher.publish(self.learner.tensors(), self.step, fingerprint, whole)
         return manifest if self._sender is None else self._sender.publish(manifest)
 
     async def accumulate(self, groups: Sequence[WholeGroup]) -> None:
@@ -259,7 +215,7 @@ class StepTrainer:
         began = time.monotonic()
         with self._timeline.span(SpanKind.TRAINING, step=self.step):
             rows = await asyncio.to_thread(
-                self._learner.add_groups, [(one.trajectories, one.rewards) for one in groups]
+                self.learner.add_groups, [(one.trajectories, one.rewards) for one in groups]
             )
         numbers = tuple(one.group for one in groups)
         self._trace("train", numbers, self.step, began)
@@ -282,8 +238,8 @@ class StepTrainer:
     async def decide(self, word: RankStatus, changed: asyncio.Event, cause: str) -> NextAction:
         """Decide this rank's next action; with sharded weights, that of all. May wait first.
 
-        `changed` is set when this rank's state changes, which gives `WAIT`; `cause` names a wait on
-        the timeline. Raises RankLost.
+        `changed` is set when this rank's state changes, which gives `WAIT`; the timeline shows
+        `cause`. Raises RankLost.
         """
         if not self._lockstep.is_shared:
             act = self._lockstep.agree(word)
@@ -293,7 +249,7 @@ class StepTrainer:
         with self._waiting(cause):
             act = await asked(self._lockstep, word, changed)
             if act is NextAction.COMPUTE:
-                await asyncio.to_thread(self._learner.pad)
+                await asyncio.to_thread(self.learner.pad)
         return act
 
     @contextlib.contextmanager
@@ -311,19 +267,19 @@ class StepTrainer:
 
     async def meet(self, own: bool) -> bool:
         """Wait for all ranks' gradients; return True if `own` is true on any. Raises RankLost."""
-        if self._world.size == 1:
+        if self.world.size == 1:
             return own
         began = time.monotonic()
         with self._waiting(OTHER_RANKS):
-            found = await asyncio.to_thread(self._world.any, own, f"step {self.step}")
+            found = await asyncio.to_thread(self.world.any, own, f"step {self.step}")
         self._metrics.rank_wait.observe(time.monotonic() - began)
         return found
 
     async def decided(self, own: bool) -> bool:
         """Return rank 0's decision about the next action. Raises RankLost."""
-        if self._world.size == 1:
+        if self.world.size == 1:
             return own
-        return await asyncio.to_thread(self._world.decided, own, "what rank 0 decides")
+        return await asyncio.to_thread(self.world.decided, own, "what rank 0 decides")
 
     async def finish_step(self) -> StepFinished | None:
         """Take the optimizer step and publish the new weights; return the result on rank 0.
@@ -333,16 +289,13 @@ class StepTrainer:
         step, groups = self.step, tuple(sorted(self._accumulated))
         began = time.monotonic()
         with self._timeline.span(SpanKind.TRAINING, step=step):
-            learned = await asyncio.to_thread(self._learner.step)
+            learned = await asyncio.to_thread(self.learner.step)
         self._trace("optimizer step", groups, step, began)
-        own = part_of(
-            groups,
-            self._samples,
-            self._terms,
-            waited_seconds=self._waited[OTHER_RANKS],
-            follows=self._check is None or self._check.follows,
-        )
-        parts = await asyncio.to_thread(gathered, own, self._world)
+        follows = self._check is None or self._check.follows
+        waited, terms = self._waited[OTHER_RANKS], sums_of(self._terms)
+        own = msgspec.msgpack.encode(RankPart(groups, self._samples, terms, waited, follows))
+        found = await asyncio.to_thread(self.world.gather, own, "a step's parts")
+        parts = [msgspec.msgpack.decode(one, type=RankPart) for one in found]
         follow = self._samples_follow_policy(step) and all(part.follows for part in parts)
         once = learned.learning.optimizer_steps == 1  # later ones see another policy
         on_policy = follow and once and learned.staleness.max == 0
@@ -358,13 +311,13 @@ class StepTrainer:
             wait_seconds=sum(self._waited.values()),
             wait_first_seconds=self._waited["first group"],
             wait_last_seconds=self._waited["last group"],
-            rank_idle_seconds=lost_to_imbalance(parts),
+            # The ranks' mean. All groups arrive before the plan: nothing else is waited for.
+            rank_idle_seconds=math.fsum(part.waited_seconds for part in parts) / len(parts),
         )
         finished: StepFinished | None = None
         if manifest is not None:
             groups = tuple(sorted(group for part in parts for group in part.groups))
-            terms = mean_terms(parts)
-            finished = StepFinished(step, groups, manifest, metrics, times, terms)
+            finished = StepFinished(step, groups, manifest, metrics, times, mean_terms(parts))
             self._measure(finished, samples=sum(part.samples for part in parts))
         self._start_step()
         return finished

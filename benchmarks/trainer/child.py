@@ -55,8 +55,8 @@ def _peak() -> int:
 def _asyncrl(path: str, groups: list[dict[str, Any]], **settings: Any) -> Callable[[], float]:
     from asyncrl.rollout.trajectory import Provenance, SampleId, TrajectoryBuilder
     from asyncrl.trainer.base.config import TrainerConfig
-    from asyncrl.trainer.cpu.memory import keep_freed_memory
     from asyncrl.trainer.learner import Learner
+    from asyncrl.trainer.model.host_memory import keep_freed_memory
 
     keep_freed_memory()  # as a run's trainer does on a CPU
     config = TrainerConfig(learning_rate=_RATE, device="cpu", correction="none", **settings)

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from asyncrl.monitoring.metrics.metrics import all_specs
+from asyncrl.trainer import critic
 from asyncrl.trainer.base.algorithm_registry import known_algorithms
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.objective import value_loss
 from asyncrl.trainer.objective.algorithm_factory import make
 from asyncrl.wire.records.step import RunResult, StepMetrics
 
@@ -68,7 +68,7 @@ def test_each_signal_of_an_algorithm_is_documented() -> None:
         for name, signal in make(
             TrainerConfig(algorithm=algorithm, kl_coefficient=kl)
         ).signals.items()
-    } | {name: signal.help for name, signal in value_loss.SIGNALS.items()}
+    } | {name: signal.help for name, signal in critic.SIGNALS.items()}
     for name, meaning in signals.items():
         assert re.search(rf"^\| `{name}` \| .* \| {re.escape(meaning)} \|$", PAGE, re.MULTILINE)
     assert set(first_cells("## `metrics.jsonl`", "| signal | of | meaning |")) == signals.keys()

@@ -21,7 +21,7 @@ from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.model.token_batch import denominator, token_weights
 from asyncrl.trainer.objective.algorithm_factory import make
 from asyncrl.trainer.objective.bias_analysis import estimate_of
-from asyncrl.trainer.objective.gae import advantages_of, token_rewards
+from asyncrl.trainer.step_targets import advantages_of, token_rewards
 
 END, LONGEST = 2, 3
 PREFIXES = [p for n in range(LONGEST) for p in itertools.product((0, 1), repeat=n)]
@@ -205,7 +205,7 @@ def _ppo_gradient(**settings: Any) -> Tensor:
     chance = chances(POLICY)
     for i, logprobs in enumerate(token_logprobs(logits)):
         size = len(SAMPLES[i])
-        found = advantages_of(
+        found, _ = advantages_of(
             token_rewards(REWARDS[[i]], np.array([size])),
             of_prefix[ROWS[i]],
             np.array([size]),
@@ -218,7 +218,7 @@ def _ppo_gradient(**settings: Any) -> Tensor:
         batch = TokenBatch(
             logprobs,
             logprobs.detach(),
-            torch.tensor(found.advantages),
+            torch.tensor(found),
             torch.full((size,), weight, dtype=torch.float64),
         )
         total = total + chance[i] * algorithm.loss(batch).loss

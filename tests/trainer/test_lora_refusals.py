@@ -41,7 +41,7 @@ ModelPath = Callable[[str], str]
         ({"rank": 4, "modules_to_save": ["lm_head"]}, "lm_head: only adapters"),
         ({"alpha": 8}, "alpha has no effect with rank: 0"),
         ({"rank": 4, "targets": "q_proj"}, "must be all-linear or a list"),
-        ({"rank": 4, "targets": []}, "has no name"),
+        ({"rank": 4, "targets": []}, "names no layer"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -68,7 +68,7 @@ def test_layers_and_adapters_that_do_not_fit_are_named(
 ) -> None:
     path = model_path("qwen3")
     for target, message in [
-        ("query", "query is no layer of .* down_proj, gate_proj"),
+        ("query", "query is not a layer of .* down_proj, gate_proj"),
         ("lm_head", "lm_head is not a linear layer of a block"),
         ("embed_tokens", "embed_tokens is not a linear layer of a block"),
     ]:
@@ -83,9 +83,9 @@ def test_layers_and_adapters_that_do_not_fit_are_named(
     adapter = tmp_path / "adapter"
     export_adapter(path_of(tmp_path / "checkpoints", 1), adapter)
     for changes, message in [
-        ({"r": 4}, "has r 4, and the run 3"),
+        ({"r": 4}, "has r 4, but the run 3"),
         ({"use_dora": True}, "uses use_dora, which is not trained here"),
-        ({"peft_type": "IA3"}, "is no LoRA adapter"),
+        ({"peft_type": "IA3"}, "is not a LoRA adapter"),
     ]:
         text = json.loads((adapter / "adapter_config.json").read_text())
         (adapter / "adapter_config.json").write_text(json.dumps(text | changes))
@@ -127,7 +127,7 @@ def test_of_a_mixture_the_linear_layers_are_adapted(
     assert adapted >= {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert not {one for one in adapted if one in {"experts", "lm_head", "gate_up_proj"}}
     lora = {"rank": 3, "targets": ["up_proj" if name == "qwen3_moe" else "w1"]}
-    with pytest.raises(UserError, match="is no layer of"):
+    with pytest.raises(UserError, match="is (no|not a) layer of"):
         with_adapter(RunConfig.model_validate({"trainer": {"lora": lora}}), Path(path))
 
 

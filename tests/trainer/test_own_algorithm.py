@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -58,12 +56,9 @@ class Forgetful(Probe):
 def learner_of(
     model_path: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], Learner]:
-    own: Any = ModuleType("own_algorithms")
-    own.Probe, own.Forgetful = Probe, Forgetful
-    monkeypatch.setitem(sys.modules, "own_algorithms", own)
-    monkeypatch.setattr(registry, "_TARGETS", dict(registry._TARGETS))
-    registry.register("probe", "own_algorithms:Probe")
-    registry.register("forgetful", "own_algorithms:Forgetful")
+    monkeypatch.setattr(registry, "_PROVIDED", {})
+    registry.provide("own_algorithms:Probe", Probe)
+    registry.provide("own_algorithms:Forgetful", Forgetful)
 
     def learner(algorithm: str) -> Learner:
         config = TrainerConfig(algorithm=algorithm, device="cpu", learning_rate=1e-3)
@@ -75,7 +70,7 @@ def learner_of(
 def test_a_new_signal_reaches_metrics_jsonl_prometheus_and_the_report(
     learner_of: Callable[[str], Learner], group_of: Callable[..., list[Trajectory]], tmp_path: Path
 ) -> None:
-    learner = learner_of("probe")
+    learner = learner_of("own_algorithms:Probe")
     learner.add_group(group_of(0, np.random.default_rng(0)), np.arange(4, dtype=np.float32))
     metrics = learner.step()
     value = metrics.algorithm["mean_logprob"]
@@ -118,4 +113,4 @@ def test_a_loss_that_leaves_out_a_declared_signal_is_refused(
 ) -> None:
     group = group_of(0, np.random.default_rng(0))
     with pytest.raises(TrainerError, match="mean_logprob"):
-        learner_of("forgetful").add_group(group, np.arange(4, dtype=np.float32))
+        learner_of("own_algorithms:Forgetful").add_group(group, np.arange(4, dtype=np.float32))

@@ -29,10 +29,10 @@ from turns_of import Row, Rows, plain_scores, trained_of, turn_batch
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import UnsupportedModelError
+from asyncrl.trainer.critic import value_loss
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model.policy import Policy
-from asyncrl.trainer.objective.gae import advantages_of
-from asyncrl.trainer.objective.value_loss import value_loss
+from asyncrl.trainer.step_targets import advantages_of
 
 ModelPath = Callable[[str], str]
 
@@ -238,7 +238,7 @@ def test_a_step_is_that_of_a_plain_loop(
     found = learner._models.critic
     assert found is not None
     _compare(found.module["head"], plain.head)
-    if not found.shares_trunk:
+    if not found.config.shared_trunk:
         _compare(found.module["trunk"], plain.trunk)
     else:
         loss += found.config.value_coefficient * value_loss
@@ -324,8 +324,8 @@ def test_hidden_states_that_cannot_be_had_are_not_shared(
 
 
 def test_without_samples_there_are_no_advantages() -> None:
-    found = advantages_of(np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
-    assert len(found.advantages) == 0
+    found, _ = advantages_of(np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
+    assert len(found) == 0
 
 
 def test_a_value_near_the_old_one_is_not_counted_as_clipped() -> None:

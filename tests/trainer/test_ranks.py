@@ -104,7 +104,7 @@ def test_ranks_on_two_machines_speak_over_the_network_that_is_named_and_no_other
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RankLost, match=r"rank-0, rank-2 of the trainer did not come within 0 s"):
+    with pytest.raises(RankLost, match=r"rank-0, rank-2 of the trainer did not join within 0 s"):
         join(tmp_path / "meeting", 1, 3, on_gpu=False, join_seconds=0.2, seconds=1)
 
 

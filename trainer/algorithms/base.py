@@ -6,8 +6,7 @@ that no policy drew (`Trajectory.trained`) are not among them, nor in any length
 An algorithm never divides. `loss` returns **sums**, and the learner divides by the step's loss
 denominator, which is known only when the step's last group has arrived
 (`asyncrl.trainer.model.token_batch`). Groups whose advantages are all 0 count in the denominator,
-computed or not. An empty batch (N = 0) has loss 0 and all sums 0; the learner does not run the
-model for it.
+computed or not. An empty batch (N = 0) has loss 0 and all sums 0.
 
 A loss may depend on numbers that only the whole step has, such as the mean of its advantages, if
 its gradient is a sum of parts with such numbers as factors. `loss` then returns the further parts
@@ -56,8 +55,7 @@ class TokenBatch:
     advantages: Tensor
     """`[N]`, of the token's sample."""
     weights: Tensor
-    """`[N]` 1 or 1 / L (`asyncrl.trainer.model.token_batch`); 0 leaves a token out of loss and
-    statistics."""
+    """`[N]` 1 or 1 / L (`trainer.model.token_batch`), or 0: not in the loss nor in statistics."""
     reference_logprobs: Tensor | None = None
     """`[N]` under the reference model, without a gradient, if the algorithm needs them."""
     owners: Tensor | None = None
@@ -178,25 +176,39 @@ def innermost(algorithm: Algorithm) -> Algorithm:
     return algorithm
 
 
-def needs_critic(algorithm: Algorithm) -> bool:
-    """True if the algorithm declares that its advantages are made of a critic's values."""
-    return bool(getattr(innermost(algorithm), "needs_critic", False))
+def declares(algorithm: Algorithm, name: str) -> bool:
+    """Return True if the algorithm declares a property that is False by default.
+
+    `needs_critic`: advantages are made of a critic's values. `needs_every_group`: groups whose
+    advantages are all 0 have a gradient too. `uses_proximal`: the loss reads
+    `TokenBatch.proximal_logprobs`. `compares_samples`: a user's class learns nothing from groups of
+    equal rewards.
+    """
+    return bool(getattr(innermost(algorithm), name, False))
 
 
-def uses_proximal(algorithm: Algorithm) -> bool:
-    """True if the algorithm declares that its loss reads `TokenBatch.proximal_logprobs`."""
-    return bool(getattr(innermost(algorithm), "uses_proximal", False))
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """An algorithm around another one, which computes the advantages."""
 
+    algorithm: Algorithm
 
-def compares_samples(algorithm: Algorithm) -> bool:
-    """True if a user's class declares that it learns nothing from groups of equal rewards."""
-    return bool(getattr(innermost(algorithm), "compares_samples", False))
+    @property
+    def needs_reference(self) -> bool:
+        """True if the inner algorithm needs it."""
+        return self.algorithm.needs_reference
+
+    def advantages(self, rewards: Rewards) -> Rewards:
+        """`[G]` advantages of the inner algorithm."""
+        return self.algorithm.advantages(rewards)
 
 
 def centred(rewards: Rewards) -> Rewards:
     """`[G]` rewards minus their mean; exactly 0 when all are equal. Raises ValueError if G < 2."""
     if len(rewards) < 2:
-        raise ValueError("the group is the baseline: scheduler.group_size must be at least 2")
+        raise ValueError(
+            "the group's mean is the baseline, so scheduler.group_size must be at least 2"
+        )
     if np.ptp(rewards) == 0:
         return np.zeros_like(rewards, np.float64)
     return np.asarray(rewards - rewards.mean(), np.float64)
@@ -215,15 +227,6 @@ def leave_one_out(rewards: Rewards) -> Rewards:
     """`[G]` each reward minus the mean of the others. Raises ValueError if G < 2."""
     size = len(rewards)
     return centred(rewards) * (size / (size - 1))
-
-
-def importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, cap: float) -> Tensor:
-    """`[N]` min(exp(logprobs - behaviour_logprobs), cap), without a gradient.
-
-    Truncated importance sampling (Ionides 2008) bounds the variance that one surprising token can
-    cause, at the price of a bias, which is 0 where no weight reaches the cap.
-    """
-    return torch.exp(logprobs.detach() - behaviour_logprobs).clamp(max=cap)
 
 
 def owners_of(batch: TokenBatch) -> Tensor:

@@ -6,8 +6,7 @@
 
 PPO drops the gradient of a token whose ratio is clipped; here it keeps its gradient, with the
 clipped weight. The paper sets no lower bound: `clip_ratio_low` is 1 by default, so only 1 +
-`clip_ratio_high` = 5 bounds the weight (ScaleRL, arXiv 2510.13786, found 4 to 8 alike). Empty
-batch: loss 0.
+`clip_ratio_high` = 5 bounds the weight (ScaleRL, arXiv 2510.13786: 4 to 8 alike). Empty batch: 0.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Cispo:
     signals: ClassVar[Mapping[str, Signal]] = {
         "weight_clipped": Signal(
             "share of tokens whose importance weight was clipped; they keep their gradient"
-        ),
+        )
     }
     needs_reference: ClassVar[bool] = False
 

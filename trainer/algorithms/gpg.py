@@ -10,44 +10,22 @@ loss is streamed. The correction weights stale tokens. Empty batch: loss 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
-from asyncrl.trainer.algorithms.base import (
-    Finish,
-    LossSums,
-    Rewards,
-    Signal,
-    StepSums,
-    TokenBatch,
-    centred,
-)
-from asyncrl.trainer.algorithms.losses import importance, weighted_logprobs
-from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.algorithms.base import Finish, Rewards, StepSums, centred
+from asyncrl.trainer.algorithms.reinforce import Reinforce
 
 
 @dataclass(frozen=True, slots=True)
-class Gpg:
+class Gpg(Reinforce):
     """Centred rewards, the score function, and the step's factor."""
 
-    signals: ClassVar[Mapping[str, Signal]] = {}
-    needs_reference: ClassVar[bool] = False
     needs_every_group: ClassVar[bool] = False
-
-    @classmethod
-    def from_config(cls, config: TrainerConfig) -> Self:
-        """Create it; it reads no settings."""
-        del config
-        return cls()
 
     def advantages(self, rewards: Rewards) -> Rewards:
         """`[G]` rewards minus their mean. Raises ValueError if G < 2."""
         return centred(rewards)
-
-    def loss(self, batch: TokenBatch) -> LossSums:
-        """Summed loss of the module's equation, without alpha."""
-        return LossSums(weighted_logprobs(batch, importance(batch)))
 
     def finish(self, step: StepSums) -> Finish:
         """Return alpha; 0 if no group has signal."""

@@ -63,10 +63,8 @@ class Grpo(Clipped):
     @classmethod
     def from_config(cls, config: TrainerConfig) -> Self:
         """Create it from the trainer's settings."""
-        return cls(
-            normalize_std=config.advantage_normalization == "std",
-            **cls.settings_of(config),
-        )
+        settings = cls.settings_of(config)
+        return cls(normalize_std=config.advantage_normalization == "std", **settings)
 
     def advantages(self, rewards: Rewards) -> Rewards:
         """`[G]` group-relative advantages, 0 if rewards are equal. Raises ValueError if G < 2."""

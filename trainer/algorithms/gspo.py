@@ -8,8 +8,7 @@ For a sample of L tokens with current and behaviour probabilities p and b:
 
 A token's weight is 1 / L (`loss_normalization: sequence`), so a sample's tokens add up to this
 loss. A sample's ratio moves far less than a token's: `clip_ratio_low` is 3e-4 and `clip_ratio_high`
-4e-4 by default (section 5.1). On-policy s = 1 and the gradient is GRPO's with `sequence`. Empty
-batch: loss 0.
+4e-4 (section 5.1). On-policy s = 1 and the gradient is GRPO's with `sequence`. Empty batch: loss 0.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from asyncrl.trainer.algorithms.base import (
     per_group_std,
     sample_means,
 )
-from asyncrl.trainer.algorithms.losses import Clip
+from asyncrl.trainer.algorithms.losses import Clip, Clipped
 from asyncrl.trainer.base.config import TrainerConfig
 
 
@@ -38,11 +37,7 @@ from asyncrl.trainer.base.config import TrainerConfig
 class Gspo:
     """Group-relative advantages and the clipped ratio of whole samples."""
 
-    signals: ClassVar[Mapping[str, Signal]] = {
-        "clip_ratio": Signal(
-            "share of tokens that have no gradient because their ratio was clipped"
-        ),
-    }
+    signals: ClassVar[Mapping[str, Signal]] = {"clip_ratio": Clipped.signals["clip_ratio"]}
     needs_reference: ClassVar[bool] = False
 
     normalize_std: bool

@@ -70,13 +70,8 @@ class Clip:
         per_token = batch.weights * torch.maximum(surrogate, floor)
         if batch.kept is not None:
             per_token = per_token * batch.kept
-        return LossSums(
-            loss=-per_token.sum(),
-            sums={
-                "clip_ratio": ((high | low | over) & used).sum(),
-                "dual_clipped": over.sum(),
-            },
-        )
+        clipped = ((high | low | over) & used).sum()
+        return LossSums(-per_token.sum(), {"clip_ratio": clipped, "dual_clipped": over.sum()})
 
 
 def decoupled(batch: TokenBatch, clip: Clip) -> LossSums:

@@ -1,6 +1,6 @@
 """PPO with a critic (arXiv 1707.06347), for tokens (InstructGPT, 2203.02155).
 
-A[t] is the generalised advantage estimate of token t (`trainer.objective.gae`) with the critic's
+A[t] is the generalised advantage estimate of token t (`trainer.step_targets`) with the critic's
 values at the step's start. With current probability p, behaviour probability b, and x the
 probability under the policy of the step's start:
 

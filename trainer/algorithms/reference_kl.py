@@ -41,11 +41,10 @@ from typing import Literal
 from torch import Tensor
 
 from asyncrl.trainer.algorithms.base import (
-    Algorithm,
     LossSums,
-    Rewards,
     Signal,
     TokenBatch,
+    Wrapper,
     finisher,
     owners_of,
     sums_to_go,
@@ -61,10 +60,9 @@ _ABOVE_CLAMP = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class WithReferenceKl:
+class WithReferenceKl(Wrapper):
     """An algorithm with the penalty added; everything but the loss is the algorithm's own."""
 
-    algorithm: Algorithm
     coefficient: float
     estimator: Literal["k1", "k2", "k3"] = "k3"
     clamp: float | None = None
@@ -80,14 +78,10 @@ class WithReferenceKl:
         """Always True: the penalty compares with the reference."""
         return True
 
-    def advantages(self, rewards: Rewards) -> Rewards:
-        """`[G]` advantages of the algorithm."""
-        return self.algorithm.advantages(rewards)
-
     def loss(self, batch: TokenBatch) -> LossSums:
         """Return the loss with the penalty."""
         if batch.reference_logprobs is None:
-            raise ValueError("the KL penalty needs reference_logprobs, and the batch has none")
+            raise ValueError("the KL penalty needs reference_logprobs, but the batch has none")
         kl = self.per_token(batch.reference_logprobs - batch.logprobs)
         if self.estimator == "k1" and not batch.penalised:
             to_go = sums_to_go(kl.detach(), owners_of(batch))

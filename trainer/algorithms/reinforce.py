@@ -8,8 +8,7 @@ What its gradient estimates depends on the denominator and, for stale tokens, on
 - on-policy it is unbiased with `loss_normalization: sample` only. `token`, the default, divides by
   the step's tokens, which depend on what was drawn; `sequence` gives short samples more weight.
 - stale tokens need the weight of the whole sample (`correction: sequence_truncated`), and it is
-  unbiased where no weight reaches the cap. A token's own weight ignores that its prefix has
-  another probability now.
+  unbiased where no weight reaches the cap. A token's own weight ignores its prefix's probability.
 
 `rloo` is the same with unbiased defaults, `loss_normalization: sample` and `correction:
 sequence_truncated`: the paper's view of a sample as one action,
@@ -17,8 +16,7 @@ sequence_truncated`: the paper's view of a sample as one action,
     loss = -sg(W) * A * sum of log p over the sample,    W = correction of its p / b as a whole
 
 docs/algorithms.md has the size of each bias on a small policy. `advantage_normalization` and
-`clip_ratio_*` have no effect. A group of one sample has no baseline and is refused. Empty batch:
-loss 0.
+`clip_ratio_*` have no effect. A group of one sample is refused. Empty batch: loss 0.
 """
 
 from __future__ import annotations

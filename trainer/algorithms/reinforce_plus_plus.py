@@ -7,8 +7,7 @@ With reward r of a token's sample, and mean and standard deviation over all toke
     A = (a - mean(a)) / std(a)
     loss = -w * A * log p      w = correction of p / b
 
-With `kl_estimator: k1` the penalty is part of a: the paper's r - beta * sum of k1 from the token
-on.
+With `kl_estimator: k1` the penalty is part of a: the paper's r - beta * sum of k1 to come.
 
 **Streaming.** Mean and standard deviation are known when the step's last group has arrived. Since
 the loss is linear in A, its gradient is
@@ -20,9 +19,8 @@ the memory of one more gradient. In bfloat16 the two would cancel where mean(a) 
 (rewards of 1,000 +- 1 would leave nothing of the gradient). So both a and mean(a) are relative to
 `centre`, the last step's mean (0 in a run's first step), which changes rounding only.
 
-PPO's clip is not linear in A, so there is none: in a single pass it clips nothing on-policy, and
-the correction bounds the weight of stale tokens. The standard deviation is the population's; if it
-is 0, the step has no gradient. Empty batch: loss 0.
+PPO's clip is not linear in A, so there is none: in a single pass it clips nothing on-policy. The
+standard deviation is the population's; if it is 0, the step has no gradient. Empty batch: loss 0.
 """
 
 from __future__ import annotations

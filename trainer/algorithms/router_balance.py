@@ -23,25 +23,21 @@ import torch
 from torch import Tensor
 
 from asyncrl.trainer.algorithms.base import (
-    Algorithm,
     LossSums,
-    Rewards,
     Signal,
     TokenBatch,
+    Wrapper,
     finisher,
     owners_of,
 )
 
-_SIGNALS = {
-    "router_balance": Signal("imbalance of experts: 1 if all are used alike", per="loss"),
-}
+_SIGNALS = {"router_balance": Signal("imbalance of experts: 1 if all are used alike", per="loss")}
 
 
 @dataclass(frozen=True, slots=True)
-class WithRouterBalance:
+class WithRouterBalance(Wrapper):
     """An algorithm with the router loss added."""
 
-    algorithm: Algorithm
     coefficient: float
 
     @property
@@ -49,19 +45,10 @@ class WithRouterBalance:
         """Signals of the algorithm, and `router_balance`."""
         return {**self.algorithm.signals, **_SIGNALS}
 
-    @property
-    def needs_reference(self) -> bool:
-        """True if the algorithm needs it."""
-        return self.algorithm.needs_reference
-
-    def advantages(self, rewards: Rewards) -> Rewards:
-        """`[G]` advantages of the algorithm."""
-        return self.algorithm.advantages(rewards)
-
     def loss(self, batch: TokenBatch) -> LossSums:
         """Return the loss with the balance added."""
         if batch.routes is None:
-            raise ValueError("the router's loss needs routes, and the batch has none")
+            raise ValueError("the router loss needs routes, but the batch has none")
         own = self.algorithm.loss(batch)
         balance = _balance(
             batch.routes.logits, batch.routes.experts_per_token, owners_of(batch), batch.weights

@@ -6,14 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from asyncrl.trainer.base.algorithm_registry import (
-    check_name,
-    defaults_of,
-    has_critic,
-    normalises_over_step,
-    only_values_of,
-    unused_by,
-)
+from asyncrl.trainer.base.algorithm_registry import check_name, entry_of
 from asyncrl.trainer.base.critic_config import CriticConfig
 from asyncrl.trainer.base.lora_config import LoraConfig, refuse_conflicts
 from asyncrl.trainer.base.rank_network import LOOPBACK, network_of
@@ -29,22 +22,27 @@ from asyncrl.wire.transport.paths import (
 def refuse_what_does_not_fit(config: Any) -> None:
     """Raise ValueError for settings that contradict the algorithm, or that its loss does not read.
 
-    `config` is a `TrainerConfig`. Settings at their default pass: a run's resolved configuration
+    Settings of this `TrainerConfig` that have their default pass: a run's resolved configuration
     names all of them.
     """
     _of_algorithm(config)
     _of_correction(config)
-    _of_dual_clip(config)
+    clips = config.proximal_policy == "behaviour" or config.updates_per_step > 1
+    if config.dual_clip is not None and not clips:
+        raise ValueError(
+            f"dual_clip: {config.dual_clip} has no effect with proximal_policy: current and one "
+            "update per step, where no ratio has changed yet; leave it out"
+        )
 
 
 def _of_algorithm(config: Any) -> None:
-    for name, value in only_values_of(config.algorithm).items():
+    for name, value in entry_of(config.algorithm).only.items():
         if getattr(config, name) != value:
             raise ValueError(
                 f"{name}: {getattr(config, name)} does not fit algorithm: {config.algorithm}; its "
                 f"equation has only {name}: {value} (docs/algorithms.md). Leave it out"
             )
-    for name in unused_by(config.algorithm):
+    for name in entry_of(config.algorithm).unused:
         if _is_set(config, name):
             raise ValueError(
                 f"{name}: {getattr(config, name)} has no effect with algorithm: "
@@ -63,35 +61,26 @@ def _of_correction(config: Any) -> None:
     if in_loss and config.correction == "sequence_truncated":
         raise ValueError(
             "correction: sequence_truncated is a weight, but with proximal_policy: behaviour "
-            f"the loss of {config.algorithm} holds the ratio already; choose sequence_masked, "
+            f"the loss of {config.algorithm} already contains the ratio; choose sequence_masked, "
             "sequence_rejected, token_masked or none"
         )
     if _is_set(config, "importance_cap"):
         if in_loss:
             raise ValueError(
                 f"importance_cap: {config.importance_cap} has no effect with proximal_policy: "
-                "behaviour, whose loss holds the ratio; leave it out. PPO's dual clip is dual_clip"
+                "behaviour, whose loss contains the ratio; leave it out (PPO's dual clip is "
+                "dual_clip)"
             )
         if not config.correction.endswith(("truncated", "rejected")):
             raise ValueError(
                 f"importance_cap: {config.importance_cap} has no effect with correction: "
                 f"{config.correction}, which truncates nothing; leave it out"
             )
-    if config.correction_band is not None and not config.correction.endswith(
-        ("masked", "rejected")
-    ):
+    leaves_out = config.correction.endswith(("masked", "rejected"))
+    if config.correction_band is not None and not leaves_out:
         raise ValueError(
             f"correction_band has no effect with correction: {config.correction}; it is for "
             "token_masked, sequence_masked and sequence_rejected"
-        )
-
-
-def _of_dual_clip(config: Any) -> None:
-    clips = config.proximal_policy == "behaviour" or config.updates_per_step > 1
-    if config.dual_clip is not None and not clips:
-        raise ValueError(
-            f"dual_clip: {config.dual_clip} has no effect with proximal_policy: current and one "
-            "update per step, where nothing has moved that could be clipped; leave it out"
         )
 
 
@@ -107,10 +96,9 @@ BFLOAT16_CAPABILITY = (8, 0)
 class TrainerConfig(BaseModel):
     """Settings that turn groups of trajectories into optimizer steps.
 
-    By default each batch is passed over exactly once. `proximal_policy`, `correction` and
-    `clip_ratio_*` decide what the importance ratio does. docs/algorithms.md has the equations, and
-    each algorithm's defaults of `loss_normalization`, `advantage_normalization`, `proximal_policy`,
-    `correction` and `clip_ratio_*`.
+    By default each batch is passed over once. `proximal_policy`, `correction` and `clip_ratio_*`
+    decide what the importance ratio does. docs/algorithms.md has the equations, and each
+    algorithm's defaults.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -276,8 +264,7 @@ class TrainerConfig(BaseModel):
     ) -> TrainerConfig:
         """Resolve `dtype: auto` for a device; a CPU has no CUDA `capability`.
 
-        If the engines' weights are float32, so is the model that an adapter is added to
-        (`lora_config.FINER_ENGINES`).
+        If the engines' weights are float32, so is an adapter's base model (`FINER_ENGINES`).
         """
         if self.dtype != "auto":
             return self
@@ -311,8 +298,8 @@ class TrainerConfig(BaseModel):
     @property
     def normalises_over_step(self) -> bool:
         """True if advantages are normalised over all tokens of a step."""
-        std = self.advantage_normalization == "std"
-        return normalises_over_step(self.algorithm, std=std)
+        when = entry_of(self.algorithm).normalises
+        return when == "always" or (when == "std" and self.advantage_normalization == "std")
 
     @property
     def gathers_first(self) -> bool:
@@ -321,7 +308,7 @@ class TrainerConfig(BaseModel):
         Several minibatches need all groups to choose the first one. PPO's clip and further passes
         need the mean of advantages that are normalised over the step (decision 0061).
         """
-        clips = has_critic(self.algorithm) and self.proximal_policy == "behaviour"
+        clips = entry_of(self.algorithm).critic and self.proximal_policy == "behaviour"
         whole = self.normalises_over_step and (self.updates_per_step > 1 or clips)
         return self.minibatches > 1 or whole
 
@@ -330,7 +317,7 @@ class TrainerConfig(BaseModel):
     def _defaults_of_the_algorithm(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {**defaults_of(values.get("algorithm")), **values}
+        return {**entry_of(values.get("algorithm")).defaults, **values}
 
     @field_validator("algorithm")
     @classmethod
@@ -368,21 +355,13 @@ class TrainerConfig(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _the_loss_has_these_settings(self) -> Self:
+    def _parts_fit_together(self) -> Self:
         refuse_what_does_not_fit(self)
-        return self
-
-    @model_validator(mode="after")
-    def _the_critic_has_an_algorithm(self) -> Self:
-        if self.critic != CriticConfig() and not has_critic(self.algorithm):
+        if self.critic != CriticConfig() and not entry_of(self.algorithm).critic:
             raise ValueError(
                 f"critic: has no effect with algorithm: {self.algorithm}, which has no value "
                 "model; leave it out, or use algorithm: ppo"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _shards_have_ranks(self) -> Self:
         if self.sharding == "full" and self.ranks == 1:
             raise ValueError(
                 "sharding: full has no effect with ranks: 1, which holds all of the model; leave "
@@ -393,23 +372,15 @@ class TrainerConfig(BaseModel):
                 f"critic.passes: {self.critic.passes} works with sharding: optimizer only; set "
                 "critic.passes to 1, or minibatches above 1, which fit policy and critic more often"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _a_shared_trunk_gives_no_routes(self) -> Self:
         if self.critic.shared_trunk and self.router_loss_coefficient:
             raise ValueError(
                 "router_loss_coefficient does not work with critic.shared_trunk: true; set one of "
                 "them to its default"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _selective_recomputation_happens_once(self) -> Self:
         has_parts = self.normalises_over_step and not self.gathers_first
         if self.gradient_checkpointing == "selective" and has_parts:
             raise ValueError(
-                "gradient_checkpointing: selective keeps what it chose for one backward pass, and "
+                "gradient_checkpointing: selective saves tensors for one backward pass only, but "
                 f"algorithm: {self.algorithm} needs two while groups arrive, to normalise "
                 "advantages over the step; choose gradient_checkpointing: true or false"
             )
@@ -420,22 +391,18 @@ class TrainerConfig(BaseModel):
         if self.compile and self.gradient_checkpointing == "selective":
             raise ValueError(
                 "gradient_checkpointing: selective does not work with compile: true, which makes "
-                "one operation of those that it chooses from; choose true or false"
+                "one operation of those that it selects from; choose true or false"
             )
         if self.compile and self.sharding == "full":
             raise ValueError(
-                "compile: true does not work with sharding: full, which brings the weights of a "
-                "block together when it is computed; set one of them to its default"
+                "compile: true does not work with sharding: full, which gathers the weights of a "
+                "block when it is computed; set one of them to its default"
             )
         if self.compile and self.router_loss_coefficient:
             raise ValueError(
-                "router_loss_coefficient does not work with compile: true, where what routers say "
-                "cannot be recorded; set one of them to its default"
+                "router_loss_coefficient does not work with compile: true, which cannot record "
+                "the routers' outputs; set one of them to its default"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _an_adapter_is_trained_alone(self) -> Self:
         refuse_conflicts(self)
         return self
 
@@ -452,10 +419,6 @@ class TrainerConfig(BaseModel):
                 f"{given[0]} has no effect with kl_coefficient: 0, where there is no reference; "
                 "leave it out, or set kl_coefficient"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_is_complete(self) -> Self:
         if self.schedule_steps is not None and self.schedule_steps <= self.warmup_steps:
             raise ValueError(
                 f"schedule_steps ({self.schedule_steps}) must be greater than "

@@ -1,4 +1,4 @@
-"""The trainer's errors.
+"""The trainer's errors. `BatchError` and `NonFiniteError` name the group or the step.
 
 TrainerError
 ├── UnsupportedModelError  the trainer cannot load or train this model
@@ -8,8 +8,6 @@ TrainerError
 ├── RankLost               another rank of the trainer was lost, or is late
 └── CheckpointError        a checkpoint cannot be read or resumed from
     └── CheckpointUnwritable  it cannot be written: the disk is full, read-only, or at fault
-
-`BatchError` and `NonFiniteError` name the group or the step.
 """
 
 from __future__ import annotations

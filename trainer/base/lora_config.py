@@ -78,7 +78,7 @@ class LoraConfig(BaseModel):
         if isinstance(value, str) and value != ALL_LINEAR:
             raise ValueError(f"must be {ALL_LINEAR} or a list of names, as in [q_proj, v_proj]")
         if not value or not all(value):
-            raise ValueError(f"has no name; it must be {ALL_LINEAR} or a list of names")
+            raise ValueError(f"names no layer; it must be {ALL_LINEAR} or a list of names")
         return value
 
     @model_validator(mode="after")

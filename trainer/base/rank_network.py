@@ -47,6 +47,6 @@ def apart(where: str, network: str) -> str:
     return (
         f"{where}, and trainer.rank_network: {network} reaches no other machine. Name the network "
         "that connects them (an interface like eth0, or addresses like 10.1.0.0/16), and say with "
-        "launcher.trusted_network: true that you trust everybody in it, since gloo and NCCL have "
+        "launcher.trusted_network: true that you trust everyone in it, since gloo and NCCL have "
         "neither keys nor encryption; or keep all ranks on one machine"
     )

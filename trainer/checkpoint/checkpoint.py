@@ -67,6 +67,8 @@ logger = logging.getLogger(__name__)
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".msgpack", ".h5")
 _LOOK_SECONDS = 0.02
+_FAULTS = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, SafetensorError)
+"""Errors of reading a checkpoint that is not as written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which part of a checkpoint this process writes, and where all ranks write theirs."""
+    """This process's part of a checkpoint, and the folder that all ranks share."""
 
     rank: int = 0
     ranks: int = 1
@@ -115,9 +117,7 @@ def pending(contents: Contents, snapshot: Snapshot | None, world: World) -> Pend
     all_needed = world.gather(f"{needed} {this_machine()}".encode(), "memory of a checkpoint")
     lacking = "" if snapshot is None else snapshot.lacks(_needed_here(all_needed))
     if lacking:
-        logger.warning(
-            "training waits for this checkpoint (trainer.async_checkpoints): %s", lacking
-        )
+        logger.warning("training waits until this checkpoint is written: %s", lacking)
     if world.any(bool(lacking), "whether there is memory for a checkpoint"):
         snapshot = None
     word = world.gather(Place().word.encode(), "the name of a checkpoint")[0].decode()
@@ -163,8 +163,8 @@ class Pending:
         """Write it to `directory` atomically; ranks other than 0 write their part.
 
         A checkpoint of that name, and newer ones, are moved to `set-aside/`: they belong to another
-        course of the run. `steps` are the records since the previous checkpoint. Another thread
-        sets `given_up` when it stops waiting: the result may be inconsistent and is removed.
+        course of the run. `steps` are the records since the previous checkpoint. If another thread
+        sets `given_up`, the result may be inconsistent and is removed.
 
         Raises Superseded if this is no longer the run's trainer; CheckpointUnwritable if the disk
         refused it, or it was given up. Then nothing of it is left, and no other is removed.
@@ -179,10 +179,9 @@ class Pending:
                 with unwritable(directory, needed):
                     self._write_part(temporary)
             except CheckpointUnwritable as error:
-                said = msgspec.json.encode((error.cause, str(error)))
                 failed = _failed_path(temporary, self._place.rank)
                 with contextlib.suppress(OSError), replacing(failed) as file:
-                    file.write(said)
+                    file.write(msgspec.json.encode((error.cause, str(error))))
                 raise
             return
         with unwritable(directory, needed):
@@ -192,7 +191,7 @@ class Pending:
                 check_space(directory.parent, needed)
                 self._fill(temporary, steps, given_up)
                 if given_up is not None and given_up.is_set():
-                    raise CheckpointUnwritable(f"{directory} was given up", "hanging")
+                    raise CheckpointUnwritable(f"writing {directory} was given up", "hanging")
                 fence.check()
                 if directory.exists():
                     set_aside(directory.parent, newer_than=self._contents.policy_version - 1)
@@ -216,8 +215,7 @@ class Pending:
         contents = self._contents
         parts = [self._write_part(temporary), *self._other_parts(temporary, given_up)]
         digests = {name: one for part in parts for name, one in part.files.items()}
-        text = msgspec.json.encode(merge(parts, self._values))
-        (temporary / INDEX).write_bytes(text)
+        (temporary / INDEX).write_bytes(msgspec.json.encode(merge(parts, self._values)))
         model = temporary / "model"
         contents.model.config.save_pretrained(model)
         if contents.model.generation_config is not None:
@@ -282,15 +280,7 @@ def read(directory: Path, state: TrainingState, settings: dict[str, Any], rank: 
         if str(directory) in str(error):
             raise
         raise CheckpointError(f"{directory}: {error}") from error
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        SafetensorError,
-    ) as error:
+    except _FAULTS as error:
         raise CheckpointError(
             f"cannot read the checkpoint {directory}: {type(error).__name__}: {error}"
         ) from error
@@ -300,8 +290,7 @@ def read(directory: Path, state: TrainingState, settings: dict[str, Any], rank: 
 def _is_there(path: Path) -> bool:
     """Return True if a file exists, by listing its folder.
 
-    A network file system may cache for half a minute that a file, once looked up too early, does
-    not exist.
+    A network file system may cache the absence of a file, once it was looked up, for half a minute.
     """
     return path.name in os.listdir(path.parent)  # noqa: PTH208 - names only
 
@@ -317,9 +306,6 @@ def _copy_tokenizer(model_path: str, target: Path) -> None:
         AutoTokenizer.from_pretrained(model_path, trust_remote_code=False).save_pretrained(target)
         return
     for path in source.iterdir():
-        if (
-            path.is_file()
-            and not path.name.endswith(_WEIGHTS)
-            and not (target / path.name).exists()
-        ):
+        is_other = path.is_file() and not path.name.endswith(_WEIGHTS)
+        if is_other and not (target / path.name).exists():
             shutil.copyfile(path, target / path.name)

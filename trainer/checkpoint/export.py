@@ -24,19 +24,14 @@ from asyncrl.trainer.checkpoint.export_files import write_record
 from asyncrl.trainer.checkpoint.format.disk import check_space
 from asyncrl.trainer.checkpoint.format.index import WEIGHTS, Index, read_index
 from asyncrl.trainer.checkpoint.format.manifest import Manifest, read_manifest, verify_files
-from asyncrl.trainer.checkpoint.format.tensors import Box, load_tensors, name_of
+from asyncrl.trainer.checkpoint.format.tensors import Box, load_tensors
 from asyncrl.trainer.lora.adapter import converted, write_adapter
 from asyncrl.trainer.lora.files import ADAPTER, CONFIG
 from asyncrl.wire.errors import WeightsReadError
 from asyncrl.wire.transport.atomic_files import sync
 from asyncrl.wire.weights.adapter import Pair, merge, merged, pairs_of
-from asyncrl.wire.weights.fingerprint import TensorSums, collect, sums_of
+from asyncrl.wire.weights.fingerprint import TensorSums, collect, name_of, sums_of
 from asyncrl.wire.weights.pretrained import causal_lm_without_weights, load_causal_lm
-
-
-def has_adapter(checkpoint: Path) -> bool:
-    """Return True if the weights of a checkpoint are an adapter's."""
-    return (checkpoint / ADAPTER / CONFIG).is_file()
 
 
 def settings_of_adapter(checkpoint: Path) -> dict[str, Any]:
@@ -47,14 +42,9 @@ def settings_of_adapter(checkpoint: Path) -> dict[str, Any]:
 
 def adapter_tensors(checkpoint: Path) -> dict[str, Tensor]:
     """Read A and B of each layer, by their names in the model. Raises CheckpointError, OSError."""
-    index: Index = read_index(checkpoint)
-    found: dict[str, Tensor] = {}
-    for name, saved in index.tensors.items():
-        if name.startswith(_POLICY):
-            tensor = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
-            load_tensors(checkpoint, index, {name: Box.of(tensor)})
-            found[name.removeprefix(_POLICY)] = tensor
-    return found
+    index = read_index(checkpoint)
+    names = [name for name in index.tensors if name.startswith(_POLICY)]
+    return {name.removeprefix(_POLICY): _read(checkpoint, index, name) for name in names}
 
 
 def merged_model(
@@ -77,12 +67,12 @@ def merged_model(
         model = load_causal_lm(path, held)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
-            f"the model {path}, which the adapter of {checkpoint} is of, cannot be loaded: {error}"
+            f"the base model {path} of the adapter in {checkpoint} cannot be loaded: {error}"
         ) from error
     own = model.state_dict(keep_vars=True)
     missing = sorted(pairs.keys() - own.keys())
     if missing:
-        raise CheckpointError(f"{path} has no {missing[:3]}, which {checkpoint} has adapters of")
+        raise CheckpointError(f"{checkpoint} adapts {missing[:3]}, which {path} lacks")
     _compare(checkpoint, manifest, own, pairs, scaling)
     if dtype is not None:
         model = model.to(dtype)
@@ -116,8 +106,8 @@ def _compare(
     whole = collect(named).whole
     if whole != published.digest:
         raise CheckpointError(
-            f"the adapter of {checkpoint}, merged into its model, is not what the run's engines "
-            f"decoded with at step {manifest.policy_version}: the digest is {whole}, not "
+            f"the adapter of {checkpoint}, merged into its model, differs from what the run's "
+            f"engines used at step {manifest.policy_version}: the digest is {whole}, not "
             f"{published.digest}. The model was changed since"
         )
 
@@ -131,11 +121,8 @@ def export(checkpoint: Path, target: Path, dtype: torch.dtype | None = None) -> 
 
     Holds the model once in host memory, in `dtype`, by default the trained one. If the checkpoint
     has the digest of the weights that the run's engines received, it is compared. The checkpoint's
-    optimizer may be damaged.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or of another format, or `target` exists.
-        CheckpointUnwritable: the disk refused it; nothing of it is left.
+    optimizer may be damaged. Raises CheckpointError if the checkpoint is damaged or of another
+    format, or `target` exists; CheckpointUnwritable if the disk refused it: nothing of it is left.
     """
     manifest = _verified(checkpoint, target)
     with _made_of(checkpoint, "a model"):
@@ -165,7 +152,7 @@ def _verified(checkpoint: Path, target: Path) -> Manifest:
     manifest = read_manifest(checkpoint)
     verify_files(checkpoint, manifest, only=(*WEIGHTS, ADAPTER))
     if target.exists():
-        raise CheckpointError(f"{target} exists and is not replaced")
+        raise CheckpointError(f"{target} exists and is not replaced; choose another place")
     return manifest
 
 
@@ -201,7 +188,7 @@ def _written(target: Path, needed: int) -> Iterator[Path]:
 
 
 def _load(checkpoint: Path, manifest: Manifest, dtype: torch.dtype | None) -> PreTrainedModel:
-    if has_adapter(checkpoint):
+    if (checkpoint / ADAPTER / CONFIG).is_file():
         return merged_model(checkpoint, manifest, dtype)
     index = read_index(checkpoint)
     folder = checkpoint / "model"
@@ -209,7 +196,9 @@ def _load(checkpoint: Path, manifest: Manifest, dtype: torch.dtype | None) -> Pr
     model = causal_lm_without_weights(config)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    expected = {f"{_POLICY}{name}" for name, _ in _unique(model)}
+    first_names = _names_by_tensor(model)
+    unique = dict.fromkeys(first_names.values())
+    expected = {_POLICY + name for name in unique}
     found = {name for name in index.tensors if name.startswith(_POLICY)}
     if expected != found:
         raise CheckpointError(
@@ -219,17 +208,16 @@ def _load(checkpoint: Path, manifest: Manifest, dtype: torch.dtype | None) -> Pr
     published = manifest.published or None
     digests: dict[str, TensorSums] = {}
     loaded: dict[str, Tensor] = {}
-    for name, _ in _unique(model):
+    for name in unique:
         tensor = _read(checkpoint, index, _POLICY + name)
         if published is not None:
             digests[name] = sums_of(tensor, getattr(torch, published.dtype))
         loaded[name] = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
     if published is not None:
-        same = _names_by_tensor(model)
-        whole = collect([(name, digests[first]) for name, first in same.items()]).whole
+        whole = collect([(name, digests[first]) for name, first in first_names.items()]).whole
         if whole != published.digest:
             raise CheckpointError(
-                f"the weights of {checkpoint} are not those that the run's engines were given at "
+                f"the weights of {checkpoint} are not those that the run's engines received at "
                 f"step {manifest.policy_version}: their digest is {whole}, not {published.digest}"
             )
     model.load_state_dict(loaded, strict=False, assign=True)
@@ -245,14 +233,6 @@ def _read(checkpoint: Path, index: Index, name: str) -> Tensor:
     tensor = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
     load_tensors(checkpoint, index, {name: Box.of(tensor)})
     return tensor
-
-
-def _unique(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
 
 
 def _names_by_tensor(model: PreTrainedModel) -> dict[str, str]:

@@ -81,11 +81,10 @@ def is_export_of(place: Path, checkpoint: Path, dtype: str | None = None) -> boo
         record = msgspec.json.decode((place / RECORD).read_bytes(), type=ExportRecord)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"{place} exists and is no export of {checkpoint}; remove or rename it"
+            f"{place} exists and is not an export of {checkpoint}; remove or rename it"
         ) from error
-    if record.manifest != read_manifest(checkpoint).sha256 or (dtype or record.dtype) != (
-        record.dtype
-    ):
+    other_dtype = dtype is not None and dtype != record.dtype
+    if record.manifest != read_manifest(checkpoint).sha256 or other_dtype:
         raise CheckpointError(
             f"{place} was exported from another checkpoint than {checkpoint} is now; remove or "
             "rename it"

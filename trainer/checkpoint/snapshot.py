@@ -2,10 +2,9 @@
 
     take ──► thread: device to host ──► `copied`: weights may change ──► written ──► `take` again
 
-Weights and moments change in an optimizer step only, so a copy runs during the forward and backward
-passes of the next step, and training waits for it only before that changes something (`wait`). The
-buffers take as much host memory as this rank's part of the state (12 bytes a parameter, divided by
-the ranks) and are reused: touching fresh pages costs more than the copy.
+Weights and moments change in an optimizer step only, so training waits for a copy only before the
+next one (`wait`). The buffers take as much host memory as this rank's part of the state (12 bytes a
+parameter, divided by the ranks) and are reused: touching fresh pages costs more than the copy.
 """
 
 from __future__ import annotations
@@ -39,7 +38,10 @@ class Snapshot:
         self._buffers = {}  # free what no longer fits first
         for one in held:
             kept = buffers[_key(one)]
-            self._buffers[_key(one)] = _buffer(one.local) if kept is None else kept
+            if kept is None:
+                like = one.local
+                kept = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+            self._buffers[_key(one)] = kept
         copies = [
             replace(one, box=replace(one.box, local=self._buffers[_key(one)])) for one in held
         ]
@@ -104,10 +106,6 @@ class Snapshot:
 
 def _key(one: Held) -> tuple[str, torch.dtype, torch.Size]:
     return one.name, one.local.dtype, one.local.shape
-
-
-def _buffer(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 def _side_streams(held: Sequence[Held]) -> dict[torch.device, torch.cuda.Stream]:

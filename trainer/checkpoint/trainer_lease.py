@@ -1,9 +1,9 @@
-"""Which trainer may write to a run's folder: the one that was started last.
+"""The right to write to a run's folder: only the trainer that was started last has it.
 
-The controller treats a lost trainer as dead, but on another node it may live on, cut off from the
-launcher but not from the disk. So the controller writes a random token to RUN/.trainer before it
-starts a trainer, and passes it the token. A trainer that finds another token there, immediately
-before it renames a checkpoint into place for instance, stops writing and exits.
+A trainer that the controller treats as lost may live on, on another node that still reaches the
+disk. So the controller writes a random token to RUN/.trainer before it starts a trainer, and passes
+it the token. A trainer that finds another token there, immediately before it renames a checkpoint
+into place for instance, stops writing and exits.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ class TrainerLease:
             return
         if found and found != self._word.encode():
             raise Superseded(
-                f"another trainer was started in place of this one ({self._path}), which writes "
-                "nothing more"
+                f"another trainer replaced this one ({self._path}), which now stops writing"
             )
 
 

@@ -2,16 +2,14 @@
 
 transformers' forward pass of a layer is about 40 operations, and autograd's backward pass twice as
 many: more time than a small micro-batch's matrix products. Here a layer is four products and
-compiled loops, each with a handwritten backward pass. Attention needs no padding, and a shared
-prompt is computed once.
+compiled loops, each with a handwritten backward pass, without padding.
 
     embed, norm -> [qkv, rotate, attend, output, add + norm, gate and up, gated, down, add + norm]
 
 `why_not_trained_fused` refuses other models, which run through transformers' forward pass.
 
-Shapes of the compiled loops: T packed tokens (some kernels also take rows that fill up a block), C
-hidden size, I intermediate size, H query heads, J key/value heads, D head size. All numbers are
-float32.
+Shapes of the compiled loops, all float32: T packed tokens (some kernels also take rows that fill up
+a block), C hidden size, I intermediate size, H query heads, J key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -199,8 +197,6 @@ MAX_JOINED = 1 << 23
 """Numbers of joined gate and up (32 MiB) from which transformers' MLP is used: glibc maps larger
 blocks afresh each time, and clearing their pages costs more than joining saves."""
 
-_Rotary = tuple[FloatArray, FloatArray]
-
 
 class _AddNorm(torch.autograd.Function):
     """`[T, C]` states plus a change (or None): the sum and its RMS norm."""
@@ -329,7 +325,7 @@ class _Layout(Protocol):
 
 
 class _Sequences:
-    def __init__(self, layout: _Layout, rotary: _Rotary) -> None:
+    def __init__(self, layout: _Layout, rotary: tuple[FloatArray, FloatArray]) -> None:
         self.rotary = rotary
         self.positions: LongArray = layout.positions[0].numpy()
         starts, ends, places, shared = np.array(layout.segments, np.int64).T.copy()
@@ -397,7 +393,7 @@ def _joined(x: Tensor, *layers: nn.Linear) -> Tensor:
     return linear(x, weight, bias)
 
 
-def _angles(inner: Any, positions: int) -> _Rotary:
+def _angles(inner: Any, positions: int) -> tuple[FloatArray, FloatArray]:
     with torch.no_grad():
         cosines, sines = inner.rotary_emb(
             torch.empty(0), position_ids=torch.arange(max(1, positions))[None]

@@ -29,18 +29,15 @@ logger = logging.getLogger(__name__)
 MIN_ROWS = 16
 """Least number of rows for which oneDNN saves more than its set-up costs."""
 LARGE = 1 << 29
-"""Multiplications of a product (5 ms of a core) from which code for one more shape costs less than
-rows of zeros."""
+"""Multiplications of a product (5 ms) from which rows of zeros cost more than new code."""
 TRANSPOSED_BLOCK = 1 << 22
-"""Numbers of a matrix (16 MiB) from which copying it transposed is slower than the rest of a
-product."""
+"""Numbers of a matrix (16 MiB) whose transposed copy is slower than the rest of a product."""
 
 
 def speed_up(model: nn.Module, *, norms_too: bool = True) -> tuple[int, int]:
-    """Replace layers of a model in place; return how many (linear layers, norms).
+    """Replace layers of a model on the CPU in place; return how many (linear layers, norms).
 
-    Names, parameters and results stay the same; only models on the CPU change. Without `norms_too`
-    norms stay, for a compiler.
+    Names, parameters and results stay the same. A compiler wants the model's own norms.
     """
     if next(model.parameters()).device.type != "cpu":
         return 0, 0
@@ -65,9 +62,8 @@ def onednn_is_faster() -> bool:
 
     Depends on the machine's properties, not on timing, so that a run repeats bit for bit.
     """
-    if not (
-        torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    ):
+    has_product = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if not (torch.backends.mkldnn.is_available() and has_product):
         return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
@@ -96,12 +92,6 @@ def whole_blocks(rows: int) -> int:
     return -(-rows // block) * block
 
 
-def _filled_up(x: Tensor) -> Tensor:
-    """Append rows of zeros to `[N, k]`, up to `whole_blocks`."""
-    missing = whole_blocks(len(x)) - len(x)
-    return pad(x, (0, 0, 0, missing)) if missing else x
-
-
 def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
     """`[N, k]` and `[N, o]` to `[o, k]`: grad transposed times x, by oneDNN.
 
@@ -116,7 +106,9 @@ def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
 def whole_rows(x: Tensor, weight: Tensor) -> tuple[int, Tensor]:
     """Flatten `[..., k]` to `[N or more, k]`, zero-filled unless products are large; with N."""
     flat = x.reshape(-1, x.shape[-1])
-    return len(flat), flat if len(flat) * weight.numel() >= LARGE else _filled_up(flat)
+    missing = whole_blocks(len(flat)) - len(flat)
+    is_large = len(flat) * weight.numel() >= LARGE
+    return len(flat), pad(flat, (0, 0, 0, missing)) if missing and not is_large else flat
 
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

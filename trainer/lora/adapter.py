@@ -47,7 +47,8 @@ def read_adapter(directory: Path, config: LoraConfig) -> dict[str, Tensor]:
         raise UnsupportedModelError(
             f"trainer.lora.adapter: {directory / TENSORS} cannot be read: {error}"
         ) from error
-    return {_inner(name): tensor for name, tensor in found.items()}
+    names = [n.removeprefix(PREFIX).removesuffix(".weight") + ".default.weight" for n in found]
+    return dict(zip(names, found.values(), strict=True))
 
 
 def write_adapter(
@@ -55,7 +56,9 @@ def write_adapter(
 ) -> None:
     """Write a PEFT directory. Raises OSError, SafetensorError."""
     directory.mkdir(parents=True, exist_ok=True)
-    contiguous = {_outer(name): one.detach().contiguous() for name, one in tensors.items()}
+    names = [PREFIX + name.replace(".default.weight", ".weight") for name in tensors]
+    values = [one.detach().contiguous() for one in tensors.values()]
+    contiguous = dict(zip(names, values, strict=True))
     save_file(contiguous, directory / TENSORS, metadata={"format": "pt"})
     write_settings(directory, settings)
 
@@ -63,15 +66,6 @@ def write_adapter(
 def converted(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Convert to another data type, if one is given."""
     return {n: one if dtype is None else one.to(dtype) for n, one in tensors.items()}
-
-
-def _outer(name: str) -> str:
-    return PREFIX + name.replace(".default.weight", ".weight")
-
-
-def _inner(name: str) -> str:
-    inner = name.removeprefix(PREFIX)
-    return inner.removesuffix(".weight") + ".default.weight"
 
 
 _NAME = "default"
@@ -83,8 +77,7 @@ _LINEAR = {"Linear", "OnednnLinear"}
 class Adapter:
     """Adds adapters to a model's linear layers, in place. Attributes: `config`, `layers` by name.
 
-    Raises UnsupportedModelError if the targets are not linear layers of the model, or the adapter
-    to start from does not fit.
+    Raises UnsupportedModelError if the targets, or the adapter to start from, do not fit the model.
     """
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, dtype: torch.dtype) -> None:
@@ -101,7 +94,7 @@ class Adapter:
         if odd:
             raise UnsupportedModelError(
                 f"trainer.lora: {type(model).__name__} has layers of kind "
-                f"{', '.join(sorted(odd))}, and only linear layers can have an adapter here; set "
+                f"{', '.join(sorted(odd))}, but only linear layers can have an adapter; set "
                 "trainer.lora.targets"
             )
         for parameter in self._parameters().values():
@@ -282,13 +275,13 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
             if name not in linear:
                 raise UnsupportedModelError(
                     f"trainer.lora.targets: {name} is not a linear layer of a block "
-                    f"({type(modules[name]).__name__}), and only those can have an adapter"
+                    f"({type(modules[name]).__name__}), but only those can have an adapter"
                 )
         if not meant:
             inner = {name.rpartition(".")[2] for name in linear}
             raise UnsupportedModelError(
-                f"trainer.lora.targets: {target} is no layer of {type(model).__name__}; its linear "
-                f"layers are {', '.join(sorted(inner))}"
+                f"trainer.lora.targets: {target} is not a layer of {type(model).__name__}; its "
+                f"linear layers are {', '.join(sorted(inner))}"
             )
 
 

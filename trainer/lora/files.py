@@ -5,8 +5,7 @@ adapter_config.json         its settings, and the model it belongs to
 adapter_model.safetensors   base_model.model.LAYER.lora_A.weight and lora_B, of each layer
 ```
 
-`asyncrl.trainer.lora.adapter` has the tensors. Nothing is unpickled: `adapter_model.bin` is
-refused.
+`asyncrl.trainer.lora.adapter` has the tensors. `adapter_model.bin`, a pickle, is refused.
 """
 
 from __future__ import annotations
@@ -64,10 +63,10 @@ def why_not_started_from(directory: Path, config: LoraConfig) -> str | None:
     except (OSError, ValueError) as error:
         return f"{directory / CONFIG} cannot be read: {error}"
     if not isinstance(found, dict) or found.get("peft_type") != "LORA":
-        return f"{directory} is no LoRA adapter"
+        return f"{directory} is not a LoRA adapter"
     for name, value in (("r", config.rank), ("lora_alpha", config.alpha)):
         if found.get(name) != value:
-            return f"{directory} has {name} {found.get(name)}, and the run {value:g}"
+            return f"{directory} has {name} {found.get(name)}, but the run {value:g}"
     odd = [name for name, plain in _PLAIN.items() if found.get(name, plain) not in (plain, None)]
     odd += [name for name in _EMPTY if found.get(name)]
     return f"{directory} uses {', '.join(odd)}, which is not trained here" if odd else None

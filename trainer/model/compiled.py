@@ -7,8 +7,7 @@ One block is compiled for all of them: weights are its inputs, and the number of
 variable, so no micro-batch triggers a recompilation. Attention and, on a CPU, oneDNN's products are
 called unchanged; the compiler does not look into them.
 
-`results_of` and `where_different` check that two ways to compute hidden states agree in value and
-gradient.
+`results_of` and `where_different` check that two computations agree in value and gradient.
 """
 
 from __future__ import annotations
@@ -86,8 +85,7 @@ def compile_blocks(
     gap = where_different(after, before, 0.05 if dtype.itemsize < 4 else 1e-3)
     if gap is not None:
         raise UnsupportedModelError(
-            f"{name} computes something else when it is compiled ({gap}); set trainer.compile: "
-            "false"
+            f"{name} computes other results when compiled ({gap}); set trainer.compile: false"
         )
     logger.info("compiled %d blocks in %.0f s", len(blocks), time.monotonic() - began)
 

@@ -2,12 +2,10 @@
 
     hidden [N, C] ─► a block of logits ─► LogitMap ─► running log-sum-exp, entropy, target's logit
                      (a part of the vocabulary, or whole rows where sampling is truncated)
-
 A block has at most BLOCK numbers and is dropped at once. The backward pass keeps one number a
 token, the logarithm of the softmax's denominator, and recomputes each block: a third more
 arithmetic of the head, for memory that does not grow with N x V. Blocks of the vocabulary write
-each row of the weight's gradient once; blocks of tokens would add to all of it each time. Top-k,
-top-p and min-p need whole rows.
+each row of the weight's gradient once. Top-k, top-p and min-p need whole rows.
 """
 
 from __future__ import annotations
@@ -175,6 +173,13 @@ class _Plan:
     products: _Products
     dtype: torch.dtype
 
+    def converted(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Convert to the type of the products."""
+        b = None if bias is None else bias.to(self.dtype)
+        return hidden.to(self.dtype), weight.to(self.dtype), b
+
     def logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute a block of logits in float32 or more."""
         raw = self.products.forward(x, weight, bias)
@@ -188,10 +193,9 @@ class _Score(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan
     ) -> tuple[Tensor, Tensor, Tensor]:
-        x, w = hidden.to(plan.dtype), weight.to(plan.dtype)
-        b = None if bias is None else bias.to(plan.dtype)
+        x, w, b = plan.converted(hidden, weight, bias)
         forward = _by_rows if plan.processing.truncation.is_active else _by_vocabulary
-        logprobs, entropy, outside, log_sums = forward(plan, x, w, b, targets)
+        logprobs, entropy, outside, log_sums = forward(plan, (x, w, b, targets))
         ctx.plan = plan
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums)
         ctx.mark_non_differentiable(entropy, outside)
@@ -201,8 +205,7 @@ class _Score(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         hidden, weight, bias, targets, log_sums = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        x, w = hidden.to(plan.dtype), weight.to(plan.dtype)
-        b = None if bias is None else bias.to(plan.dtype)
+        inputs = (*plan.converted(hidden, weight, bias), targets)
         out = _Gradients(
             torch.zeros_like(hidden, dtype=log_sums.dtype) if ctx.needs_input_grad[0] else None,
             torch.zeros_like(weight) if ctx.needs_input_grad[1] else None,
@@ -211,7 +214,7 @@ class _Score(torch.autograd.Function):
         backward = (
             _by_rows_backward if plan.processing.truncation.is_active else _by_vocabulary_backward
         )
-        backward(plan, x, w, b, targets, log_sums, grads[0], out)
+        backward(plan, inputs, log_sums, grads[0], out)
         for_hidden = None if out.hidden is None else out.hidden.to(hidden.dtype)
         return for_hidden, out.weight, out.bias, None, None
 
@@ -235,13 +238,14 @@ class _Gradients:
             self.weight[part] += plan.products.for_weight(grad, x)
 
 
+_Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor]
+"""`[N, C]`, `[V, C]`, `[V]` and `[N]` targets, in the type of the products."""
 _Forward = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _by_vocabulary(
-    plan: _Plan, x: Tensor, w: Tensor, b: Tensor | None, targets: Tensor
-) -> _Forward:
+def _by_vocabulary(plan: _Plan, inputs: _Inputs) -> _Forward:
     """Softmax of whole rows, a part of the vocabulary at a time (arXiv 1805.02867)."""
+    x, w, b, targets = inputs
     kind = torch.promote_types(plan.dtype, torch.float32)
     top = torch.full((len(x),), -torch.inf, dtype=kind, device=x.device)
     total, weighed, chosen = (torch.zeros_like(top) for _ in range(3))
@@ -260,15 +264,9 @@ def _by_vocabulary(
 
 
 def _by_vocabulary_backward(
-    plan: _Plan,
-    x: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    targets: Tensor,
-    log_sums: Tensor,
-    above: Tensor,
-    out: _Gradients,
+    plan: _Plan, inputs: _Inputs, log_sums: Tensor, above: Tensor, out: _Gradients
 ) -> None:
+    x, w, b, targets = inputs
     everything = slice(0, len(x))
     for part in _parts(len(w), _block(x) // max(1, len(x))):
         logits = plan.logits(x, w[part], None if b is None else b[part])
@@ -279,8 +277,9 @@ def _by_vocabulary_backward(
         out.add(plan, grad, x, w[part], everything, part)
 
 
-def _by_rows(plan: _Plan, x: Tensor, w: Tensor, b: Tensor | None, targets: Tensor) -> _Forward:
+def _by_rows(plan: _Plan, inputs: _Inputs) -> _Forward:
     """Compute some tokens at a time, with all of the vocabulary."""
+    x, w, b, targets = inputs
     found = []
     for rows in _parts(len(x), _block(x) // len(w)):
         logits, outside = _truncated(plan, x[rows], w, b, targets[rows])
@@ -293,15 +292,9 @@ def _by_rows(plan: _Plan, x: Tensor, w: Tensor, b: Tensor | None, targets: Tenso
 
 
 def _by_rows_backward(
-    plan: _Plan,
-    x: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    targets: Tensor,
-    log_sums: Tensor,
-    above: Tensor,
-    out: _Gradients,
+    plan: _Plan, inputs: _Inputs, log_sums: Tensor, above: Tensor, out: _Gradients
 ) -> None:
+    x, w, b, targets = inputs
     everything = slice(0, len(w))
     for rows in _parts(len(x), _block(x) // len(w)):
         logits, _ = _truncated(plan, x[rows], w, b, targets[rows])

@@ -14,7 +14,7 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.lora.memory import adapter_parameters
+from asyncrl.trainer.base.lora_config import LoraConfig
 
 GIB = 2**30
 ACTIVATIONS_FACTOR = 1.5
@@ -29,8 +29,7 @@ FULL = 0.92
 ACTIVATIONS_FACTOR, and the driver reserves about 1%."""
 _NCCL = 1 * GIB
 """NCCL's memory on each GPU: buffers of 4 MiB for each of 32 channels and 4 connections of a
-channel are 0.5 GiB, and about as much again is for its other protocols, its kernels and the
-driver."""
+channel are 0.5 GiB; about as much is for its other protocols, its kernels and the driver."""
 _WORKSPACES = 96 << 20
 """32 MiB each for cuBLAS (on Hopper), cuBLASLt and attention."""
 _FRAGMENTED = 0.05
@@ -77,6 +76,17 @@ class ModelShape:
         )
 
 
+def adapter_parameters(shape: ModelShape, config: LoraConfig) -> int:
+    """Count the parameters of A and B; a layer of another name counts as one of the MLP's."""
+    hidden, middle = shape.hidden, shape.intermediate
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    of_attention = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
+    all_linear = (*of_attention, "gate_proj", "up_proj", "down_proj")
+    names = all_linear if isinstance(config.targets, str) else config.targets
+    block = sum(hidden + of_attention.get(name, middle) for name in names)
+    return config.rank * block * shape.layers
+
+
 _OF_THE_HOST = ("host_moments", "host_copy", "published")
 
 
@@ -103,8 +113,7 @@ class StepMemory:
     libraries: int = 0
     """Buffers of NCCL and cuBLAS, and fragmentation, on a GPU."""
     gathered: int = 0
-    """Whole weights and gradients in use with `sharding: full`, and buffers that carry them to the
-    other ranks."""
+    """Whole weights and gradients in use with `sharding: full`, and buffers that send them."""
     copy: int = 0
     """The copy for checkpoints, if the device is the host."""
     host_moments: int = 0
@@ -161,7 +170,8 @@ def step_memory(
     parts = 2 if config.algorithm == "reinforce_plus_plus" else 1
     adapter = adapter_parameters(shape, config.lora) if config.lora.enabled else 0
     trained = adapter or count
-    moments = int(2 * trained // config.ranks * _bytes_of_a_moment(config, width))
+    of_moment = {"float32": width, "bfloat16": 2, "int8": 1 + 4 / 256}  # int8: 256 share a scale
+    moments = int(2 * trained // config.ranks * of_moment[config.optimizer_state])
     activations = _activations(shape, config, samples)
     full = config.sharding == "full"
     own = width / config.ranks if full else width
@@ -175,6 +185,7 @@ def step_memory(
     logits = _head(shape, config, samples, on_gpu=on_gpu)
     gathered = _gathered(shape, config) if full else 0
     varying = logits + gathered + activations * (2 if shape.critic else 1)
+    libraries = _WORKSPACES + _NCCL * (config.ranks > 1) + int(_FRAGMENTED * varying)
     return StepMemory(
         weights=weights,
         gradients=int(parts * trained * own) + (0 if full or adapter else head * width),
@@ -184,23 +195,13 @@ def step_memory(
         head=logits,
         process=_PROCESS,
         critic=of_critic if shape.critic else 0,
-        libraries=_libraries(config, varying) if on_gpu else 0,
+        libraries=libraries if on_gpu else 0,
         gathered=gathered,
         copy=0 if on_gpu else copy,
         host_copy=copy if on_gpu else 0,
         host_moments=moments if config.optimizer_offload else 0,
         published=2 * adapter * 4 if adapter else 2 * count * engine_bytes,
     )
-
-
-def _libraries(config: TrainerConfig, varying: int) -> int:
-    """Bytes on a GPU outside of tensors; `varying` is what changes from step to step."""
-    return _WORKSPACES + _NCCL * (config.ranks > 1) + int(_FRAGMENTED * varying)
-
-
-def _bytes_of_a_moment(config: TrainerConfig, width: int) -> float:
-    coded = 1 + 4 / 256  # a byte, and a scale for each 256
-    return {"float32": width, "bfloat16": 2, "int8": coded}[config.optimizer_state]
 
 
 def _copy(shape: ModelShape, config: TrainerConfig, of_policy: int) -> int:
@@ -237,17 +238,11 @@ def _gathered(shape: ModelShape, config: TrainerConfig) -> int:
 
 
 def remedies(
-    shape: ModelShape,
-    config: TrainerConfig,
-    samples: Samples,
-    available: int,
-    *,
-    on_gpu: bool,
+    shape: ModelShape, config: TrainerConfig, samples: Samples, available: int, *, on_gpu: bool
 ) -> tuple[list[str], int]:
     """Settings with which the step fits: one that suffices alone, the cheapest, or several.
 
-    Returns them as `trainer.NAME: VALUE`, and the bytes that are needed with them, more than
-    `available` if nothing suffices.
+    Returns them as `trainer.NAME: VALUE`, and the bytes needed with them, which may be too many.
     """
     ways: list[tuple[str, object]] = [
         ("gradient_checkpointing", "selective"),
@@ -269,7 +264,7 @@ def remedies(
 
     for name, value in ways:
         if needed({name: value}) <= available:
-            return [f"trainer.{name}: {_written(value)}"], needed({name: value})
+            return [_written(name, value)], needed({name: value})
     together: dict[str, object] = {}
     for name, value in ways:
         together[name] = value
@@ -279,8 +274,11 @@ def remedies(
         others = {other: value for other, value in together.items() if other != name}
         if needed(others) <= max(available, needed(together)):
             together = others
-    listed = [f"trainer.{name}: {_written(value)}" for name, value in together.items()]
-    return listed, needed(together)
+    return [_written(name, value) for name, value in together.items()], needed(together)
+
+
+def _written(name: str, value: object) -> str:
+    return f"trainer.{name}: {str(value).lower()}"
 
 
 def _saves(config: TrainerConfig, name: str, value: object) -> bool:
@@ -299,10 +297,6 @@ def _is_possible(config: TrainerConfig, name: str, value: object) -> bool:
     except ValidationError:
         return False
     return True
-
-
-def _written(value: object) -> str:
-    return str(value).lower()
 
 
 def tokens_at_once(config: TrainerConfig, samples: Samples) -> int:

@@ -17,8 +17,7 @@ from asyncrl.wire.weights.pretrained import load_causal_lm
 def load_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Load a causal language model from a directory or hub id, onto the CPU.
 
-    Raises UnsupportedModelError if transformers cannot load it, or it does not take an attention
-    function.
+    Raises UnsupportedModelError if it cannot be loaded, or does not take an attention function.
     """
     try:
         model: Any = load_causal_lm(model_path, dtype)
@@ -35,12 +34,12 @@ def load_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     if kinds - {"full_attention", "sliding_attention"}:
         raise UnsupportedModelError(
             f"{model_path}: {type(model).__name__} has layers of another kind than full or sliding "
-            f"attention ({', '.join(sorted(kinds))}), which packed sequences cannot be trained with"
+            f"attention ({', '.join(sorted(kinds))}); packed sequences cannot be trained with them"
         )
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(
-            f"{model_path}: {type(model).__name__} carries a recurrent state across the row, "
-            "so packed sequences would see each other; choose a transformer"
+            f"{model_path}: {type(model).__name__} has a recurrent state, through which packed "
+            "sequences would see each other; choose a transformer"
         )
     return model
 

@@ -9,8 +9,7 @@ GPU in 16 bits (`asyncrl.trainer.model.varlen`) and on a CPU unless sequences ar
 
 `capped_attention` serves models with capped scores or sinks, by the formula of
 `asyncrl.rollout.model_parts`. It computes scores for a block of queries at a time and again in the
-backward pass, so memory grows with the sequence and not with its square, at about three times the
-cost of a fused kernel.
+backward pass, so memory grows with the sequence, not its square, at three times a kernel's cost.
 """
 
 from __future__ import annotations
@@ -141,9 +140,8 @@ class Layout:
     """Positions of B sequences in a packed row of T tokens and in attention's S padded slots.
 
     Sequences may share their first tokens, as the samples of a group share their prompt. These come
-    once in the row, before the rest of each sequence. In the padded slots every sequence has them,
-    and only those of the family's first sequence are the tokens' own: they receive attention's
-    output.
+    once in the row, before the rest of each sequence. Every sequence has them in the padded slots;
+    only those of the family's first sequence are the tokens' own and receive attention's output.
     """
 
     positions: Tensor
@@ -157,11 +155,9 @@ class Layout:
     blocks: tuple[Block, ...]
     """Blocks of the padded slots, in order."""
     longest: int
-    lengths: tuple[int, ...]
     segments: tuple[tuple[int, int, int, int], ...]
     """First token, one after the last, place in the row of what it shares, number of shared tokens;
-    in the order of the row, without empty ones. Tokens attend to those and to their segment's
-    own."""
+    in the order of the row, without empty ones. Tokens attend to these and to their own segment."""
     families: tuple[tuple[int, int, int, int], ...]
     """Place in the row, number of tokens, first sequence, one after the last, of families that
     share tokens."""
@@ -226,7 +222,6 @@ class Layout:
             gather=put(np.flatnonzero(own)),
             blocks=blocks,
             longest=int(counts.max()),
-            lengths=tuple(lengths),
             segments=tuple(sorted([*own_parts, *((a, a + n, a, 0) for a, n, _, _ in together)])),
             families=together,
         )
@@ -320,10 +315,8 @@ def packed_attention(
 
     is_capped = softcap is not None or s_aux is not None
     if varlen.serves(query) and not is_capped:
-        out = varlen.attend(
-            query, key, value, packed_layout.keys(), scale=scaling, window=sliding_window
-        )
-        return out, None
+        keys, window = packed_layout.keys(), sliding_window
+        return varlen.attend(query, key, value, keys, scale=scaling, window=window), None
     sees_all = sliding_window is None or sliding_window >= packed_layout.longest
     if sees_all and not (is_capped or dropout) and tiled.serves(query, packed_layout.segments):
         return tiled.attend(query, key, value, packed_layout.segments, scale=scaling), None
@@ -337,16 +330,10 @@ def packed_attention(
             )
         else:
             mask = _window_mask(block.longest, sliding_window, query.device)
-            found = scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=mask is None,
-                scale=scaling,
-                enable_gqa=key.shape[1] != query.shape[1],
-            )
+            options: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None}
+            options |= {"dropout_p": dropout, "scale": scaling}
+            shared = key.shape[1] != query.shape[1]
+            found = scaled_dot_product_attention(q, k, v, enable_gqa=shared, **options)
         padded.append(found.transpose(1, 2).flatten(0, 1))
     whole = padded[0] if len(padded) == 1 else torch.cat(padded)
     return _Gather.apply(whole, packed_layout)[None], None

@@ -4,8 +4,8 @@ The log-probabilities are those of the *processed* distribution, from which the 
 logits divided by the temperature, restricted to the tokens that top-k, top-p and min-p leave in
 (`asyncrl.rollout.sampled_set`, the engines' function), and renormalised. With truncation the set is
 that of the *current* policy plus the drawn token, which would otherwise have probability 0, and no
-gradient, after the smallest change at the set's edge. The share of such tokens is reported
-(`mismatch.outside_nucleus`); at staleness 0 it is rounding.
+gradient, after the smallest change at the set's edge. `mismatch.outside_nucleus` is the share of
+such tokens; at staleness 0 it is rounding.
 
 Activation checkpointing: `true` keeps only a block's input, so the whole forward pass runs twice.
 `selective` also keeps the results of attention and of products that are no wider than their input,
@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
@@ -37,7 +38,7 @@ from asyncrl.trainer.cpu.fused import MAX_LENGTH, FusedDecoder, why_not_trained_
 from asyncrl.trainer.cpu.layers import speed_up
 from asyncrl.trainer.lora.adapter import Adapter
 from asyncrl.trainer.model import head
-from asyncrl.trainer.model.compiled import results_of, where_different
+from asyncrl.trainer.model.compiled import compile_blocks, results_of, where_different
 from asyncrl.trainer.model.head import LogitMap, Processing, TokenScores, process, score_tokens
 from asyncrl.trainer.model.model_loading import load_model
 from asyncrl.trainer.model.packed_batch import PackedBatch
@@ -66,7 +67,7 @@ def check_routes(model: PreTrainedModel, config: TrainerConfig) -> None:
         return
     reason = why_no_routes(model)
     if config.algorithm == "ppo" and config.critic.shared_trunk:
-        reason = "with trainer.critic.shared_trunk it is not built"
+        reason = "it is not implemented with trainer.critic.shared_trunk"
     if reason is not None:
         raise UnsupportedModelError(f"trainer.router_loss_coefficient: {reason}; set it to 0")
 
@@ -87,11 +88,6 @@ _ATTENTION = {
 }
 _PRODUCTS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "mkldnn::_linear_pointwise": (0, 1)}
 """Positions of the input and the weight among the arguments."""
-
-
-def selective() -> Any:
-    """The contexts that `torch.utils.checkpoint` enters in the first and second pass."""
-    return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(_context: Any, op: Any, *args: Any, **_options: Any) -> CheckpointPolicy:
@@ -172,10 +168,6 @@ class Policy:
             self._check_packing_as_trained(model_path)
         _set_modes(self.model, gradient_checkpointing=gradient_checkpointing)
         if compiled:
-            from asyncrl.trainer.model.compiled import (
-                compile_blocks,  # the compiler takes a second to import
-            )
-
             batch = PackedBatch.of(_two_sequences(self.vocab_size), device)
             compile_blocks(self.model, model_path, lambda: self.hidden(batch), self._compute_dtype)
 
@@ -283,24 +275,12 @@ class Policy:
         if self._fused is not None and batch.layout.longest <= MAX_LENGTH:
             return self._fused.hidden(batch.tokens, batch.layout), None
         more = {"output_router_logits": True} if with_routes else {}
-        out = self.model.base_model(
-            input_ids=batch.tokens,
-            position_ids=batch.layout.positions,
-            packed_layout=batch.layout,
-            use_cache=False,
-            **more,
-        )
+        out = self.model.base_model(**_inputs(batch), **more)
         routes = routes_of(self.model, out, batch.predictors) if with_routes else None
         return out.last_hidden_state[0], routes
 
     def _logits_of_model(self, batch: PackedBatch) -> Tensor:
-        out = self.model(
-            input_ids=batch.tokens,
-            position_ids=batch.layout.positions,
-            packed_layout=batch.layout,
-            use_cache=False,
-            logits_to_keep=batch.predictors,
-        )
+        out = self.model(**_inputs(batch), logits_to_keep=batch.predictors)
         logits: Tensor = out.logits
         return logits[0]
 
@@ -318,7 +298,7 @@ class Policy:
                 f"{model_path} cannot be trained packed: {error}"
             ) from error
         if not _close(packed, want):
-            _refuse_weights_that_are_no_numbers(self.model, model_path)
+            _refuse_weights_that_are_not_finite(self.model, model_path)
             raise UnsupportedModelError(
                 f"{model_path}: {type(self.model).__name__} computes different logits for packed "
                 "sequences than for separate ones, so it cannot be trained here (known causes: "
@@ -328,7 +308,9 @@ class Policy:
         assert self._head is not None  # noqa: S101 - for the type checker
         plain = self._logits.applied(self._head(self._hidden(batch)[batch.predictors]))
         if plain.shape != want.shape or not _close(plain, want):
-            logger.info("%s changes its logits: they come from its own forward pass", model_path)
+            logger.info(
+                "%s transforms its logits, so its own forward pass computes them", model_path
+            )
             self._head = None
 
     @torch.no_grad()
@@ -375,12 +357,10 @@ class Policy:
             lambda: fused.hidden(batch.tokens, batch.layout)[: len(want[0])], parameters
         )
         gap = where_different(got, want)
-        if gap is None:
-            self._fused = fused
-        else:
-            logger.warning(
-                "training through transformers' forward pass: the fused layers differ %s", gap
-            )
+        if gap is not None:
+            logger.warning("fused layers are not used, since their results differ %s", gap)
+            return
+        self._fused = fused
 
     def _separate(self, model_path: str, pairs: Sequence[tuple[IntArray, IntArray]]) -> Tensor:
         self.model.set_attn_implementation("eager")
@@ -393,12 +373,17 @@ class Policy:
             self.model.set_attn_implementation(ATTENTION_NAME)
         except ValueError as error:
             raise UnsupportedModelError(
-                f"{model_path} refuses the attention interface: {error}"
+                f"{model_path} does not support the attention interface: {error}"
             ) from error
         return torch.cat(rows)
 
 
-def _refuse_weights_that_are_no_numbers(model: nn.Module, model_path: str) -> None:
+def _inputs(batch: PackedBatch) -> dict[str, Any]:
+    layout = {"position_ids": batch.layout.positions, "packed_layout": batch.layout}
+    return {"input_ids": batch.tokens, **layout, "use_cache": False}
+
+
+def _refuse_weights_that_are_not_finite(model: nn.Module, model_path: str) -> None:
     wrong = [name for name, one in model.named_parameters() if not bool(one.isfinite().all())]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -462,7 +447,7 @@ def _set_modes(
         )
     options: dict[str, Any] = {"use_reentrant": False}
     if gradient_checkpointing == "selective":
-        options["context_fn"] = selective
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):

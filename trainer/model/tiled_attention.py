@@ -3,10 +3,8 @@
 torch's fused kernel for CPUs computes padded sequences, at a fraction of the speed of matrix
 products. Here each segment of the row (`Layout.segments`) is computed separately: a tile of its
 queries, of all heads that share keys, against the keys up to the tile's end, whose last square has
-a mask. The backward pass recomputes a tile's probabilities, so memory grows with the tokens and not
-with their square.
-
-A segment's sums depend on its own tokens only, not on the rest of the row.
+a mask. The backward pass recomputes a tile's probabilities, so memory grows with the tokens, not
+with their square. A segment's sums depend on its own tokens only, not on the rest of the row.
 """
 
 from __future__ import annotations

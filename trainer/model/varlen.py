@@ -7,9 +7,8 @@ Queries are the row itself; keys and values are copied, since shared tokens are 
     queries   |p p p|a a|b b b|
     keys      |p p p|p p p a a|p p p b b b|
 
-The kernel exists for 16-bit types on CUDA only; everything else is padded
-(`asyncrl.trainer.model.packing`). With fewer queries than keys, its causal mask is that of the last
-queries.
+The kernel is for 16-bit types on CUDA; all else is padded (`trainer.model.packing`). If there are
+fewer queries than keys, its causal mask is that of the last queries.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 
@@ -22,16 +21,16 @@ from asyncrl.trainer import corrections
 from asyncrl.trainer.algorithms.base import (
     Algorithm,
     LossSums,
-    Rewards,
     Signal,
     TokenBatch,
+    Wrapper,
     owners_of,
 )
 from asyncrl.trainer.algorithms.reference_kl import WithReferenceKl
 from asyncrl.trainer.algorithms.router_balance import WithRouterBalance
 from asyncrl.trainer.base.algorithm_registry import class_of
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.corrections.base import Correction
+from asyncrl.trainer.corrections import Correction
 
 _OF_WEIGHTS = {
     "importance_capped": Signal("share of tokens whose weight was cut to `trainer.importance_cap`"),
@@ -48,10 +47,9 @@ _SIGNALS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Corrected:
+class Corrected(Wrapper):
     """An algorithm whose tokens are weighted by a correction."""
 
-    algorithm: Algorithm
     correction: Correction
     log_ratio_clamp: float | None = None
     """Bound of |log(p / b)|, and of |log(p / x)|, in nats, if any."""
@@ -63,15 +61,6 @@ class Corrected:
         """Signals of the algorithm, and those of the module."""
         of_weights = _OF_WEIGHTS if self.weighs else {}
         return {**self.algorithm.signals, **of_weights, **_SIGNALS}
-
-    @property
-    def needs_reference(self) -> bool:
-        """True if the algorithm needs it."""
-        return self.algorithm.needs_reference
-
-    def advantages(self, rewards: Rewards) -> Rewards:
-        """`[G]` advantages of the algorithm."""
-        return self.algorithm.advantages(rewards)
 
     def loss(self, batch: TokenBatch) -> LossSums:
         """Return the algorithm's loss of the corrected batch."""
@@ -88,10 +77,7 @@ class Corrected:
         found = self.correction(log_ratio, owners_of(batch))
         own = self.algorithm.loss(replace(batch, importance=found.importance, kept=found.kept))
         squares = (2 * log_ratio.double()).exp()
-        sums = {
-            "chi_squared": (squares - 1).sum(),
-            "correction_masked": (1 - found.kept).sum(),
-        }
+        sums = {"chi_squared": (squares - 1).sum(), "correction_masked": (1 - found.kept).sum()}
         if self.weighs:
             used = found.importance.double()
             sums["effective_share"] = torch.stack([used.sum(), used.square().sum()])
@@ -101,13 +87,9 @@ class Corrected:
 
 def make(config: TrainerConfig) -> Algorithm:
     """Build the configured algorithm, with its correction and the KL penalty if there is one."""
-    made = class_of(config.algorithm).from_config(config)
-    algorithm: Algorithm = Corrected(
-        cast("Algorithm", made),
-        corrections.make(config),
-        config.log_ratio_clamp,
-        weighs=config.proximal_policy == "current",
-    )
+    made: Algorithm = class_of(config.algorithm).from_config(config)
+    weighs, clamp = config.proximal_policy == "current", config.log_ratio_clamp
+    algorithm: Algorithm = Corrected(made, corrections.make(config), clamp, weighs=weighs)
     if config.router_loss_coefficient > 0:
         algorithm = WithRouterBalance(algorithm, config.router_loss_coefficient)
     if config.kl_coefficient > 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.trainer.base.algorithm_registry import has_critic, is_own
+from asyncrl.trainer.base.algorithm_registry import entry_of, is_own
 from asyncrl.trainer.base.config import TrainerConfig
 
 _CLIPS_TOWARDS_THE_STEP = ("dapo", "dr_grpo", "grpo", "ppo")
@@ -31,33 +31,26 @@ class Estimate:
     known: bool
     """False for a user's algorithm."""
     biases: tuple[str, ...]
-    """Reasons why it differs from the policy gradient, a few words each; empty if it is unbiased.
-    docs/algorithms.md explains them."""
+    """Reasons why it differs from the policy gradient, as in docs/algorithms.md; perhaps none."""
 
 
 def estimate_of(config: TrainerConfig, *, stale: bool) -> Estimate:
     """Estimate the biases of the trainer's settings.
 
-    `stale` tokens may be of an older policy than the step's. Within a step they are, from its
-    second update on.
+    `stale` tokens may be of an older policy than the step's, as are those after its first update.
     """
     if is_own(config.algorithm):
         return Estimate(known=False, biases=())
-    found = [_of_normalization(config), _of_advantages(config)]
+    kind = config.loss_normalization
+    found = ["" if kind == "sample" else f"loss_normalization: {kind}", _of_advantages(config)]
     found += [name for name in _OTHER_OBJECTIVES if getattr(config, name)]
-    if has_critic(config.algorithm):
+    if entry_of(config.algorithm).critic:
         found.append(_of_values(config))
     if stale or config.updates_per_step > 1:
         found.append(_of_stale_tokens(config))
     if config.ppo_epochs > 1:
         found.append("samples seen before")
     return Estimate(known=True, biases=tuple(one for one in found if one))
-
-
-def _of_normalization(config: TrainerConfig) -> str:
-    if config.loss_normalization == "token":
-        return "loss_normalization: token"
-    return "loss_normalization: sequence" if config.loss_normalization == "sequence" else ""
 
 
 def _of_advantages(config: TrainerConfig) -> str:
@@ -71,11 +64,7 @@ def _of_advantages(config: TrainerConfig) -> str:
 
 
 def _of_values(config: TrainerConfig) -> str:
-    """The bias of a critic's values.
-
-    With gamma and lambda 1 a state's value is only its baseline. The value loss moves the weights
-    of a trunk that policy and critic share.
-    """
+    """Bias of a critic's values; with gamma and lambda 1 a value is only a baseline."""
     if config.critic.gamma < 1:
         return "critic.gamma"
     if config.critic.truncated == "bootstrap":
@@ -92,9 +81,7 @@ def _of_stale_tokens(config: TrainerConfig) -> str:
     if config.correction == "none":
         return "stale tokens without a correction"
     if config.correction == "sequence_truncated":
-        if config.importance_cap >= 1e6:
-            return ""
-        return "stale samples beyond importance_cap"
+        return "" if config.importance_cap >= 1e6 else "stale samples beyond importance_cap"
     if config.correction == "sequence_masked":
         return "stale samples outside correction_band"
     return "stale tokens weighed one by one"

@@ -26,8 +26,8 @@ def check_group(
 ) -> int:
     """Check the distinct samples of a group and their rewards `[G]`; return the group's index.
 
-    Raises BatchError, naming the group or sample and what is wrong. No token may follow a newer
-    policy than `policy_version`.
+    Raises BatchError, which names the group or sample and what is wrong. No token may follow a
+    newer policy than `policy_version`.
     """
     groups = {t.id.group for t in trajectories}
     samples = {t.id.sample for t in trajectories}
@@ -52,7 +52,7 @@ def check_trajectory(trajectory: Trajectory, vocab_size: int, version: int) -> N
     """Raise BatchError, naming the sample and the fault, if it cannot be trained on."""
     name = f"trajectory {trajectory.id}"
     if not len(trajectory.prompt_tokens) or not len(trajectory.tokens):
-        raise BatchError(f"{name}: an empty prompt or response")
+        raise BatchError(f"{name}: the prompt or the response is empty")
     for tokens in (trajectory.prompt_tokens, trajectory.tokens):
         first, last = tokens.min(), tokens.max()
         if first < 0 or last >= vocab_size:
@@ -62,12 +62,12 @@ def check_trajectory(trajectory: Trajectory, vocab_size: int, version: int) -> N
             )
     lowest, highest = trajectory.behaviour_logprobs.min(), trajectory.behaviour_logprobs.max()
     if not (math.isfinite(lowest) and math.isfinite(highest)):  # a NaN is both
-        raise BatchError(f"{name}: behaviour log-probabilities not finite")
+        raise BatchError(f"{name}: behaviour log-probabilities are not finite")
     if highest > _ROUNDING:
         raise BatchError(f"{name}: a behaviour log-probability of {highest:.3g} is above 0")
     provenance = trajectory.provenance.max()
     if provenance > _LAST_PROVENANCE:
-        raise BatchError(f"{name}: {provenance} is no provenance of a token")
+        raise BatchError(f"{name}: {provenance} is not a valid Provenance value")
     _check_observed(trajectory, name)
     _check_segments(trajectory, name)
     newest = trajectory.segments[-1].policy_version

@@ -24,8 +24,9 @@ number of tokens, so a few deciding tokens cannot exceed it.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Self
 
 import numpy as np
@@ -39,8 +40,7 @@ from asyncrl.trainer.model.token_batch import behaviour_logprobs_of, to_device
 MIN_TOKENS = 64
 """Fewer tokens say nothing: a single one of small probability can be far off."""
 MIN_RATIO = 7.0
-"""Above this ratio the slope exceeds its limit; by chance, once in 2 * 10**10 checks of either
-sign."""
+"""A higher ratio means a higher slope; by chance, once in 2 * 10**10 checks of either sign."""
 
 SUMS = 7
 
@@ -64,15 +64,7 @@ class Disagreement:
     """Sum of |g|."""
 
     def __add__(self, other: Self) -> Self:
-        return type(self)(
-            self.tokens + other.tokens,
-            self.gaps + other.gaps,
-            self.squares + other.squares,
-            self.products + other.products,
-            self.slopes + other.slopes,
-            self.signed + other.signed,
-            self.sizes + other.sizes,
-        )
+        return type(self)(*map(operator.add, astuple(self), astuple(other)))
 
     @classmethod
     def total(cls, rows: Tensor) -> Self:

@@ -44,8 +44,8 @@ def explain(
     """Find the policy that the tokens follow: another temperature, or the previous version.
 
     `trajectories` are suspicious ones, wholly of this version; `limits` say what rounding explains.
-    `previous` are the previous version's weights by HF name, empty if unknown. Returns None if
-    neither explains the tokens.
+    `previous` are the previous version's weights by HF name, perhaps empty. Returns None if neither
+    explains the tokens.
     """
     own = rescored(policy, trajectories).mean
     # An explanation leaves rounding only, and not much of what there was to explain.
@@ -93,9 +93,8 @@ def rescored(
 @torch.no_grad()
 def logprobs_of(policy: Policy, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
     """The policy's log-probabilities of each trajectory's trained tokens, in nats."""
-    return [
-        policy.score(_packed(policy, one)).logprobs.float().cpu().numpy() for one in trajectories
-    ]
+    scores = (policy.score(_packed(policy, one)) for one in trajectories)
+    return [one.logprobs.float().cpu().numpy() for one in scores]
 
 
 def _packed(policy: Policy, trajectory: Trajectory) -> PackedBatch:

@@ -6,15 +6,13 @@ between steps differs. A moment's change in a step is mostly less than the last 
 bits, and rounding to the nearest would lose it; stochastic rounding keeps the expected value exact.
 The same holds in 8 bits (`asyncrl.trainer.optimizer.coded_moments`).
 
-Slices of a parameter are brought to the device one after another, so at most one slice of float32
-moments exists.
+Slices of a parameter are brought to the device one by one, so only one has float32 moments.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +23,7 @@ from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import NonFiniteError, TrainerError
 from asyncrl.trainer.optimizer import coded_moments
 from asyncrl.trainer.optimizer.coded_moments import CODES, SCALE
+from asyncrl.trainer.sharding.rows import local
 
 SLICE = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Numbers of a parameter that are updated at a time, by device."""
@@ -37,8 +36,7 @@ class SmallAdamW(torch.optim.Optimizer):
     """AdamW; states have torch's names, so that each can read the other's.
 
     Attribute: `on_host`, which keeps moments in the host's memory. `moments` is their data type, by
-    default the parameter's; uint8 codes those of matrices and keeps those of vectors in the
-    parameter's.
+    default the parameter's; uint8 codes those of matrices only.
     """
 
     def __init__(
@@ -79,12 +77,12 @@ class SmallAdamW(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
-            state |= self._empty(_local(parameter))
+            state |= self._empty(local(parameter))
         state["step"] += 1
-        whole, grads = _local(parameter), _local(parameter.grad)  # type: ignore[arg-type]
+        whole, grads = local(parameter), local(parameter.grad)  # type: ignore[arg-type]
         if not whole.numel():
             return
-        update = _Step.of(group, int(state["step"]))
+        update = _Step(group, int(state["step"]))
         size = SLICE.get(whole.device.type, SLICE["cuda"])
         if self._is_coded(whole):
             self._update_coded(state, whole.flatten(1), grads.flatten(1), update, size)
@@ -100,7 +98,8 @@ class SmallAdamW(torch.optim.Optimizer):
             for name, value in zip(_MOMENTS, (mean, square), strict=True):
                 place = state[name].view(-1)[part]
                 if place.data_ptr() != value.data_ptr():
-                    place.copy_(self._rounded(value), non_blocking=True)
+                    kept = round_by_chance(value) if self._moments == torch.bfloat16 else value
+                    place.copy_(kept, non_blocking=True)
 
     def _update_coded(
         self, state: dict[str, Any], weights: Tensor, grads: Tensor, update: _Step, size: int
@@ -133,9 +132,6 @@ class SmallAdamW(torch.optim.Optimizer):
         on_host = moment.to("cpu")
         return on_host.pin_memory() if parameter.is_cuda else on_host
 
-    def _rounded(self, value: Tensor) -> Tensor:
-        return round_by_chance(value) if self._moments == torch.bfloat16 else value
-
     def _kept(self, moment: Tensor, parameter: Tensor, *, is_scale: bool) -> Tensor:
         kind = self._moments
         if is_scale or (kind == torch.uint8 and not coded_moments.is_coded(parameter)):
@@ -143,18 +139,14 @@ class SmallAdamW(torch.optim.Optimizer):
         return self._placed(moment.to(kind or parameter.dtype), parameter)
 
 
-@dataclass(frozen=True, slots=True)
 class _Step:
-    group: dict[str, Any]
-    step_size: float
-    root: float
-    """sqrt(1 - beta2 ** step), which corrects the second moment's bias."""
+    """AdamW's changes in a step, from 1."""
 
-    @classmethod
-    def of(cls, group: dict[str, Any], steps: int) -> _Step:
-        """The `steps`-th, from 1."""
+    def __init__(self, group: dict[str, Any], steps: int) -> None:
         first, second = group["betas"]
-        return cls(group, group["lr"] / (1 - first**steps), math.sqrt(1 - second**steps))
+        self.group, self.step_size = group, group["lr"] / (1 - first**steps)
+        self.root = math.sqrt(1 - second**steps)
+        """Corrects the second moment's bias."""
 
     def take(self, weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor) -> None:
         """Change weights and moments in place."""
@@ -173,13 +165,6 @@ def round_by_chance(value: Tensor) -> Tensor:
     return (bits + noise).bitwise_and_(-(1 << 16)).view(torch.float32).to(torch.bfloat16)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; any other unchanged."""
-    to_local = getattr(tensor, "to_local", None)
-    out: Tensor = tensor.detach() if to_local is None else to_local().detach()
-    return out
-
-
 _KEPT_AS = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.uint8}
 
 
@@ -194,8 +179,8 @@ def learning_rate(
     `peaks` overrides the configured peak, by the first step with each value. The shape stays.
     Raises TrainerError if cosine or linear has no last step, or one inside the warm-up.
     """
-    peak = peaks[max(past)] if (past := [one for one in peaks if one <= step]) else None
-    peak = config.learning_rate if peak is None else peak
+    past = [one for one in peaks if one <= step]
+    peak = peaks[max(past)] if past else config.learning_rate
     if step < config.warmup_steps:
         return peak * (step + 1) / (config.warmup_steps + 1)
     if config.learning_rate_schedule == "constant":

@@ -3,16 +3,12 @@
 ```
 weights/MODULE/NAME                 parameters and persistent buffers; a tied weight once
 optimizer/OPTIMIZER/MODULE/NAME/KEY optimizer's state of a parameter, as `exp_avg`
-tensors/NAME                        more of them, as an algorithm names them
 random/RANK/cpu, random/RANK/cuda.0 random states of each rank
 ```
 
 A rank holds a box of a sharded parameter and its moments. Names do not depend on the number of
 ranks, so 2 ranks can load what 8 saved. An optimizer's settings (learning rate, weight decay) come
 from the configuration and are not part of it.
-
-    state = TrainingState({"policy": model}, {"policy": optimizer})
-    boxes = state.boxes(rank=0)
 """
 
 from __future__ import annotations
@@ -46,35 +42,27 @@ class Sharding(Protocol):
         """Place a tensor like `own(parameter)` in one that is like the parameter."""
 
 
-class Unsharded:
-    """The optimizers hold the parameters themselves, which may be DTensors."""
-
-    def own(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter."""
-        return parameter
-
-    def box(self, parameter: nn.Parameter, local: Tensor) -> Box:  # noqa: ARG002
-        """Place the whole tensor."""
-        return Box.of(local)
-
-
 class Shardings:
-    """Combines the shardings of several optimizers of different parameters."""
+    """Combines the shardings of several optimizers of different parameters.
 
-    def __init__(self, each: Sequence[Sharding]) -> None:
+    Other parameters, which may be DTensors, are held by the optimizers themselves.
+    """
+
+    def __init__(self, each: Sequence[Sharding] = ()) -> None:
         self._each = each
 
     def own(self, parameter: nn.Parameter) -> nn.Parameter:
         """See `Sharding`."""
-        return self._of(parameter).own(parameter)
+        found = self._of(parameter)
+        return parameter if found is None else found.own(parameter)
 
     def box(self, parameter: nn.Parameter, local: Tensor) -> Box:
         """See `Sharding`."""
-        return self._of(parameter).box(parameter, local)
+        found = self._of(parameter)
+        return Box.of(local) if found is None else found.box(parameter, local)
 
-    def _of(self, parameter: nn.Parameter) -> Sharding:
-        having = (one for one in self._each if one.own(parameter) is not parameter)
-        return next(having, Unsharded())
+    def _of(self, parameter: nn.Parameter) -> Sharding | None:
+        return next((one for one in self._each if one.own(parameter) is not parameter), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +71,9 @@ class TrainingState:
 
     modules: Mapping[str, nn.Module]
     optimizers: Mapping[str, Optimizer] = field(default_factory=dict)
-    extra: Mapping[str, Tensor] = field(default_factory=dict)
-    """Other tensors, changed in place when a checkpoint is loaded."""
     values: dict[str, Any] = field(default_factory=dict)
     """Everything that is not a tensor, as JSON types."""
-    sharding: Sharding = field(default_factory=Unsharded)
+    sharding: Sharding = field(default_factory=Shardings)
 
     def boxes(self, rank: int) -> dict[str, Box]:
         """This rank's part, as live tensors; random states are current."""
@@ -98,7 +84,6 @@ class TrainingState:
                 own = self.sharding.own(tensor)
                 if own is not tensor:
                     named[name] = self.sharding.box(tensor, own.detach())
-        named |= {f"tensors/{name}": Box.of(one) for name, one in self.extra.items()}
         for optimizer, name, parameter, state in self._states():
             for key, value in state.items():
                 if isinstance(value, Tensor):
@@ -121,22 +106,22 @@ class TrainingState:
         return {"values": dict(self.values), "states": states}
 
     def targets(self, index: Index) -> tuple[dict[str, Box], Restored]:
-        """Targets for loading a saved state.
+        """Return targets for loading: tensors that are changed in place, and the rest.
 
-        Returns weights and other tensors, which are changed in place; and the rest, which takes
-        effect with `Restored.apply` once all tensors are loaded. Raises CheckpointError if the
-        saved state is of another model; KeyError, TypeError or AttributeError if the index is not
-        as written.
+        The rest takes effect with `Restored.apply` once all tensors are loaded. Raises
+        CheckpointError if the saved state is of another model; KeyError, TypeError or
+        AttributeError if the index is not as written.
         """
         named = {name: Box.of(tensor) for name, tensor in self._weights()}
-        named |= {f"tensors/{name}": Box.of(one) for name, one in self.extra.items()}
         rest = Restored(index.values["values"], list(self.optimizers.values()))
         parameters = self._parameters()
         for optimizer, states in index.values["states"].items():
             of = self.optimizers.get(optimizer)
             for name, plain in states.items():
                 if of is None or name not in parameters:
-                    raise CheckpointError(f"it is of another model: no {optimizer}/{name} is here")
+                    raise CheckpointError(
+                        f"it is of another model: {optimizer}/{name} does not exist here"
+                    )
                 prefix = f"optimizer/{optimizer}/{name}/"
                 state: dict[str, Any] = dict(plain)
                 own = self.sharding.own(parameters[name])
@@ -145,10 +130,7 @@ class TrainingState:
                         continue
                     key = full.removeprefix(prefix)
                     like = key != "step" and saved.shape == tuple(parameters[name].shape)
-                    if key.endswith(SCALE):
-                        state[key] = empty = _empty_scales(own, saved, of)
-                    else:
-                        state[key] = empty = _empty(own, saved, of, like=like)
+                    state[key] = empty = _empty(own, saved, of, key, like=like)
                     named[full] = self._box(parameters[name], empty, key)
                 rest.states.append((of, own, state))
         saved_names = {one for one in index.tensors if not one.startswith("random/")}
@@ -250,23 +232,20 @@ def unwrapped(name: str) -> str:
     return name
 
 
-def _empty_scales(own: nn.Parameter, saved: SavedTensor, optimizer: Optimizer) -> Tensor:
-    shape, dtype = (len(own), *saved.shape[1:]), getattr(torch, saved.dtype)
-    if getattr(optimizer, "on_host", False):
-        return torch.zeros(shape, dtype=dtype, pin_memory=own.is_cuda)
-    return torch.zeros(shape, dtype=dtype, device=own.device)
-
-
-def _empty(own: nn.Parameter, saved: SavedTensor, optimizer: Optimizer, *, like: bool) -> Tensor:
+def _empty(
+    own: nn.Parameter, saved: SavedTensor, optimizer: Optimizer, key: str, *, like: bool
+) -> Tensor:
     """Empty tensor of an optimizer's state, `like` this rank's part of the parameter or small."""
     dtype = getattr(torch, saved.dtype)
-    if like and getattr(optimizer, "on_host", False):
-        return torch.zeros(own.shape, dtype=dtype, pin_memory=own.is_cuda)
+    is_scale = key.endswith(SCALE)
+    shape = (len(own), *saved.shape[1:]) if is_scale else own.shape
+    if (like or is_scale) and getattr(optimizer, "on_host", False):
+        return torch.zeros(shape, dtype=dtype, pin_memory=own.is_cuda)
+    if is_scale:
+        return torch.zeros(shape, dtype=dtype, device=own.device)
     if like:
         with torch.no_grad():
             return torch.zeros_like(own, dtype=dtype, requires_grad=False)
     device = own.to_local().device if isinstance(own, DTensor) else own.device
-    counts_on_device = any(
-        group.get("fused") or group.get("capturable") for group in optimizer.param_groups
-    )
-    return torch.zeros(saved.shape, dtype=dtype, device=device if counts_on_device else "cpu")
+    on_device = any(one.get("fused") or one.get("capturable") for one in optimizer.param_groups)
+    return torch.zeros(saved.shape, dtype=dtype, device=device if on_device else "cpu")

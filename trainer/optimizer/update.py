@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.checkpoint.format.tensors import Box
 from asyncrl.trainer.optimizer.optimizer import make_adamw, take_step
-from asyncrl.trainer.optimizer.training_state import Sharding, Shardings, Unsharded
+from asyncrl.trainer.optimizer.training_state import Sharding, Shardings
 from asyncrl.trainer.ranks.shards import Shards
 from asyncrl.trainer.ranks.world import World
 from asyncrl.trainer.sharding.rows import LocalRows
@@ -45,7 +45,7 @@ class Update:
         self._world = world
         self._shards: Shards | None = None
         self._divided = LocalRows([])
-        self.sharding: Sharding = Unsharded()
+        self.sharding: Sharding = Shardings()
         """Maps the model's parameters to the optimizer's, for checkpoints."""
         trained = [one for one in model.parameters() if one.requires_grad]
         if world.size == 1:

@@ -95,8 +95,7 @@ def this_machine() -> str:
 def check_peers(peers: Sequence[Peer], rank: int, network: str) -> None:
     """Check that this rank can connect to the others (`peers`, by rank).
 
-    Raises TrainerError if they are on several machines, which loopback does not connect; RankLost
-    if one cannot be reached.
+    Raises TrainerError if loopback cannot connect them; RankLost if one cannot be reached.
     """
     own = peers[rank]
     for other, peer in enumerate(peers):

@@ -75,48 +75,17 @@ class Shards:
     @torch.no_grad()
     def gather(self) -> None:
         """Bring every rank's rows into the whole parameters. Collective; may raise RankLost."""
-        self._exchange([share.own for share in self.shares], None)
-
-    @torch.no_grad()
-    def whole(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """Assemble tensors like the parameters from each rank's rows; may raise RankLost.
-
-        For the optimizer's state. Rank 0 gets them on the CPU; the others get empty ones.
-        """
-        found: list[Tensor] = []
-        self._exchange(own, found)
-        return found
-
-    def rows_of(self, index: int, whole: Tensor) -> Tensor:
-        """Copy this rank's rows of a tensor like the parameter of this index."""
-        share = self.shares[index]
-        rows = _rows(share.parameter)
-        start = min(self._world.rank * share.height, rows)
-        mine = whole.reshape(rows, -1)[start : start + share.height]
-        return mine.reshape(share.own.shape).clone()
-
-    def _exchange(self, own: Sequence[Tensor], found: list[Tensor] | None) -> None:
-        """Gather `own`, by share: into the parameters, or, on rank 0, into `found`."""
-        done = 0
         for bucket in self._buckets:
-            mine = own[done : done + len(bucket)]
-            done += len(bucket)
+            own = bucket[0].own
             length = sum(share.chunk for share in bucket)
-            given = torch.zeros(length, dtype=mine[0].dtype, device=mine[0].device)
-            for (share, start), rows in zip(_placed(bucket), mine, strict=True):
-                given[start : start + share.own.numel()] = rows.reshape(-1)
+            given = torch.zeros(length, dtype=own.dtype, device=own.device)
+            for share, start in _placed(bucket):
+                given[start : start + share.own.numel()] = share.own.reshape(-1)
             rows_of_all = given.new_empty(self._world.size, length)
             self._world.all_gather(rows_of_all, given, "parameters")
             for share, start in _placed(bucket):
                 part = rows_of_all[:, start : start + share.chunk]
-                if found is None:
-                    _collect(part, share.parameter.detach())
-                elif self._world.leads:
-                    whole = torch.empty(share.parameter.shape, dtype=given.dtype)
-                    _collect(part.cpu(), whole)
-                    found.append(whole)
-                else:
-                    found.append(torch.empty(0))
+                _collect(part, share.parameter.detach())
 
 
 def _share(parameter: nn.Parameter, world: World) -> Share:

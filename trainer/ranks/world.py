@@ -177,7 +177,7 @@ def _meet(store: Any, own: Peer, rank: int, size: int, join_seconds: float) -> l
     except RuntimeError as error:
         missing = [name for name in names if not store.check([name])]
         raise RankLost(
-            f"{', '.join(missing)} of the trainer did not come within {join_seconds:.0f} s "
+            f"{', '.join(missing)} of the trainer did not join within {join_seconds:.0f} s "
             "(launcher.startup_seconds)"
         ) from error
     return [msgspec.json.decode(store.get(name), type=Peer) for name in names]

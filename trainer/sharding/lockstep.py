@@ -7,8 +7,7 @@ about its work, and all draw the same conclusion:
     rank 0  a micro-batch ─┐                  ┌─► computes it
     rank 1  nothing yet   ─┴─ words, decided ─┴─► computes an empty one, whose gradient is 0
 
-No rank waits for another rank's groups. A trainer of one process, and ranks that have all weights,
-decide alone, by the same rules.
+No rank waits for another's groups. Ranks that have all weights decide alone, by the same rules.
 """
 
 from __future__ import annotations
@@ -86,9 +85,8 @@ class Lockstep:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.computed = 0
-        """Micro-batches of this rank, including empty ones."""
         self.empty = 0
+        """Empty micro-batches of this rank."""
 
     @property
     def is_shared(self) -> bool:
@@ -112,7 +110,6 @@ class Lockstep:
     @contextlib.contextmanager
     def turn(self, *, is_empty: bool) -> Iterator[None]:
         """Enclose a micro-batch that was decided. Raises RankLost."""
-        self.computed += 1
         self.empty += is_empty
         try:
             yield
@@ -121,7 +118,7 @@ class Lockstep:
                 raise
             first = next(iter(str(error).splitlines()), "")
             raise RankLost(
-                f"rank {self._world.rank} of {self._world.size} lost another one in a micro-batch: "
+                f"rank {self._world.rank} of {self._world.size} lost another in a micro-batch: "
                 f"{first}"
             ) from error
 

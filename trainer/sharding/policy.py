@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -58,8 +59,8 @@ class ShardedModel:
         blocks = blocks_of(model)
         if not blocks:
             raise UnsupportedModelError(
-                f"trainer.sharding: full divides a model by its blocks, and {type(model).__name__} "
-                "has none that transformers can compute again (GradientCheckpointingLayer); set "
+                "trainer.sharding: full needs blocks that transformers can recompute "
+                f"(GradientCheckpointingLayer), but {type(model).__name__} has none; set "
                 "trainer.sharding: optimizer"
             )
         options: dict[str, Any] = {
@@ -138,8 +139,7 @@ def _own(value: Any) -> Any:
 def _move_rest(model: nn.Module, device: torch.device) -> None:
     """Move undivided tensors to the device, as copies.
 
-    A tensor read from a file is a view of the file's mapping, so one norm would keep the whole
-    model in memory.
+    A tensor read from a file is a view of its mapping: one norm would keep the model in memory.
     """
     for one in [*model.parameters(), *model.buffers()]:
         if not isinstance(one, DTensor):
@@ -154,8 +154,7 @@ T = TypeVar("T")
 def one_by_one(load: Callable[[], int], world: World, left: Callable[[], int | None]) -> None:
     """Let ranks load one by one if they lack the memory to do so at once. Collective.
 
-    `load` returns its peak host memory in bytes; `left` the host's free memory, which counts as
-    enough if unknown.
+    `load` returns its peak host memory in bytes; `left` the host's free memory, if it is known.
     """
     size = load() if world.leads else 0
     said = world.gather(msgspec.msgpack.encode(size), "rank 0's loading of the model")
@@ -185,7 +184,7 @@ class ShardedPolicy(Policy):
         self, model_path: str, *, device: torch.device, world: World, **settings: Any
     ) -> None:
         self._speeds_up = device.type == "cpu"
-        logger.info("weights in parts on %d ranks; fused layers are not used", world.size)
+        logger.info("weights are sharded over %d ranks; fused layers are not used", world.size)
         mesh = init_device_mesh(device.type, (world.size,))
 
         def load() -> int:
@@ -208,7 +207,7 @@ class ShardedPolicy(Policy):
         """Score as `Policy.score` does."""
         if not self.has_plain_head:
             return super().score(batch, with_routes=with_routes)
-        return self.within(self._score, batch, with_routes)
+        return self.within(partial(super().score, with_routes=with_routes), batch)
 
     def hidden(self, batch: PackedBatch) -> Tensor:
         """Compute as `Policy.hidden` does."""
@@ -228,16 +227,9 @@ class ShardedPolicy(Policy):
         finally:
             self._is_within = False
 
-    def changed(
-        self,
-        temperature: float | None,
-        weights: Sequence[tuple[str, Tensor]],
-    ) -> NoReturn:
+    def changed(self, temperature: float | None, weights: Sequence[tuple[str, Tensor]]) -> NoReturn:
         """Not supported: it is for one rank alone. Raises TrainerError."""
         del temperature, weights
-        raise TrainerError("with trainer.sharding: full no rank computes alone")
+        raise TrainerError("with trainer.sharding: full no rank can compute alone")
 
     _is_within = False
-
-    def _score(self, batch: PackedBatch, with_routes: bool) -> TokenScores:
-        return super().score(batch, with_routes=with_routes)

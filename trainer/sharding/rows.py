@@ -13,10 +13,9 @@ from asyncrl.trainer.ranks.world import World
 
 
 class LocalRows:
-    """The optimizer's view of divided parameters: this rank's rows.
+    """The optimizer's view of divided parameters, a `trainer.optimizer.training_state.Sharding`.
 
-    A `trainer.optimizer.training_state.Sharding`. Attribute: `rows`, this rank's of each DTensor,
-    sharing its memory.
+    Attribute: `rows`, this rank's of each DTensor, sharing its memory.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

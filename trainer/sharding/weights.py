@@ -26,19 +26,23 @@ from asyncrl.wire.weights.layout import Fingerprint
 
 
 class Weights:
-    """The publishable weights of one policy.
+    """The publishable weights of one policy, or its adapter instead.
 
     With sharded weights, `whole` and `fingerprint` are collectives, which may raise RankLost.
     """
 
     def __init__(self, policy: Policy, world: World) -> None:
-        self._policy, self._world = policy, world
+        self._policy, self._world, self._adapter = policy, world, policy.adapter
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight and persistent buffer by its HF name; a tied weight only once.
 
-        Sharded weights are DTensors, of which `whole` makes plain tensors.
+        Sharded weights are DTensors, of which `whole` makes plain tensors. Of an adapter, yield A
+        and B of each adapted layer.
         """
+        if self._adapter is not None:
+            yield from self._adapter.tensors()
+            return
         seen: set[int] = set()
         for name, tensor in self._named():
             if id(tensor) not in seen:
@@ -52,8 +56,10 @@ class Weights:
     def fingerprint(self, dtype: torch.dtype | None = None) -> Fingerprint:
         """Fingerprint as an engine of this data type holds them; tied ones by each name.
 
-        Without a data type, unconverted, a tied one once.
+        An adapter is merged. Without a data type: unconverted, unmerged, a tied one once.
         """
+        if self._adapter is not None:
+            return self._adapter.own() if dtype is None else self._adapter.fingerprint(dtype)
         given = list(self.tensors()) if dtype is None else self._named()
         if not self._policy.is_sharded:
             return fingerprint(given, dtype)

@@ -43,7 +43,7 @@ def test_a_run_is_evaluated_with_its_own_configuration_and_overrides(
     assert "not evaluated: " in (said := console.export_text())
     assert f"step-000004/{WEIGHTS} is truncated" in said
     truncate(checkpoint / WEIGHTS)
-    with pytest.raises(UserError, match=r"none of the checkpoints in .* is whole"):
+    with pytest.raises(UserError, match=r"none of the checkpoints in .* is intact"):
         resolve_target("mine", None, [], tmp_path, console)
     assert (config.run.seed, config.evaluation.prompts) == (7, 5)
 

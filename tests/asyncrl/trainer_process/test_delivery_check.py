@@ -78,7 +78,7 @@ def test_a_delivery_may_come_before_its_order() -> None:
         ({"reward": float("nan")}, "reward nan is not finite in float32"),
         ({"reward": 1e39}, "not finite in float32"),
         ({"terms": (1.0, 1e39)}, "not finite in float32"),
-        ({"terms": (1.0,)}, "rewards of 1 functions"),
+        ({"terms": (1.0,)}, "results of 1 functions"),
         ({"step": 1}, "for step 1, ordered for step 0"),
         ({"step": -1}, "for step -1, ordered for step 0"),
         ({"tokens": ints(3, 4, 5)}, r"differ from those that were reported \(digest\)"),
@@ -91,7 +91,7 @@ def test_a_delivery_may_come_before_its_order() -> None:
         ({"tokens": ints(3, 4, -1)}, r"token ids must lie in \[0, 100\)"),
         ({"behaviour_logprobs": floats(0, 0, float("nan"))}, "not finite"),
         ({"behaviour_logprobs": floats(0, 0, 0.5)}, "0.5 is above 0"),
-        ({"provenance": b"\0\0\4"}, "4 is no provenance"),
+        ({"provenance": b"\0\0\4"}, "4 is not a valid Provenance"),
         ({"provenance": b"\0"}, "has 3 tokens, but"),
         ({"segments": (Segment(1, 0, 3),)}, "drawn under version 1, but the trainer is at 0"),
         ({"segments": (Segment(0, 0, 1), Segment(0, 2, 3))}, "after token 1 of version 0 comes"),
@@ -185,7 +185,7 @@ def test_a_generator_that_floods_takes_no_room_of_another() -> None:
     assert {sample for who, sample in trainer.early() if who == "honest"} == honest
     assert sum(trainer.intake._held_bytes.values()) <= 4 * _bytes_of(ORDERED)
     assert trainer.queue.trajectories == 0
-    assert trainer.queue.take(0, allowed=None) is None
+    assert not trainer.queue.take(0, allowed=None)
 
 
 def test_what_nobody_ordered_is_dropped_with_its_step() -> None:
@@ -205,10 +205,10 @@ def test_what_nobody_ordered_is_dropped_with_its_step() -> None:
     ("changes", "reason"),
     [
         ({"reward": float("nan")}, "reward nan is not finite in float32"),
-        ({"terms": (1.0,)}, "rewards of 1 functions"),
-        ({"step": 3}, "for step 3 of a run of 3"),
-        ({"sample": SampleId(0, 2)}, "no group of 2 has this sample"),
-        ({"sample": SampleId(-1, 0)}, "no group of 2 has this sample"),
+        ({"terms": (1.0,)}, "results of 1 functions"),
+        ({"step": 3}, "the run has only 3 steps"),
+        ({"sample": SampleId(0, 2)}, "a group of 2 samples cannot have this one"),
+        ({"sample": SampleId(-1, 0)}, "a group of 2 samples cannot have this one"),
         ({"tokens": ints(3, 4)}, "has 2 tokens, but"),
         ({"tokens": ints(3, 4, 100)}, r"token ids must lie in \[0, 100\)"),
         ({"provenance": b"\0"}, "has 3 tokens, but"),

@@ -27,19 +27,17 @@ def add(queue: GroupQueue, delivery: TrajectoryDelivery, *, next_step: int = 0) 
 def test_a_whole_group_is_handed_out_once_in_the_order_of_its_samples() -> None:
     queue = GroupQueue(3)
     for sample in (2, 0, 1):
-        assert queue.take(0, allowed=None) is None
+        assert not queue.take(0, allowed=None)
         assert add(
             queue, delivery_of(SampleId(7, sample), reward=sample, terms=(float(sample), 0.5))
         )
-    group, trajectories, rewards, generators, terms = queue.take(0, allowed=None) or pytest.fail(
-        "no group"
-    )
+    ((group, trajectories, rewards, generators, terms),) = queue.take(0, allowed=None)
     assert group == 7
     assert [t.id.sample for t in trajectories] == [0, 1, 2]
     assert rewards.tolist() == [0, 1, 2]
     assert generators == ["g0"] * 3
     assert terms == [(0.0, 0.5), (1.0, 0.5), (2.0, 0.5)]
-    assert queue.take(0, allowed=None) is None
+    assert not queue.take(0, allowed=None)
     assert not add(queue, delivery(7, 1)), "a late duplicate of a taken group"
     assert queue.trajectories == 0
     assert queue.duplicates == 1
@@ -49,10 +47,9 @@ def test_only_groups_of_the_plan_are_handed_out() -> None:
     queue = GroupQueue(1)
     add(queue, delivery(1, 0))
     add(queue, delivery(2, 0))
-    taken = queue.take(0, allowed={2})
-    assert taken is not None
-    assert taken[0] == 2
-    assert queue.take(0, allowed={2}) is None
+    (taken,) = queue.take(0, allowed={2})
+    assert taken.group == 2
+    assert not queue.take(0, allowed={2})
     queue.forget_before(1)
     assert queue.trajectories == 0
 
@@ -67,7 +64,7 @@ def test_several_groups_are_taken_until_they_have_so_many_tokens() -> None:
         add(queue, one)
 
     def take(tokens: int, allowed: set[int] | None = None) -> list[int]:
-        return [one.group for one in queue.take_several(0, allowed=allowed, tokens=tokens)]
+        return [one.group for one in queue.take(0, allowed=allowed, tokens=tokens)]
 
     assert take(0) == [0], "one, whatever its size"
     assert take(sizes[1] + 1) == [1, 2]
@@ -102,7 +99,7 @@ def test_every_trajectory_is_taken_exactly_once_even_if_it_arrives_twice(
     for each in deliveries:
         add(queue, each)
         for step in (0, 1):
-            while (found := queue.take(step, allowed=None)) is not None:
-                taken += [t.id for t in found[1]]
+            while found := queue.take(step, allowed=None):
+                taken += [t.id for t in found[0].trajectories]
     assert sorted(taken) == sorted(SampleId(g, s) for g in range(groups) for s in range(size))
     assert queue.trajectories == 0

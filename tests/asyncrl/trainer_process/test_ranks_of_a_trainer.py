@@ -14,7 +14,7 @@ from trainer_harness import TrainerHarness
 from trainer_harness import play as play_one
 
 from asyncrl.trainer.sharding.lockstep import Lockstep
-from asyncrl.trainer_process.step_trainer import RankPart, lost_to_imbalance, mean_terms, part_of
+from asyncrl.trainer_process.step_trainer import RankPart, mean_terms, sums_of
 from asyncrl.wire.messages.from_trainer import CheckpointWritten, StepFinished, TrainerReady
 from asyncrl.wire.messages.to_trainer import Shutdown, StepPlan, WriteCheckpoint
 from asyncrl.wire.weights.writer import WeightPublisher
@@ -31,7 +31,7 @@ class Ranks:
         self.slow = threading.Event()
         for harness, world in zip(self.both, self.worlds, strict=True):
             harness.learner.world = world
-            harness.process._steps._world = world
+            harness.process._steps.world = world
         add = self.both[1].learner.add_groups
 
         def slowly(*values: object) -> object:
@@ -148,16 +148,15 @@ def test_a_request_to_end_that_comes_while_a_checkpoint_begins_is_heard(tmp_path
     assert play_one(tmp_path, scenario, every=100).learner.attempts == [1]
 
 
-def test_parts_of_a_step_are_put_together() -> None:
+def test_results_of_reward_functions_are_averaged_over_ranks() -> None:
     parts = [
-        part_of((4, 2), 4, [(1.0, 0.5), (0.0, 0.5)], waited_seconds=0.0, follows=True),
-        part_of((), 0, [], waited_seconds=3.0, follows=True),
-        part_of((1,), 2, [(1.0, 2.0)], waited_seconds=0.0, follows=False),
+        RankPart((2, 4), 4, sums_of([(1.0, 0.5), (0.0, 0.5)]), 0.0, True),
+        RankPart((), 0, sums_of([]), 3.0, True),
+        RankPart((1,), 2, sums_of([(1.0, 2.0)]), 0.0, False),
     ]
-    assert parts[0] == RankPart((2, 4), 4, ((1.0, 2), (1.0, 2)), 0.0, True)
+    assert parts[0].terms == ((1.0, 2), (1.0, 2))
     assert mean_terms(parts) == (2 / 3, 1.0)
     assert mean_terms(parts[1:2]) == ()
-    assert lost_to_imbalance(parts) == 1.0
 
 
 def in_lockstep(ranks: Ranks) -> list[int]:

@@ -166,7 +166,7 @@ def test_two_causes_are_looked_for_in_a_step_and_each_generator_is_found_once(ma
     found = several_wrong(loop, 0)
     assert {one.found.generator for one in found} == {f"generator-{index}" for index in range(4)}
     assert [one.found.cause for one in found] == ["temperature"] * 2 + ["unknown"] * 2
-    assert all("was not looked for" in one.found.text for one in found[2:])
+    assert all("was not investigated" in one.found.text for one in found[2:])
     assert several_wrong(loop, 4) == []
     assert not loop.check.follows
 
@@ -182,7 +182,7 @@ def test_a_cause_that_cannot_be_looked_for_does_not_hide_the_finding(
     monkeypatch.setattr(policy_check, "explain", no_memory)
     found = several_wrong(make(tokens=20), 0)
     assert [one.found.cause for one in found] == ["unknown"] * 4
-    assert "could not be looked for: CUDA out of memory" in found[0].found.text
+    assert "could not be investigated: CUDA out of memory" in found[0].found.text
 
 
 def test_suspects_are_scored_one_at_a_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

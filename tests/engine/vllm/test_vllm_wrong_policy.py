@@ -53,7 +53,7 @@ class Step:
         served.new.save_pretrained(folder / "new")
         config = TrainerConfig(device="cpu")
         self._learner = Learner(config, str(folder / "new"), group_size=GROUP, seed=0)
-        self._learner._version = self._version
+        self._learner.policy_version = self._version
         self._publisher = WeightPublisher(folder, "vllm-step")
         old = [
             (name, one) for name, one in served.old.state_dict().items() if "lm_head" not in name

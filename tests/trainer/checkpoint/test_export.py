@@ -89,7 +89,7 @@ def test_weights_that_were_not_those_of_the_engines_are_refused(
         return tensor
 
     monkeypatch.setattr(exports, "_read", wrong)
-    with pytest.raises(CheckpointError, match=r"are not those that the run's engines were given"):
+    with pytest.raises(CheckpointError, match=r"are not those that the run's engines received"):
         export(path_of(run / "checkpoints", 1), tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
 
@@ -106,7 +106,7 @@ def test_asyncrl_export_replaces_nothing_and_says_what_it_wrote(run: Path, tmp_p
     assert "(step 1, bfloat16, " in asyncrl("--dtype", "bfloat16")
     small = AutoModelForCausalLM.from_pretrained(f"{place}-bfloat16", dtype="auto")
     assert small.dtype == torch.bfloat16
-    assert "whole checkpoints: 1" in asyncrl("--step", 7)
+    assert "intact checkpoints: 1" in asyncrl("--step", 7)
     assert f"{tmp_path} exists and is not replaced" in asyncrl("--output", tmp_path)
     assert "exported: " in asyncrl("--output", tmp_path / "given")
     flip(next(place.glob("model-*.safetensors")))

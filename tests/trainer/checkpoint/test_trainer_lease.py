@@ -29,7 +29,7 @@ def test_only_the_trainer_that_was_started_last_passes(tmp_path: Path) -> None:
     new = TrainerLease(tmp_path, raise_fence(tmp_path))
     new.check()
     TrainerLease(tmp_path, "").check()
-    with pytest.raises(Superseded, match="another trainer was started"):
+    with pytest.raises(Superseded, match="another trainer replaced"):
         old.check()
     (tmp_path / FENCE_FILE).write_text("")
     old.check()

@@ -114,7 +114,7 @@ def test_what_cannot_be_compiled_is_refused_by_name(
 
     torch.compiler.reset()
     monkeypatch.setattr(compiled, "BACKEND", wrong)
-    with pytest.raises(UnsupportedModelError, match="computes something else when it is compiled"):
+    with pytest.raises(UnsupportedModelError, match="computes other results when compiled"):
         Policy(path, dtype="float32", device=CPU, compiled=True)
     with pytest.raises(UnsupportedModelError, match="has no blocks to compile"):
         compiled.compile_blocks(nn.Linear(2, 2), "x", lambda: torch.zeros(1), torch.float32)

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from asyncrl.trainer.objective.gae import advantages_of, token_rewards
+from asyncrl.trainer.step_targets import advantages_of, token_rewards
 
 
 def by_definition(
@@ -29,15 +29,15 @@ def test_advantages_and_returns_are_the_papers(gamma: float, lam: float, bootstr
     lengths = np.array([3, 1, 7, 2])
     rewards, values = rng.normal(size=13), rng.normal(size=13)
     last = rng.normal(size=4) if bootstraps else np.zeros(4)
-    found = advantages_of(
+    advantages, returns = advantages_of(
         rewards, values, lengths, last if bootstraps else None, gamma=gamma, gae_lambda=lam
     )
     start = 0
     for length, after in zip(lengths, last, strict=True):
         part = slice(start, start + length)
         want = by_definition(rewards[part], values[part], after, gamma, lam)
-        np.testing.assert_allclose(found.advantages[part], want, rtol=1e-13, atol=1e-13)
-        np.testing.assert_allclose(found.returns[part], want + values[part], rtol=1e-13, atol=1e-13)
+        np.testing.assert_allclose(advantages[part], want, rtol=1e-13, atol=1e-13)
+        np.testing.assert_allclose(returns[part], want + values[part], rtol=1e-13, atol=1e-13)
         start += length
 
 
@@ -45,9 +45,9 @@ def test_with_lambda_and_gamma_1_the_value_is_a_baseline() -> None:
     rewards = token_rewards(np.array([2.0, -1.0]), np.array([3, 2]))
     assert rewards.tolist() == [0, 0, 2, 0, -1]
     values = np.array([0.5, 7.0, -3.0, 1.0, 2.0])
-    found = advantages_of(rewards, values, np.array([3, 2]), gae_lambda=1.0)
-    np.testing.assert_allclose(found.advantages, np.array([2, 2, 2, -1, -1]) - values)
-    np.testing.assert_allclose(found.returns, [2, 2, 2, -1, -1])
+    advantages, returns = advantages_of(rewards, values, np.array([3, 2]), gae_lambda=1.0)
+    np.testing.assert_allclose(advantages, np.array([2, 2, 2, -1, -1]) - values)
+    np.testing.assert_allclose(returns, [2, 2, 2, -1, -1])
 
 
 def test_penalties_are_taken_from_each_token() -> None:

@@ -115,9 +115,9 @@ def choose(checkpoints: Path, step: int | None = None) -> ResumePoint:
     Every file of the chosen checkpoint and of damaged newer ones is read once. Raises
     CheckpointError, with a remedy, if all are damaged, or the requested one is damaged or absent.
     """
-    found = sorted(by_step(checkpoints).items(), reverse=True)
     if step is not None:
         return _chosen(checkpoints, step)
+    found = sorted(by_step(checkpoints).items(), reverse=True)
     faults: list[str] = []
     for at, directory in found:
         try:
@@ -126,7 +126,7 @@ def choose(checkpoints: Path, step: int | None = None) -> ResumePoint:
             faults.append(str(error))
     if faults:
         raise CheckpointError(
-            f"none of the checkpoints in {checkpoints} is whole. " + ". ".join(faults) + ". "
+            f"none of the checkpoints in {checkpoints} is intact. " + ". ".join(faults) + ". "
             "Restore one of them from a copy, start the run again with --clean, or start a new "
             "run" + _from_weights([directory for _, directory in found])
         )
@@ -186,14 +186,12 @@ def verified(directory: Path) -> Manifest:
 def set_aside(
     checkpoints: Path, *, newer_than: int, copy_records: Callable[[Path], None] | None = None
 ) -> Path | None:
-    """Move every checkpoint after this many steps, intact or damaged, to a separate folder.
+    """Move every checkpoint after this many steps, intact or damaged, to `checkpoints/set-aside/`.
 
     They belong to another course of the run than the one that continues, which will reuse their
     names. Nothing is removed. `copy_records` is called with the new folder before a checkpoint is
-    moved; if the process is killed in between, the next call finds the checkpoints and copies
-    again.
-
-    Returns the new folder below `checkpoints/set-aside/`, if anything was moved.
+    moved; if the process is killed in between, the next call copies again. Returns the new folder,
+    if anything was moved.
     """
     newer = [path for step, path in by_step(checkpoints).items() if step > newer_than]
     if not newer:
@@ -215,8 +213,8 @@ def prune(checkpoints: Path, keep: int, *, written: Path) -> None:
     """Remove old checkpoints after one was written, so that `keep` intact ones stay.
 
     The one just written always stays. One that is kept for its accuracy stays and does not count;
-    neither does a damaged one (by its manifest and file sizes), which is not removed. One that
-    cannot be removed stays. If the disk fails, all stay, and a warning is logged.
+    neither does a damaged one (by its manifest and file sizes). One that cannot be removed stays.
+    If the disk fails, all stay, and a warning is logged.
     """
     try:
         found = sorted(by_step(checkpoints).items())
@@ -228,11 +226,9 @@ def prune(checkpoints: Path, keep: int, *, written: Path) -> None:
     others = [path for path in whole if path != written]
     for old in others[: max(0, len(others) - (keep - 1))]:
         hidden = old.with_name(f".{old.name}.{os.getpid()}.old")
-        try:
+        with contextlib.suppress(OSError):
             old.rename(hidden)
-        except OSError:
-            continue
-        shutil.rmtree(hidden, ignore_errors=True)
+            shutil.rmtree(hidden, ignore_errors=True)
 
 
 def remove_remains(checkpoints: Path, *, unless: Path | None = None) -> None:
@@ -253,7 +249,7 @@ def _chosen(checkpoints: Path, step: int) -> ResumePoint:
         return ResumePoint(directory, step, verified(directory))
     except CheckpointError as error:
         whole = ", ".join(str(at) for at, path in sorted(by_step(checkpoints).items()) if _ok(path))
-        raise CheckpointError(f"{error}; whole checkpoints: {whole or 'none'}") from error
+        raise CheckpointError(f"{error}; intact checkpoints: {whole or 'none'}") from error
 
 
 def _ok(directory: Path) -> bool:
@@ -271,7 +267,7 @@ def _from_weights(newest_first: list[Path]) -> str:
             verify_files(directory, read_manifest(directory), only=WEIGHTS)
         except CheckpointError:
             continue
-        return f" from weights that are whole, under another name: --set model.path={directory}"
+        return f" from weights that are intact, under another name: --set model.path={directory}"
     return ""
 
 

@@ -8,8 +8,7 @@
 ```
 
 Each rank writes its chunks to its own files, and lists them, last, in `state/part-RANK.json`. Rank
-0 waits for all parts and merges them. Any number of ranks can read a checkpoint: each reads the
-chunks that overlap with its own.
+0 waits for all parts and merges them. Each of any number of ranks reads the chunks that it needs.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def merge(parts: Sequence[Part], values: dict[str, Any]) -> Index:
         for name, one in part.tensors.items():
             known = tensors.get(name)
             if known is not None and (known.dtype, known.shape) != (one.dtype, one.shape):
-                raise CheckpointError(f"ranks disagree about {name}: {known} and {one}")
+                raise CheckpointError(f"ranks disagree on {name}: {known} and {one}")
             chunks = (() if known is None else known.chunks) + one.chunks
             tensors[name] = SavedTensor(one.dtype, one.shape, chunks)
     for name, one in tensors.items():
@@ -108,7 +107,6 @@ def read_index(checkpoint: Path) -> Index:
 
 def _check_whole(name: str, one: SavedTensor) -> None:
     """Refuse chunks that reach outside the tensor, overlap, or leave gaps."""
-    boxes = []
     for chunk in one.chunks:
         if Path(chunk.file).name != chunk.file:
             raise CheckpointError(f"{name} is in {chunk.file!r}, a path outside its folder")
@@ -117,10 +115,9 @@ def _check_whole(name: str, one: SavedTensor) -> None:
             for at, size, end in zip(chunk.offsets, chunk.sizes, one.shape, strict=True)
         ):
             raise CheckpointError(f"{name} has a chunk outside its shape {one.shape}")
-        boxes.append(chunk)
-    if sum(math.prod(chunk.sizes) for chunk in boxes) != math.prod(one.shape):
+    if sum(math.prod(chunk.sizes) for chunk in one.chunks) != math.prod(one.shape):
         raise CheckpointError(f"the chunks of {name} do not make up its shape {one.shape}")
-    boxes.sort(key=lambda chunk: chunk.offsets)
+    boxes = sorted(one.chunks, key=lambda chunk: chunk.offsets)
     for at, chunk in enumerate(boxes):
         for other in boxes[at + 1 :]:
             if one.shape and other.offsets[0] >= chunk.offsets[0] + chunk.sizes[0]:

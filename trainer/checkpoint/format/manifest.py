@@ -8,8 +8,8 @@
 ```
 
 `manifest.json` is written last, so a folder without it is not a checkpoint. Verification reads
-every listed file once, several at a time, at the speed of SHA-256 or of the disk. The digests find
-damage; they do not prove who wrote the files.
+every listed file once, several at a time. The digests find damage; they do not prove who wrote the
+files.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ FORMAT = 3
 MANIFEST = "manifest.json"
 
 _OLD_FORMAT = "state.json"
-"""Only format 1 had this file, and a pickled optimizer, which is no longer read. Format 2 had the
-whole model and the optimizer's state in the order of parameters, so only one rank could continue
-from it."""
+"""Only format 1 had this file, and a pickled optimizer. Format 2 had the whole model, and an
+optimizer's state that only one rank could continue from."""
 
 _READ_UNASKED = (".json", ".safetensors", ".bin", ".pt", ".pth", ".py", ".jinja", ".model", ".txt")
 """Endings of files that transformers might read from a model's folder unasked."""
@@ -80,8 +79,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, FileDigest]
     """Digests by path relative to the checkpoint, with forward slashes."""
     initial_weights: str | msgspec.UnsetType = msgspec.UNSET
-    """Digest of the weights that the run started from, as the trainer held them: engines may round
-    them, and two models may round to the same. Absent from older checkpoints."""
+    """Digest of the weights that the run started from, as the trainer held them. Absent from older
+    checkpoints."""
     published: Published | msgspec.UnsetType = msgspec.UNSET
     """Absent if this version was not published."""
     sha256: str = ""
@@ -196,12 +195,7 @@ def has_its_files(directory: Path) -> bool:
 
 
 def settings_of(
-    config: TrainerConfig,
-    *,
-    group_size: int,
-    seed: int,
-    temperature: float,
-    truncation: Truncation,
+    config: TrainerConfig, *, group_size: int, seed: int, temperature: float, truncation: Truncation
 ) -> dict[str, Any]:
     """The settings that a checkpoint records, as JSON types."""
     return {
@@ -280,9 +274,8 @@ def _other_format(directory: Path, found: int) -> str:
 
 
 def _own_digest(manifest: Manifest) -> str:
-    return hashlib.sha256(
-        msgspec.json.encode(msgspec.structs.replace(manifest, sha256=""))
-    ).hexdigest()
+    text = msgspec.json.encode(msgspec.structs.replace(manifest, sha256=""))
+    return hashlib.sha256(text).hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -30,10 +30,10 @@ from asyncrl.trainer.base.errors import CheckpointError
 from asyncrl.trainer.checkpoint.format.index import STATE, Chunk, Index, Part, SavedTensor
 from asyncrl.trainer.checkpoint.format.manifest import digest_of
 from asyncrl.wire.transport.atomic_files import sync
+from asyncrl.wire.weights.fingerprint import name_of
 
 _FILE_BYTES = 1 << 30
-"""Size at which a new file is begun: bounds the memory for copies, and allows parallel
-verification."""
+"""Size at which a new file is begun, for less memory for copies and parallel verification."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,7 @@ class Box:
         (item,) = create_default_local_save_plan({"": tensor}, is_coordinator=True).items
         at = tensor.device_mesh.get_coordinate() or ()
         again = any(
-            where
-            for where, placed in zip(at, tensor.placements, strict=True)
-            if placed.is_replicate()
+            at_ and placed.is_replicate() for at_, placed in zip(at, tensor.placements, strict=True)
         )
         offsets = tuple(item.index.offset or ())
         return cls(tensor.to_local(), tuple(tensor.shape), offsets, not again)
@@ -127,14 +125,13 @@ def write_tensors(directory: Path, held: Sequence[Held], rank: int) -> Part:
 def load_tensors(checkpoint: Path, index: Index, boxes: Mapping[str, Box]) -> None:
     """Fill boxes, which may differ from the saved ones.
 
-    Raises CheckpointError for a missing tensor or another shape or type; OSError or SafetensorError
-    if a file is not as written.
+    Raises CheckpointError for a missing tensor or another shape or type; OSError, SafetensorError.
     """
     by_file: defaultdict[str, list[tuple[Chunk, ReadItem, Tensor]]] = defaultdict(list)
     for name, box in boxes.items():
         saved = index.tensors.get(name)
         if saved is None or (name_of(box.local.dtype), box.shape) != (saved.dtype, saved.shape):
-            raise CheckpointError(f"{checkpoint} is of another model: {name} differs")
+            raise CheckpointError(f"{checkpoint} is of another model: {name} is missing or differs")
         if not box.local.numel():
             continue
         wanted = ChunkStorageMetadata(torch.Size(box.offsets), box.local.shape)
@@ -203,8 +200,3 @@ def _saveable(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
     return tensor.to("cpu", copy=True).contiguous()
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Torch's name of a data type, without prefix."""
-    return str(dtype).removeprefix("torch.")

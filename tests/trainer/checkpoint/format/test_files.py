@@ -143,7 +143,7 @@ def test_the_step_asked_for_is_taken_or_the_whole_ones_are_listed(tmp_path: Path
     write_whole(tmp_path, 10, 20, 30, 40)
     assert choose(tmp_path, 20).step == 20
     flip(path_of(tmp_path, 20) / WEIGHTS)
-    with pytest.raises(CheckpointError, match=r"digest.*whole checkpoints: 10, 30, 40$"):
+    with pytest.raises(CheckpointError, match=r"digest.*intact checkpoints: 10, 30, 40$"):
         choose(tmp_path, 20)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 25.*: 10, 30, 40$"):
         choose(tmp_path, 25)
