@@ -1,3 +1,5 @@
+# ruff: noqa: F401
+# mypy: implicit-reexport
 """Everything of SGLang 0.5.23 that our side of its processes uses, and why.
 
 The other modules import SGLang's names only from here; overridden methods of its classes are marked
@@ -49,32 +51,3 @@ from sglang.utils import TypeBasedDispatcher
 
 SCHEDULER_NAME = "sglang.srt.managers.scheduler.Scheduler"
 """The class that `run_scheduler_process` instantiates."""
-
-__all__ = [
-    "FINISH_ABORT",
-    "FINISH_LENGTH",
-    "FINISH_MATCHED_TOKEN",
-    "SCHEDULER_NAME",
-    "AbortReq",
-    "ContinueGenerationReqInput",
-    "DefaultModelLoader",
-    "HookRegistry",
-    "HookType",
-    "IdleSleeper",
-    "LogitsMetadata",
-    "LogitsProcessor",
-    "MHATokenToKVPool",
-    "PauseGenerationReqInput",
-    "Req",
-    "Sampler",
-    "SamplingParams",
-    "ScheduleBatch",
-    "Scheduler",
-    "SchedulerOutputStreamer",
-    "SchedulerRequestReceiver",
-    "TokenizedGenerateReqInput",
-    "TypeBasedDispatcher",
-    "get_parallel",
-    "get_serving",
-    "unsupported_derived_weight_cache_error",
-]
