@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import (
@@ -37,6 +37,7 @@ from asyncrl.engine.errors import (
 from asyncrl.engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
 from asyncrl.engine.remote.client.core import Core
 from asyncrl.engine.remote.client.generation import Generation
+from asyncrl.engine.remote.client.process import CoreProcess
 from asyncrl.engine.remote.client.requests import check_temperature, score_of, scoring, unscored
 from asyncrl.engine.remote.client.streams import Reader, Streams
 from asyncrl.engine.remote.client.unreported import warm_up
@@ -236,33 +237,6 @@ async def _gather(calls: Sequence[Awaitable[T]]) -> list[T]:
     finally:
         for task in tasks:
             task.cancel()
-
-
-class CoreProcess(Protocol):
-    """The process of a core: started once, stopped once. Used from one event loop."""
-
-    on_end: Callable[[EngineError], None]
-    """Called once, when the process fails; not when it is closed."""
-
-    @property
-    def name(self) -> str:
-        """The engine's name in messages: "vLLM"."""
-
-    @property
-    def ended(self) -> EngineError | None:
-        """The error that every later call raises; None before the start and while it runs."""
-
-    def check(self) -> None:
-        """Raise EngineError with the reason if the process has ended."""
-
-    def fail(self, error: EngineError) -> None:
-        """Refuse every later call with this error, and call `on_end`."""
-
-    def close(self) -> None:
-        """Refuse every later call; `on_end` is not called. Idempotent."""
-
-    async def stop(self) -> None:
-        """End the process and forget it. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)

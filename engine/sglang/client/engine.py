@@ -12,7 +12,7 @@ import os
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.sharing.cache_setup import CachePlace, to_json
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.errors import EngineError, EngineStartError
+from asyncrl.engine.errors import EngineError
 from asyncrl.engine.remote.client.engine import RemoteEngine
 from asyncrl.engine.remote.extras import DrafterSettings
 from asyncrl.engine.sglang.client.core import SglangCore
@@ -48,19 +48,8 @@ async def launch(
     limit = config.sglang.start_limit
     try:
         await core.ready(limit)
-    except TimeoutError as error:
-        raise EngineStartError(
-            str(
-                process.failure(
-                    f"SGLang was not ready after {limit:.0f} s: it was loading or compiling model "
-                    f"{model_path!r}. Raise launcher.startup_seconds, of which SGLang gets 90%"
-                )
-            )
-        ) from error
     except EngineError as error:
-        raise EngineStartError(
-            f"SGLang could not be started with model {model_path!r}: {error}"
-        ) from error
+        raise process.start_error(model_path, error, limit) from error
     return core
 
 

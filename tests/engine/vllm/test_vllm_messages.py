@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -282,7 +283,7 @@ def test_a_copy_of_checked_parameters_is_what_vllm_would_construct() -> None:
     from asyncrl.engine.remote.extras import RequestExtra
     from asyncrl.engine.vllm.client.core import VllmCore
 
-    core = VllmCore(SimpleNamespace())  # type: ignore[arg-type]
+    core = VllmCore(Mock())
     common = {"temperature": 0.7, "top_p": 0.9, "ignore_eos": True, "detokenize": False}
 
     def request(limit: int, stops: tuple[int, ...], **extra: int) -> CoreRequest:
