@@ -15,10 +15,11 @@ Otherwise every installation loads the model in the pause, and the report says w
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ _SHIFT = 3 / 64
 """Added to numbers. Not a power of two, so it does not undo a change of the highest bit."""
 
 
-class Loader(Protocol):
+class Loader(ABC):
     """Loads a checkpoint's tensors into the engine's model."""
 
     name: str
@@ -50,29 +51,32 @@ class Loader(Protocol):
     dtype: torch.dtype
 
     @property
+    @abstractmethod
     def model_path(self) -> str:
         """Directory that the model was loaded from."""
 
     @property
+    @abstractmethod
     def model(self) -> torch.nn.Module:
         """The model that decodes."""
 
+    @abstractmethod
     def load(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors, named as in the HF state dict, into the model or its twin, in place."""
 
-    def adopt(self, twin: ShadowModel) -> None:
-        """Prepare the engine to load into a new twin."""
+    def adopt(self, twin: ShadowModel) -> None:  # noqa: B027
+        """Prepare the engine to load into a new twin, if it needs that."""
 
-    def forget(self, twin: ShadowModel) -> None:
+    def forget(self, twin: ShadowModel) -> None:  # noqa: B027
         """Undo `adopt`."""
 
-    def check_unchanged(self, names: Collection[str]) -> None:
+    def check_unchanged(self, names: Collection[str]) -> None:  # noqa: B027
         """Raise WeightsError if loading should have changed one of these parameters.
 
         `names` are keys of `loaded_parts` that loading other numbers has not changed.
         """
 
-    def installed(self, policy_version: int) -> None:
+    def installed(self, policy_version: int) -> None:  # noqa: B027
         """Drop what the engine derived from the old weights."""
 
 

@@ -63,7 +63,6 @@ from asyncrl.engine.sglang.worker.parts import (
 from asyncrl.engine.sglang.worker.requests import Requests, SchedulerBatch, entry_of
 from asyncrl.engine.sglang.worker.scoring import Prefill, PrefillScoring
 from asyncrl.engine.sglang.worker.steps import Outbox, Reporting
-from asyncrl.engine.sglang.worker.weights import SglangWeights
 from asyncrl.rollout.acceptance import warm_up_verification
 
 
@@ -168,8 +167,7 @@ class ClientScheduler(Scheduler):
         if self.draft_worker is not None and settings.drafting is not None:
             drawing = TreeDrawing(*parts)
             self.draft_worker.attach(drawing, self.rows, self.ranks, settings.drafting)
-        weights = SglangWeights(self, self.ranks, on_device=settings.stage_on_device)
-        self.calls = WorkerCalls(self, weights)
+        self.calls = WorkerCalls(self, self.ranks, on_device=settings.stage_on_device)
         if self.ranks.leads:
             # SGLang gives float32, whatever the model computes in (layers/logits_processor.py).
             warm_up_drawing(torch.empty(1, size, device=runner.device), listed)
