@@ -82,7 +82,7 @@ class Pausing:
 
     async def _stop(self) -> None:
         await self._core.pause()
-        self._streams.flush()
+        self._core.responses.flush()
 
     async def _resume(self) -> None:
         await self._core.resume()
@@ -254,7 +254,6 @@ class RemoteEngine:
 
     `seed` is that of the stream that gives seeds to requests without one. `process` is not started;
     `start` starts it with policy version 0 and connects to it, or raises EngineError.
-    `call_seconds` is the least time limit for weights (`longest_installation`).
     """
 
     def __init__(
@@ -265,14 +264,12 @@ class RemoteEngine:
         seed: int,
         process: CoreProcess,
         start: Callable[[], Awaitable[Core]],
-        call_seconds: float,
     ) -> None:
         self._config = config
         self._model_path = model_path
         self._seed = seed
         self._core_process = process
         self._start = start
-        self._call_seconds = call_seconds
         self._starting = False
         self._parts: _Parts | None = None
 
@@ -300,7 +297,7 @@ class RemoteEngine:
         streams = Streams(core)
         self._core_process.on_end = streams.fail
         pausing = Pausing(core, streams)
-        longest = partial(longest_installation, at_least=self._call_seconds)
+        longest = partial(longest_installation, at_least=self._core_process.call_seconds)
         return _Parts(
             core=core,
             streams=streams,

@@ -51,10 +51,6 @@ class Inbox(Generic[T]):
         """Interrupt the reader; scores are dropped."""
         self.put(None)
 
-    def wake(self) -> None:
-        """Wake a waiting reader even if nothing has come."""
-        self._ready.set()
-
     def fail(self, error: BaseException) -> None:
         """Close it with an error, which every later `take` raises once nothing is left."""
         if self.closed:
@@ -69,7 +65,7 @@ class Inbox(Generic[T]):
         return self.closed and self._error is None and not self._items
 
     async def take(self) -> list[T]:
-        """Wait for items, or `wake`, and take all of them.
+        """Wait for items, or `interrupt`, and take all of them.
 
         Raises AbortedError or EngineError once nothing is left of an aborted or failed request.
         """

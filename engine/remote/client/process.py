@@ -82,7 +82,7 @@ class CoreProcess(ABC):
     name: str
 
     def __init__(self, call_seconds: float) -> None:
-        self._call_seconds = call_seconds
+        self.call_seconds = call_seconds
         self._over = asyncio.Event()
         self._fds: list[int] = []
         self._log: LogFolder | None = None
@@ -110,7 +110,7 @@ class CoreProcess(ABC):
         `what` completes the error "asked to {what}, vLLM did not answer"; limit None: that of
         calls. Raises EngineError if the call failed or the process ended, LateError if it was slow.
         """
-        seconds = self._call_seconds if limit is None else limit
+        seconds = self.call_seconds if limit is None else limit
         task, over = asyncio.ensure_future(call), asyncio.ensure_future(self._over.wait())
         try:
             await asyncio.wait([task, over], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -145,7 +145,7 @@ class Response(Inbox[TokenChunk]):
 
     def interrupt(self) -> None:
         """Wake the reader; only the core can end the response, as it knows what it has drawn."""
-        self.wake()
+        self._ready.set()
 
     def put(self, item: object) -> None:
         """Close it; chunks already drawn are still delivered."""

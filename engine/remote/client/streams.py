@@ -136,10 +136,6 @@ class Streams:
         self._open[stream.request_id] = stream
         return stream, inbox
 
-    def flush(self) -> None:
-        """Deliver everything that was generated."""
-        self._core.responses.flush()
-
     async def restart_unstarted(self) -> None:
         """Resubmit what has no token yet: its prompt may have KV of the old weights."""
         unstarted = [stream for stream in self._open.values() if not stream.inbox.started]

@@ -137,5 +137,4 @@ class SglangEngine(RemoteEngine):
             seed=seed,
             process=process,
             start=start,
-            call_seconds=config.sglang.call_seconds,
         )

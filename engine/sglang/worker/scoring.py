@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from asyncrl.engine.remote.worker.scored import ScoredPart, ScoredRequest
 from asyncrl.engine.remote.worker.scoring import Scorer
 from asyncrl.engine.sglang.worker.requests import SchedulerBatch
 from asyncrl.engine.sglang.worker.steps import Reporting
@@ -39,7 +38,6 @@ class PrefillScoring:
         self._batch = batch
         self._scorer = scorer
         self._reporting = reporting
-        self._requests: dict[str, ScoredRequest] = {}
         self._prefill: Prefill | None = None
 
     @property
@@ -59,25 +57,17 @@ class PrefillScoring:
         prefill, self._prefill = self._prefill, None
         if prefill is None:
             return
-        alive = self._batch.alive
-        self._requests = {name: one for name, one in self._requests.items() if name in alive}
-        parts: list[ScoredPart] = []
-        done: list[str] = []
+        self._scorer.forget(self._reporting.requests.entries)
         begins = np.cumsum(prefill.lengths) - prefill.lengths
-        rows = zip(self._batch.ids, prefill.prefixes, prefill.lengths, begins.tolist(), strict=True)
-        for name, prefix, length, begin in rows:
-            entry = self._batch.entry(name)
-            if not entry.extra.scored:
-                continue
-            if name not in self._requests:
-                self._requests[name] = ScoredRequest(entry, entry.extra.top_k_logprobs)
-            part, complete = self._requests[name].part(prefix, length, begin)
-            parts.append(part)
-            if complete:
-                done.append(name)
-        self._scorer.read(hidden, parts)
-        finished = {name: self._requests.pop(name) for name in done}
+        taken = zip(
+            self._batch.ids, prefill.prefixes, prefill.lengths, begins.tolist(), strict=True
+        )
+        rows = [
+            (name, entry, entry.extra.top_k_logprobs, prefix, length, begin)
+            for name, prefix, length, begin in taken
+            if (entry := self._batch.entry(name)).extra.scored
+        ]
         version = self._batch.policy_version
-        for name, (ids, logprobs) in self._scorer.tables(finished, version).items():
+        for name, (ids, logprobs) in self._scorer.score(hidden, rows, version).items():
             if self._reporting.requests.serves(name):
                 self._reporting.outbox.add_scored(name, ids, logprobs, version)

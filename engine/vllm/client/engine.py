@@ -71,7 +71,6 @@ class VllmEngine(RemoteEngine):
             seed=seed,
             process=process,
             start=start,
-            call_seconds=config.vllm.call_seconds,
         )
 
     async def close(self) -> None:

@@ -12,7 +12,6 @@ request, and one more per draft token when the step has drafts. Imports no vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import Any
 
 import numpy as np
@@ -35,17 +34,9 @@ class RunnerBatch(Batch):
         super().__init__(listed)
         self.runner = runner
 
-    @property
-    def present(self) -> list[str]:
-        """`[B]` request ids of the runner's rows."""
-        ids: list[str] = self.runner.input_batch.req_ids
-        return ids
-
-    @property
-    def alive(self) -> Container[str]:
-        """Ids of the requests that the runner knows."""
-        requests: Container[str] = self.runner.requests
-        return requests
+    def refresh(self) -> None:
+        """Follow the runner's rows."""
+        self.follow(self.runner.input_batch.req_ids, self.runner.requests)
 
     def read(self, request_id: str) -> Entry:
         """Read an entry from the runner's state of a request."""

@@ -60,7 +60,7 @@ class Runner:
         """All but the last token of each prompt."""
         fed = {name: len(one.prompt_token_ids) - 1 for name, one in self.requests.items()}
         assert scorer.compute(self.hidden, fed) == {}
-        return scorer._requests
+        return scorer._scorer.requests
 
 
 def scored(lengths: list[int], max_bytes: int = 1 << 20) -> tuple[Runner, list[Any]]:
@@ -89,4 +89,4 @@ def test_requests_that_were_aborted_are_forgotten() -> None:
     assert len(runner.step(scorer)) == 2
     runner.num_prompt_logprobs.clear()
     scorer.compute(runner.hidden, {})
-    assert not scorer._requests
+    assert not scorer._scorer.requests
