@@ -2,7 +2,7 @@
 
 The parts are `process` (starting, watching and stopping SGLang, and the sockets to its scheduler
 process) and `core` (the calls and the results); everything else is `asyncrl.engine.remote.client`.
-Both processes use `asyncrl.engine.sglang.messages`, `settings` and `server_settings`.
+Both processes use `asyncrl.engine.sglang.messages` and `settings`.
 """
 
 from __future__ import annotations
@@ -19,38 +19,12 @@ from asyncrl.engine.sglang.client.core import SglangCore
 from asyncrl.engine.sglang.client.environment import SglangFolder, environment_of
 from asyncrl.engine.sglang.client.process import SglangProcess
 from asyncrl.engine.sglang.interpreter import path_of
-from asyncrl.engine.sglang.server_settings import ServerSettings
-from asyncrl.engine.sglang.settings import WorkerSettings
+from asyncrl.engine.sglang.settings import ServerSettings, WorkerSettings
 
 _HEADROOM = 16
 """Tokens of a request that SGLang keeps free (6), the one drawn after a scored text, and spares."""
 _MAX_STEP_TOKENS = 4096
 """Most tokens of a step that drafts. SGLang does not limit it; more never pays."""
-
-
-async def launch(
-    process: SglangProcess,
-    config: EngineConfig,
-    model_path: str,
-    cache_config: CacheConfig,
-    seed: int,
-    place: CachePlace,
-) -> SglangCore:
-    """Start SGLang and connect to its scheduler. Raises EngineStartError with the log's end."""
-    core = SglangCore(process, config.sglang.chunk_tokens)
-    folder = process.open(core.take)
-    worker = worker_settings(config, cache_config, place, folder)
-    process.start(
-        path_of(config.sglang),
-        environment_of(config, folder) | worker.to_environment(),
-        server_settings(config, model_path, cache_config, seed, folder),
-    )
-    limit = config.sglang.start_limit
-    try:
-        await core.ready(limit)
-    except EngineError as error:
-        raise process.start_error(model_path, error, limit) from error
-    return core
 
 
 def _drafts(cache_config: CacheConfig) -> int:
@@ -127,9 +101,20 @@ class SglangEngine(RemoteEngine):
         self._process = process = SglangProcess(config.sglang)
 
         async def start() -> SglangCore:
-            return await launch(
-                process, config, model_path, cache_config, seed, place or CachePlace()
+            core = SglangCore(process, config.sglang.chunk_tokens)
+            folder = process.open(core.take)
+            worker = worker_settings(config, cache_config, place or CachePlace(), folder)
+            process.start(
+                path_of(config.sglang),
+                environment_of(config, folder) | worker.to_environment(),
+                server_settings(config, model_path, cache_config, seed, folder),
             )
+            limit = config.sglang.start_limit
+            try:
+                await core.ready(limit)
+            except EngineError as error:
+                raise process.start_error(model_path, error, limit) from error
+            return core
 
         super().__init__(
             config,

@@ -30,7 +30,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.engine.sglang.server_settings import CPU_ATTENTION, ServerSettings
+from asyncrl.engine.sglang.settings import CPU_ATTENTION, ServerSettings
 from asyncrl.engine.sglang.worker.plugin import CPU_VARIABLES
 
 _LOG = logging.getLogger("asyncrl.sglang")

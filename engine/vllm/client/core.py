@@ -13,8 +13,7 @@ from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.remote.client.core import Core, CoreRequest, P, T, W
 from asyncrl.engine.remote.client.inbox import Inbox
 from asyncrl.engine.vllm.client.process import VllmProcess
-from asyncrl.engine.vllm.extras import to_extra_args
-from asyncrl.engine.vllm.remote import ADAPTER_ID, VllmWorker
+from asyncrl.engine.vllm.remote import ADAPTER_ID, VllmWorker, to_extra_args
 
 _MAX_TEMPLATES = 64
 """Kinds of requests whose parameters are kept. A run has a few."""

@@ -1,8 +1,7 @@
 """VllmEngine: vLLM behind the `Engine` protocol, with the rollout cache drafting inside it.
 
 The parts are `process` (starting, watching, stopping vLLM) and `core` (the calls); everything else
-is `asyncrl.engine.remote.client`. Both processes use `asyncrl.engine.vllm.remote` and
-`asyncrl.engine.vllm.extras`.
+is `asyncrl.engine.remote.client`. Both processes use `asyncrl.engine.vllm.remote`.
 """
 
 from __future__ import annotations
@@ -56,11 +55,13 @@ class VllmEngine(RemoteEngine):
         seed: int,
         place: CachePlace | None = None,
     ) -> None:
-        self._process = process = VllmProcess(config)
+        self._process = process = VllmProcess(
+            config, model_path, cache_config, seed, place or CachePlace()
+        )
 
         async def start() -> VllmCore:
             ends = time.monotonic() + config.vllm.start_limit
-            await process.start(model_path, cache_config, seed, place or CachePlace())
+            await process.start()
             core = VllmCore(process)
             await core.attach(config, max(1.0, ends - time.monotonic()))
             return core

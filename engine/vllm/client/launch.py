@@ -39,8 +39,12 @@ from asyncrl.engine.vllm.client.api import (
 )
 from asyncrl.engine.vllm.client.fork_server import ForkContext, forks, without_compilers
 from asyncrl.engine.vllm.client.graphs import graph_config
-from asyncrl.engine.vllm.extras import MessageSettings, drafter_to_config
-from asyncrl.engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH
+from asyncrl.engine.vllm.remote import (
+    DRAFTER_PATH,
+    EXTENSION_PATH,
+    SCHEDULER_PATH,
+    CoreSettings,
+)
 from asyncrl.rollout.trajectory import FinishReason as Reason
 from asyncrl.wire.transport.paths import kept_variable
 
@@ -117,18 +121,20 @@ class StepProcessor(OutputProcessor):
         self._finish_request(state)
 
 
-_FINE, _COARSE = 256, 1024
+class VllmMeter(Meter, StatLoggerBase):
+    """Counters of vLLM since its start, as a logger that AsyncLLM calls."""
 
-
-class VllmMeter(Meter):
-    """Counters of vLLM since its start. `logger` makes the hook that AsyncLLM calls."""
-
-    def logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
-        """Make a logger for `AsyncLLM(stat_loggers=[...])`."""
-        return _MeterLogger(self, vllm_config, engine_index)
-
-    def record(self, stats: Any) -> None:
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,  # noqa: ARG002
+        mm_cache_stats: Any = None,  # noqa: ARG002
+        engine_idx: int = 0,  # noqa: ARG002
+    ) -> None:
         """Add the `SchedulerStats` of a message; its `step_counter` is the number of its steps."""
+        stats = scheduler_stats
+        if stats is None:
+            return
         waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         self.loaded(stats.num_running_reqs, waiting, stats.kv_cache_usage)
         self.steps += stats.step_counter
@@ -138,24 +144,6 @@ class VllmMeter(Meter):
         if drafts is not None:
             self.drafted += drafts.num_draft_tokens
             self.accepted += drafts.num_accepted_tokens
-
-
-class _MeterLogger(StatLoggerBase):
-    """Passes AsyncLLM's statistics to a Meter."""
-
-    def __init__(self, meter: VllmMeter, _vllm_config: Any, _engine_index: int) -> None:
-        self._meter = meter
-
-    def record(
-        self,
-        scheduler_stats: Any,
-        iteration_stats: Any,  # noqa: ARG002
-        mm_cache_stats: Any = None,  # noqa: ARG002
-        engine_idx: int = 0,  # noqa: ARG002
-    ) -> None:
-        """Record the statistics of one message of the core."""
-        if scheduler_stats is not None:
-            self._meter.record(scheduler_stats)
 
     def log_engine_initialized(self) -> None:
         """Do nothing: AsyncLLM calls it once at the start."""
@@ -197,7 +185,7 @@ def launch(
     # too: a user's programs, say. The loader splits LD_PRELOAD at spaces, so from a folder with one
     # it only prints errors.
     with core_processes(config), kept_variable("LD_PRELOAD"):
-        llm = AsyncLLM.from_engine_args(args, stat_loggers=[meter.logger])
+        llm = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: meter])
     # The output task starts with the first request and uses the processor that it finds then.
     if llm.output_handler is not None:
         llm.shutdown()
@@ -254,7 +242,6 @@ def engine_args(
         "enable_log_requests": False,
         "worker_extension_cls": EXTENSION_PATH,
         "scheduler_cls": SCHEDULER_PATH,
-        "additional_config": MessageSettings(ours.steps_per_message).to_config(),
         **ours.memory_arguments(on_cpu=on_cpu),
     }
     if not args["enforce_eager"] and not on_cpu:
@@ -269,21 +256,21 @@ def engine_args(
             "max_loras": 1,
             "max_lora_rank": next(one for one in ADAPTER_RANKS if one >= ours.lora_rank),
         }
+    drafter = None
     if drafts:
         args["speculative_config"] = {
             "method": "custom_class",
             "model": DRAFTER_PATH,
             "num_speculative_tokens": drafts,
         }
-        args["additional_config"] |= drafter_to_config(
-            DrafterSettings(
-                cache=cache_config.model_dump(mode="json"),
-                place=to_json(place),
-                fixed_step_tokens=ours.max_step_tokens,
-                max_step_tokens=args["max_num_batched_tokens"],
-                logits_bytes=config.logits_bytes,
-            )
+        drafter = DrafterSettings(
+            cache=cache_config.model_dump(mode="json"),
+            place=to_json(place),
+            fixed_step_tokens=ours.max_step_tokens,
+            max_step_tokens=args["max_num_batched_tokens"],
+            logits_bytes=config.logits_bytes,
         )
+    args["additional_config"] = CoreSettings(ours.steps_per_message, drafter).to_config()
     return args
 
 

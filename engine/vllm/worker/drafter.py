@@ -23,7 +23,7 @@ from asyncrl.cache.sharing.cache_setup import from_json, open_at, save_at
 from asyncrl.engine.remote.worker.drafting import StepTimer, planner_of, warm_up
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.remote.worker.rows import NO_SLOT, RowBook
-from asyncrl.engine.vllm.extras import drafter_from_config
+from asyncrl.engine.vllm.remote import CoreSettings
 from asyncrl.engine.vllm.worker.sampling import CoreSampler, RunnerBatch
 from asyncrl.rollout.trajectory import IntArray
 
@@ -61,7 +61,8 @@ class CacheDrafter:
     """Drafts from the cache of this engine's earlier rollouts."""
 
     def __init__(self, vllm_config: Any) -> None:
-        settings = drafter_from_config(vllm_config.additional_config)
+        settings = CoreSettings.from_config(vllm_config.additional_config).drafter
+        assert settings is not None  # noqa: S101 - vLLM makes a drafter only if it is set
         config = CacheConfig.model_validate(settings.cache)
         self.planner = planner_of(
             settings, config.draft_tokens, vllm_config.model_config.get_vocab_size()

@@ -23,7 +23,7 @@ from asyncrl.engine.remote.worker.entries import Entry
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.sampling.drawing import UNREPORTED_K, Streams
 from asyncrl.engine.sampling.logits import LogitDraws, draw_from_logits
-from asyncrl.engine.vllm.extras import from_extra_args
+from asyncrl.engine.vllm.remote import from_extra_args
 from asyncrl.rollout.acceptance import accept_chain
 
 

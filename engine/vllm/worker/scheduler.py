@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from asyncrl.engine.remote.extras import NO_TICKET, StepTable
-from asyncrl.engine.vllm.extras import MessageSettings
+from asyncrl.engine.vllm.remote import CoreSettings
 from asyncrl.engine.vllm.worker.api import (
     AsyncScheduler,
     EngineCoreOutput,
@@ -202,6 +202,6 @@ def make_scheduler(vllm_config: Any, **rest: Any) -> Any:
     """Make the scheduler that vLLM would choose for this configuration, with our messages."""
     overlapping = vllm_config.scheduler_config.async_scheduling
     scheduler = (_AsyncStepScheduler if overlapping else _StepScheduler)(vllm_config, **rest)
-    settings = MessageSettings.from_config(vllm_config.additional_config)
+    settings = CoreSettings.from_config(vllm_config.additional_config)
     scheduler.outbox = Outbox(settings.steps_per_message)
     return scheduler

@@ -15,7 +15,7 @@ from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.engine.remote.client.core import Meter
 from asyncrl.engine.remote.client.responses import Response, Responses
 from asyncrl.engine.remote.client.streams import Reader, Streams
-from asyncrl.engine.vllm.extras import MessageSettings
+from asyncrl.engine.vllm.remote import CoreSettings
 
 pytestmark = REAL_VLLM
 
@@ -41,7 +41,7 @@ class Core:
         monkeypatch.setattr(Scheduler, "finish_requests", lambda _, ids, __: self._end(ids))
         monkeypatch.setattr(Scheduler, "make_stats", _stats)
         monkeypatch.setattr(Scheduler, "update_from_output", lambda one, *_: self._vllm(one))
-        settings = MessageSettings(steps_per_message).to_config()
+        settings = CoreSettings(steps_per_message).to_config()
         config = SimpleNamespace(
             scheduler_config=SimpleNamespace(async_scheduling=False), additional_config=settings
         )
