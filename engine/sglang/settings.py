@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Self
 
 import msgspec
 
+from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.remote.extras import DrafterSettings
 
 VARIABLE = "ASYNCRL_SGLANG_SETTINGS"
@@ -51,31 +52,20 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of an `EngineConfig` that becomes SGLang's `ServerArgs`."""
+    """The settings from which SGLang's `ServerArgs` are made."""
 
     folder: str
     """Private to this engine; removed when its generator has ended."""
     model_path: str
-    device: Literal["auto", "cpu", "cuda"]
-    dtype: Literal["auto", "float32", "bfloat16"]
-    """"auto": float32 on a CPU, bfloat16 on a GPU."""
-    logits_dtype: Literal["auto", "float32", "model"]
-    """"auto": float32 on a GPU."""
-    batch_invariant: bool
-    """Only on a GPU."""
     seed: int
     max_model_len: int
     """Most tokens of a request, including room for drafts."""
-    slots: int
-    prefill_tokens: int | None
-    """Prompt tokens of a step. None: depends on the device."""
-    kv_cache_gib: float | None
-    """None: 0.5 on a CPU, on a GPU what `mem_fraction_static` leaves."""
-    mem_fraction_static: float
-    prefix_caching: bool
     draft_tokens: int
     """Most draft tokens of a request in a step; 0: no speculation."""
-    tensor_parallel_size: int
-    step_seconds: float
-    """SGLang ends itself when a step takes longer."""
-    log_level: str
+    config: dict[str, Any]
+    """An `EngineConfig` as JSON."""
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The settings of the engine, or ValueError."""
+        return EngineConfig.model_validate(self.config)

@@ -39,26 +39,15 @@ def server_settings(
     folder: SglangFolder,
 ) -> ServerSettings:
     """Return the settings from which SGLang's arguments are made."""
-    ours, drafts = config.sglang, _drafts(cache_config)
+    drafts = _drafts(cache_config)
     return ServerSettings(
         folder=str(folder.path),
         model_path=model_path,
-        device=config.device,
-        dtype=config.dtype,
-        logits_dtype=config.logits_dtype,
-        batch_invariant=config.batch_invariant,
         seed=seed,
         # Requests are held to our limit.
         max_model_len=config.max_model_len + drafts + _HEADROOM,
-        slots=config.slots,
-        prefill_tokens=ours.max_prefill_tokens,
-        kv_cache_gib=ours.kv_cache_gib,
-        mem_fraction_static=ours.share_of_gpu,
-        prefix_caching=ours.enable_prefix_caching,
         draft_tokens=drafts,
-        tensor_parallel_size=ours.tensor_parallel_size,
-        step_seconds=ours.call_seconds,
-        log_level=ours.log_level,
+        config=config.model_dump(mode="json"),
     )
 
 
