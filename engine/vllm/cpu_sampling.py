@@ -41,7 +41,9 @@ def apply_if_affected() -> None:
     if writes_its_output(getattr(cpu_triton_utils, _NAME, None)):
         return
     setattr(cpu_triton_utils, _NAME, expand)
-    _LOG.info("CPU sampling with drafts: vLLM's expand loses its output, replaced")
+    _LOG.info(
+        "replaced vLLM's `expand` for CPU sampling with drafts, which does not write its output"
+    )
 
 
 def _tolerate_foreign_handles() -> None:

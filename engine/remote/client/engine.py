@@ -181,8 +181,8 @@ class WeightSwap:
             if why_reloaded and not self._said_why:
                 self._said_why = True
                 _LOG.warning(
-                    "%s loads new weights while it is paused, %.1f s for each version, which takes "
-                    "several times as long as copying staged ones: %s",
+                    "%s loads new weights while it is paused, %.1f s for each version; copying "
+                    "staged ones would be several times faster, but cannot be used: %s",
                     self._core.name,
                     seconds,
                     why_reloaded,

@@ -107,8 +107,8 @@ class CoreProcess(ABC):
     async def ask(self, call: Awaitable[T], what: str, *, limit: float | None = None) -> T:
         """Await a call to the process, but not past its end or the time limit in seconds.
 
-        `what` completes the error "asked to {what}, vLLM did not answer"; limit None: that of
-        calls. Raises EngineError if the call failed or the process ended, LateError if it was slow.
+        `what` completes the error "vLLM did not {what} within 5 s"; limit None: that of calls.
+        Raises EngineError if the call failed or the process ended, LateError if it was slow.
         """
         seconds = self.call_seconds if limit is None else limit
         task, over = asyncio.ensure_future(call), asyncio.ensure_future(self._over.wait())
@@ -116,8 +116,8 @@ class CoreProcess(ABC):
             await asyncio.wait([task, over], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 if self.ended is not None:
-                    raise EngineError(f"asked to {what}: {self.ended}")
-                late = f"asked to {what}, {self.name} did not answer within {seconds:g} s"
+                    raise EngineError(f"{self.name} could not {what}: {self.ended}")
+                late = f"{self.name} did not {what} within {seconds:g} s"
                 raise LateError(str(self.failure(late)))
             error = task.exception()
             if error is not None:

@@ -51,8 +51,8 @@ class Tickets:
             have = len(self._ticket)
             if have > self._slots:
                 raise EngineError(
-                    f"this generator has {self._slots:,} unfinished requests, and cannot tell more "
-                    "apart: send it fewer at a time"
+                    f"this generator already has {self._slots:,} unfinished requests, the most "
+                    "possible: send it fewer at a time"
                 )
             more = np.full(max(15, have), _FREE, np.int64)
             self._ticket = np.concatenate([self._ticket, more])

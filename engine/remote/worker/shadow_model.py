@@ -333,7 +333,7 @@ def _memory_for(
     parameters = list(model.named_parameters())
     loose = [name for name, one in parameters if not one.is_contiguous()]
     if loose:
-        raise ValueError(f"parameters that do not lie in memory row by row: {', '.join(loose)}")
+        raise ValueError(f"these parameters are not contiguous in memory: {', '.join(loose)}")
     specs, nbytes = laid_out(
         (name, str(one.dtype).removeprefix("torch."), one.dtype.itemsize, tuple(one.shape))
         for name, one in parameters

@@ -101,7 +101,7 @@ class WorkerWeights:
         self._staging: Future[None] | None = None
         self._twin_device = loader.device if on_device else torch.device("cpu")
         self._twin: ShadowModel | None = None
-        self._why_reloads = "copying was not proved to do what loading does"
+        self._why_reloads = "copying was not proved equal to loading"
 
     def _base(self, _names: Collection[str]) -> dict[str, torch.Tensor]:
         """Return the weights that adapters are added to; loaders need all of them."""
@@ -132,16 +132,15 @@ class WorkerWeights:
                     self._why_reloads = ""
                     return
                 self._why_reloads = (
-                    f"copying would not do what {self._loader.name}'s loading does to "
+                    f"copying would not reproduce what {self._loader.name}'s loader does to "
                     f"{_first_of(found)}"
                 )
             self._loader.load(model, own)
             left = differing(started, loaded_parts(model))
         if left:
             raise WeightsError(
-                f"{self._loader.name} does not have the numbers of its start again after it has "
-                f"loaded the same weights: {_first_of(left)}. It cannot be given new weights "
-                f"({self._why_reloads})"
+                f"{self._loader.name} cannot install new weights: after it loaded its initial "
+                f"weights again, these differ: {_first_of(left)} ({self._why_reloads})"
             )
 
     def _proved(
@@ -184,7 +183,7 @@ class WorkerWeights:
     def report(self) -> StagingReport:
         """Return the state of the staging begun last. Raises its unexpected errors."""
         if self._staging is None:
-            raise WeightsError("no staging of weights was begun")
+            raise WeightsError("no weights are being staged: call begin_staging first")
         if not self._staging.done():
             return StagingReport("running")
         try:

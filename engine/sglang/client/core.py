@@ -181,7 +181,8 @@ def _table(
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     if not len(ids) == len(logprobs) == 4 * count * width:
         raise ValueError(
-            f"{len(ids)} and {len(logprobs)} bytes for two tables of {count} rows of {width}"
+            f"tables of {count} rows of {width} have {len(ids)} and {len(logprobs)} bytes, not "
+            f"{4 * count * width}"
         )
     shape = count, width
     return (

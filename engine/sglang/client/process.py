@@ -90,8 +90,8 @@ class Link:
         except EngineError as error:
             self._fail(error)
         except Exception as error:  # readers must not wait for a task that is gone
-            logger.exception("a message of SGLang's process was not understood")
-            self._fail(EngineError(f"a message of SGLang's process was not understood: {error!r}"))
+            logger.exception("processing a message of SGLang's process failed")
+            self._fail(EngineError(f"processing a message of SGLang's process failed: {error!r}"))
 
     async def close(self) -> None:
         """Stop receiving and close both sockets."""

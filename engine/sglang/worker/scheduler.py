@@ -73,8 +73,8 @@ class OutputLayer:
         processors = [one for one in model.modules() if isinstance(one, LogitsProcessor)]
         if not processors:
             raise TypeError(
-                f"{type(model).__name__} has no LogitsProcessor of SGLang's: kept tokens of it "
-                "cannot be scored"
+                f"{type(model).__name__} does not use SGLang's LogitsProcessor, so its kept tokens "
+                "cannot be scored: use engine.kind: torch or vllm for this model"
             )
         self._processor = processors[0]
         self._scoring: PrefillScoring | None = None

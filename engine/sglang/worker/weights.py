@@ -149,5 +149,5 @@ def in_all_ranks(ranks: Ranks, call: Callable[[], T]) -> list[T]:
         raise error
     failed = next((why for _, why in found if why), "")
     if failed:
-        raise WeightsError(f"it failed in another rank: {failed}")
+        raise WeightsError(f"the call failed in another rank: {failed}")
     return [one for one, _ in found]  # type: ignore[misc]

@@ -103,7 +103,9 @@ class StepProcessor(OutputProcessor):
         inbox, reason = state.queue, _REASONS.get(output.finish_reason)
         scored = output.new_prompt_logprobs_tensors
         if reason is None:
-            inbox.put(EngineError(f"vLLM ended a request with {output.finish_reason}"))
+            inbox.put(
+                EngineError(f"vLLM ended the request with finish reason {output.finish_reason}")
+            )
         elif reason == "abort":
             inbox.put(None)  # interrupted: what it has drawn came before
         elif isinstance(inbox, Response):
@@ -189,7 +191,7 @@ def launch(
     # The output task starts with the first request and uses the processor that it finds then.
     if llm.output_handler is not None:
         llm.shutdown()
-        raise EngineStartError("launch() must not run on an event loop: vLLM reads outputs already")
+        raise EngineStartError("launch() must run in a thread: vLLM already reads outputs here")
     if llm.logger_manager is not None:  # always there; vLLM's Prometheus metrics are not read
         llm.logger_manager.stat_loggers = [
             one

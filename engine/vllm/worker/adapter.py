@@ -92,8 +92,8 @@ class ServedAdapter:
             if leaf in parts and f"{parent}.{name}" in self._modules:
                 return _Place(f"{parent}.{name}", parts.index(leaf))
         raise WeightsError(
-            f"vLLM has no place for an adapter of {layer!r}; use trainer.lora.serve: merged, or "
-            "other trainer.lora.targets"
+            f"vLLM does not support an adapter of layer {layer!r}; use trainer.lora.serve: merged, "
+            "or other trainer.lora.targets"
         )
 
 
@@ -139,7 +139,10 @@ class _AdapterBuffer:
     def read(self, manifest: WeightManifest) -> None:
         """See `WeightBuffer.read`."""
         if manifest.lora is None or manifest.lora.serve != "adapter":
-            raise WeightsReadError("this engine serves an adapter apart, and other weights came")
+            raise WeightsReadError(
+                "this engine expects the weights of an adapter (trainer.lora.serve: adapter), but "
+                "other weights were published"
+            )
         self._published.read(manifest)
         self._scaling = manifest.lora.scaling
 

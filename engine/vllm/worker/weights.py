@@ -96,7 +96,7 @@ def check_reloadable(model: torch.nn.Module) -> None:
         if getattr(backend, "name", "") == "CPU":
             raise WeightsError(
                 f"vLLM cannot load new weights into the experts {name!r} on a CPU: it packs them "
-                "once. Use engine.kind: torch for mixture-of-experts models, or a GPU"
+                "only once. Use engine.kind: torch for mixture-of-experts models, or a GPU"
             )
 
 

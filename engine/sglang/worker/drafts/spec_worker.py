@@ -275,7 +275,7 @@ class SpecWorker(BaseSpecWorker):
             found = trees, self._drafter.last_tokens(rows, lengths)
         shared = self._ranks.share(found)
         if shared is None:
-            raise RuntimeError("rank 0 has no drafter")
+            raise RuntimeError("rank 0 did not create a drafter")
         return shared
 
     def _verify(self, batch: Any, trees: TokenTrees, feed: Feed, contexts: Index) -> Any:
