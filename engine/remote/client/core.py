@@ -177,11 +177,7 @@ class Core(ABC):
         return sum(await self._call("save its cache", RemoteWorker.asyncrl_save_cache))
 
     async def _call(
-        self,
-        what: str,
-        method: Callable[Concatenate[W, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, what: str, method: Callable[Concatenate[W, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> list[T]:
         """Call a method of the worker; return the results of all ranks, or that of rank 0."""
         return await self._call_within(None, what, method, *args, **kwargs)

@@ -48,7 +48,7 @@ from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 
 class Pausing:
-    """Stops and resumes drawing; one change at a time."""
+    """Stops and resumes drawing, one change at a time."""
 
     def __init__(self, core: Core, streams: Streams) -> None:
         self._core = core

@@ -31,11 +31,7 @@ class Inbox(Generic[T]):
         self.ticket = NO_TICKET
 
     def push(self, item: T, *, last: bool = False) -> None:
-        """Add an item, and close the inbox after the last one. Does nothing if it is closed.
-
-        Items after an interruption or an error must not be read: they may be scores that were to
-        drop.
-        """
+        """Add an item, and close the inbox after the last one; scores after an abort are dropped."""
         if self.closed:
             return
         self._items.append(item)

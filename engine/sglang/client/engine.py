@@ -105,10 +105,4 @@ class SglangEngine(RemoteEngine):
                 raise process.start_error(model_path, error, limit) from error
             return core
 
-        super().__init__(
-            config,
-            model_path,
-            seed=seed,
-            process=process,
-            start=start,
-        )
+        super().__init__(config, model_path, seed=seed, process=process, start=start)

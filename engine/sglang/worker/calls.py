@@ -21,10 +21,7 @@ from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 _PIECE = {"cpu": 1 << 22, "cuda": 1 << 28}
 """Elements of weights summed between two steps, some 10 ms; a tensor is never cut."""
-_STACKED = {
-    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
-    "gate_up_proj": ["gate_proj", "up_proj"],
-}
+_STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """Stacked modules of models without `packed_modules_mapping`, which `load_weights` has."""
 
 

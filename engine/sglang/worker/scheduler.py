@@ -121,12 +121,7 @@ class DrawingSampler(Sampler):
         self._drawing = drawing
         self._output_layer = output_layer
 
-    def forward(
-        self,
-        logits_output: Any,
-        *_arguments: Any,
-        **_named: Any,
-    ) -> torch.Tensor:
+    def forward(self, logits_output: Any, *_arguments: Any, **_named: Any) -> torch.Tensor:
         """Return the token of each row, `[B]` int64; attach the table to the logits' output."""
         self._output_layer.score()
         tokens, output = self._drawing(logits_output.next_token_logits)

@@ -66,13 +66,7 @@ class VllmEngine(RemoteEngine):
             await core.attach(config, max(1.0, ends - time.monotonic()))
             return core
 
-        super().__init__(
-            config,
-            model_path,
-            seed=seed,
-            process=process,
-            start=start,
-        )
+        super().__init__(config, model_path, seed=seed, process=process, start=start)
 
     async def close(self) -> None:
         """End vLLM; running requests end with `finish_reason="abort"`. Idempotent."""

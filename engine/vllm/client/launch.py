@@ -39,12 +39,7 @@ from asyncrl.engine.vllm.client.api import (
 )
 from asyncrl.engine.vllm.client.fork_server import ForkContext, forks, without_compilers
 from asyncrl.engine.vllm.client.graphs import graph_config
-from asyncrl.engine.vllm.remote import (
-    DRAFTER_PATH,
-    EXTENSION_PATH,
-    SCHEDULER_PATH,
-    CoreSettings,
-)
+from asyncrl.engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH, CoreSettings
 from asyncrl.rollout.trajectory import FinishReason as Reason
 from asyncrl.wire.transport.paths import kept_variable
 
@@ -170,11 +165,7 @@ class Launched:
 
 
 def launch(
-    config: EngineConfig,
-    model_path: str,
-    cache_config: CacheConfig,
-    seed: int,
-    place: CachePlace,
+    config: EngineConfig, model_path: str, cache_config: CacheConfig, seed: int, place: CachePlace
 ) -> Launched:
     """Start the engine core and wait until it is ready. Blocks; call it off the event loop.
 
@@ -204,11 +195,7 @@ def launch(
 
 
 def engine_args(
-    config: EngineConfig,
-    model_path: str,
-    cache_config: CacheConfig,
-    seed: int,
-    place: CachePlace,
+    config: EngineConfig, model_path: str, cache_config: CacheConfig, seed: int, place: CachePlace
 ) -> dict[str, Any]:
     """Return the arguments of `AsyncEngineArgs` for our settings."""
     on_cpu = current_platform.is_cpu()

@@ -128,11 +128,7 @@ class SpecWorker(BaseSpecWorker):
         self._pool, self._allocator = self._target_worker.get_memory_pool()
 
     def attach(
-        self,
-        drawing: TreeDrawing,
-        batch: SchedulerBatch,
-        ranks: Ranks,
-        settings: DrafterSettings,
+        self, drawing: TreeDrawing, batch: SchedulerBatch, ranks: Ranks, settings: DrafterSettings
     ) -> None:
         """Draft and draw from now on; rank 0 drafts."""
         self._ranks, self._drawing = ranks, drawing
