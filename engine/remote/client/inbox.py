@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -22,7 +21,7 @@ class Inbox(Generic[T]):
     """Items for one reader, who is woken by each item, an end or an error."""
 
     def __init__(self) -> None:
-        self._items: deque[T] = deque()
+        self._items: list[T] = []
         self._error: BaseException | None = None
         self._ready = asyncio.Event()
         self.started = False
@@ -31,7 +30,7 @@ class Inbox(Generic[T]):
         self.ticket = NO_TICKET
 
     def push(self, item: T, *, last: bool = False) -> None:
-        """Add an item, and close the inbox after the last one; scores after an abort are dropped."""
+        """Add an item, and close the inbox after the last one; dropped if it is closed already."""
         if self.closed:
             return
         self._items.append(item)
@@ -70,8 +69,7 @@ class Inbox(Generic[T]):
             self._ready.clear()
         if not self._items and self._error is not None:
             raise self._error
-        taken = list(self._items)
-        self._items.clear()
+        taken, self._items = self._items, []
         return taken
 
 

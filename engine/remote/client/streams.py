@@ -28,11 +28,6 @@ class _Stream:
     interrupted: bool = False
     """True once the core was asked to end it."""
 
-    def cut(self) -> None:
-        """End it; what was drawn is still delivered."""
-        self.restart = False
-        self.inbox.put(None)
-
 
 @dataclass(slots=True, eq=False)
 class Reader:
@@ -148,7 +143,8 @@ class Streams:
     def cut(self) -> None:
         """End every request; what was drawn is still delivered."""
         for stream in self._open.values():
-            stream.cut()
+            stream.restart = False
+            stream.inbox.put(None)
 
     def fail(self, error: EngineError) -> None:
         """Raise an error to every reader."""

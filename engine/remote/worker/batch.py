@@ -58,7 +58,7 @@ class Batch(ABC):
         for name in ids:
             if name not in known.entries:
                 self.entry(name)
-        columns = known.columns_of(ids)
+        columns = np.array([known.column[name] for name in ids], np.int64)
         self.seed, self.start = known.seed[columns], known.start[columns]
         self.ticket = known.ticket[columns]
         self.noise_seed = noise_seeds(self.seed, self.policy_version)

@@ -93,7 +93,8 @@ class WorkerWeights:
             lambda _, published: own if published.is_floating_point else published,
             engine_device=loader.device,
         )
-        merging = MergingBuffer(buffer, self._base, every=True)
+        # Loaders need all weights, not only those that adapters are added to.
+        merging = MergingBuffer(buffer, lambda _names: self._own(), every=True)
         self._staged = StagedWeights(self._receive, merging)
         self._thread = ThreadPoolExecutor(
             1, "asyncrl-staging", initializer=partial(_use_device, loader.device)
@@ -102,10 +103,6 @@ class WorkerWeights:
         self._twin_device = loader.device if on_device else torch.device("cpu")
         self._twin: ShadowModel | None = None
         self._why_reloads = "copying was not proved equal to loading"
-
-    def _base(self, _names: Collection[str]) -> dict[str, torch.Tensor]:
-        """Return the weights that adapters are added to; loaders need all of them."""
-        return self._own()
 
     def _own(self) -> dict[str, torch.Tensor]:
         """Return the weights that the model was started with, by their published names."""
@@ -133,14 +130,14 @@ class WorkerWeights:
                     return
                 self._why_reloads = (
                     f"copying would not reproduce what {self._loader.name}'s loader does to "
-                    f"{_first_of(found)}"
+                    f"{first_of(found)}"
                 )
             self._loader.load(model, own)
             left = differing(started, loaded_parts(model))
         if left:
             raise WeightsError(
                 f"{self._loader.name} cannot install new weights: after it loaded its initial "
-                f"weights again, these differ: {_first_of(left)} ({self._why_reloads})"
+                f"weights again, these differ: {first_of(left)} ({self._why_reloads})"
             )
 
     def _proved(
@@ -243,7 +240,8 @@ def _use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _first_of(names: list[str]) -> str:
+def first_of(names: list[str]) -> str:
+    """Return the first names of a list for a message, with the number of the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"
 

@@ -24,7 +24,7 @@ import torch
 from asyncrl.engine.errors import WeightsError
 from asyncrl.engine.remote.worker.held_weights import HeldWeights
 from asyncrl.engine.remote.worker.ranks import Ranks
-from asyncrl.engine.remote.worker.staging import Loader
+from asyncrl.engine.remote.worker.staging import Loader, first_of
 
 MODELS_BY_EXPERT = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 """Classes of SGLang's models whose experts are loaded one by one, under these names."""
@@ -78,8 +78,6 @@ def _keeps_layout(method: Any, module: Any) -> bool:
 
 T = TypeVar("T")
 
-_SHOWN = 5
-
 
 class SglangLoader(Loader):
     """Loads as SGLang does. A tensor holds all that it needs for that."""
@@ -126,9 +124,8 @@ class SglangLoader(Loader):
             if name in names and one.numel() and not is_padding:
                 left.append(name)
         if left:
-            more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
             raise WeightsError(
-                f"SGLang loads no new weights into {', '.join(left[:_SHOWN])}{more} of "
+                f"SGLang did not load new weights into {first_of(left)} of "
                 f"{type(self.model).__name__}: use engine.kind: torch or vllm for this model"
             )
 

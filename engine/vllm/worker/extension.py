@@ -6,7 +6,6 @@ import os
 import select
 import threading
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -121,10 +120,9 @@ def _drafter_of(runner: Any) -> CacheDrafter | None:
 def _exit_with(parent: int) -> None:
     """Exit when the generator ends, however it ends: vLLM's core would otherwise run forever."""
     fd = os.pidfd_open(parent)
-    name = "asyncrl-parent-watch"
-    threading.Thread(target=partial(_wait_and_exit, fd), name=name, daemon=True).start()
 
+    def wait() -> None:
+        select.select([fd], [], [])
+        os._exit(_ORPHANED)
 
-def _wait_and_exit(fd: int) -> None:
-    select.select([fd], [], [])
-    os._exit(_ORPHANED)
+    threading.Thread(target=wait, name="asyncrl-parent-watch", daemon=True).start()
