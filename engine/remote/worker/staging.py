@@ -247,12 +247,11 @@ def first_of(names: list[str]) -> str:
 
 
 def other_numbers(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors of the same shapes with other finite values in every place, one by one.
+    """Yield copies of tensors with other finite values in every place, one by one.
 
-    First the mantissa's highest bit is flipped, which changes all but zeros and subnormal numbers
-    by a quarter or more; `_SHIFT` changes those. Each is a copy, because loaders may keep all
-    tensors of a layer. Numbers are finite and have 2 or 4 bytes; tensors that are not
-    floating-point stay.
+    The mantissa's highest bit is flipped, which changes all but zeros and subnormal numbers by a
+    quarter or more; `_SHIFT` changes those. Numbers are finite and have 2 or 4 bytes; tensors that
+    are not floating-point stay.
     """
     for name, tensor in tensors:
         if tensor.is_floating_point():

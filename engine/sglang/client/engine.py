@@ -1,9 +1,4 @@
-"""SglangEngine: SGLang behind the `Engine` protocol, with the rollout cache drafting inside it.
-
-The parts are `process` (starting, watching and stopping SGLang, and the sockets to its scheduler
-process) and `core` (the calls and the results); everything else is `asyncrl.engine.remote.client`.
-Both processes use `asyncrl.engine.sglang.messages` and `settings`.
-"""
+"""SglangEngine: SGLang behind the `Engine` protocol, with the rollout cache drafting inside it."""
 
 from __future__ import annotations
 

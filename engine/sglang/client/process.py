@@ -1,10 +1,7 @@
 """SGLang's processes and sockets: started, watched, waited for within limits, stopped.
 
-When the process dies, for any reason, `on_end` is called on the event loop with an error that
-quotes the end of SGLang's log, and every call that waits for an answer fails at once.
-
-    receiving task   consumes: `ToClient` messages · produces: calls of `take`
-                     waits for: the scheduler process · unblocked by: `close`
+receiving task   consumes: `ToClient` messages · produces: calls of `take`
+                 waits for: the scheduler process · unblocked by: `close`
 """
 
 from __future__ import annotations

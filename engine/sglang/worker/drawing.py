@@ -1,8 +1,7 @@
 """Draws the tokens of a plain step, the same ones that any other engine of ours draws.
 
-A draw is a pure function of (distribution, seed of the request, policy version, position in the
-response), see `engine.sampling.drawing`. So neither the batch, the row, retraction, chunks of a
-prompt nor drafts change which token a request generates. Imports no SGLang.
+A draw depends on the distribution, the request's seed, the policy version and the position only
+(`engine.sampling.drawing`), not on batch, row, retraction or drafts. Imports no SGLang.
 """
 
 from __future__ import annotations

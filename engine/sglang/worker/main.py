@@ -2,9 +2,8 @@
 
     python -m asyncrl.engine.sglang.worker.main
 
-Runs in SGLang's interpreter. It does what SGLang's `Engine` does up to its schedulers (`start.py`),
-without tokenizer manager, detokenizer and HTTP: our scheduler (`scheduler.py`) communicates with
-the generator directly.
+Runs in SGLang's interpreter. It does what SGLang's `Engine` does up to its schedulers (`start.py`);
+our scheduler (`scheduler.py`) communicates with the generator directly.
 
     generator ── Popen, own session ──► this process ── fork ──► a scheduler for each rank
 
@@ -71,12 +70,8 @@ class Ranks:
     """The scheduler processes, by rank, which end together.
 
     A scheduler that fails or hangs sends SIGQUIT to this process (`managers/scheduler.py`:6373 and
-    `utils/watchdog.py`:163 of sglang 0.5.23). SGLang's own handler would kill without a word.
-
-    Args:
-        processes: of rank 0, 1, ...
-        wait_for_ready: returns when all of them take requests; raises RuntimeError if one fails.
-        step_seconds: SGLang's watchdog ends them when a step takes longer.
+    `utils/watchdog.py`:163 of sglang 0.5.23), also if a step takes longer than `step_seconds`.
+    `wait_for_ready` returns when all take requests, and raises RuntimeError if one fails.
     """
 
     def __init__(

@@ -1,14 +1,12 @@
 """SGLang's scheduler, serving our client directly.
 
 Rank 0 receives our messages, which SGLang broadcasts to the other ranks; each rank makes SGLang's
-requests from them. Generated tokens go back as arrays (`worker.steps`), several steps in a message
-(`worker.outbox`), without SGLang's tokenizer and detokenizer processes.
+requests from them. Generated tokens go back as arrays, several steps in a message (`worker.steps`),
+without SGLang's tokenizer and detokenizer processes.
 
 Written against SGLang 0.5.23. Its `run_scheduler_process` instantiates the class that plug-ins have
 put in place of `Scheduler`. Its model runner calls `sampler` for every step without drafts,
-prefills included, in the forward pass's stream, after the output layer: so scoring happens here
-too. On a CPU its plug-in point for samplers (`register_sampler_backend`) is not used, because its
-settings always choose another backend.
+prefills included, after the output layer, so scoring happens there too.
 """
 
 from __future__ import annotations

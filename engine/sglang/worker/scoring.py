@@ -1,13 +1,10 @@
 """Scores given tokens and verifies kept ones in the prefills of SGLang's model runner.
 
-SGLang computes `input_token_logprobs` from raw logits. Here the hidden states that go into the
-output layer are taken, and only the scored positions are looked up, in slabs, with the processed
-distribution. Kept tokens are judged here: only the outcomes travel.
-
-A prompt may come in chunks, and from the beginning again after a retraction. Positions whose KV is
-found in the radix cache have no hidden states, so a scoring request takes no more of its prefix
-from there than lies before its first scored position (`PrefillRequest` in `worker.scheduler`).
-Imports no SGLang.
+The hidden states that go into the output layer are taken, and only the scored positions are looked
+up, in slabs, with the processed distribution. A prompt may come in chunks, and from the beginning
+again after a retraction. Positions whose KV is found in the radix cache have no hidden states, so a
+scoring request takes its prefix from there only up to its first scored position (`PrefillRequest`
+in `worker.parts`). Imports no SGLang.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """New weights in SGLang's scheduler process: how SGLang loads and counts them.
 
-SGLang replaces weights between `begin_weight_update` and `end_weight_update`, while it is paused:
-it undoes what it made of the old ones, makes the model load the new ones, and makes it again.
-`SglangLoader` calls the same three functions for a twin of the model while tokens are generated
-(`asyncrl.engine.remote.worker.staging`). Installing copies the result.
-
-SGLang labels tokens with its `weight_version`, which is set to our policy version. No KV is
-flushed: requests of other weights have another `extra_key`, and SGLang's radix cache shares nothing
-between different ones.
+SGLang replaces weights between `begin_weight_update` and `end_weight_update`, while it is paused.
+`SglangLoader` calls the same functions for a twin of the model while tokens are generated
+(`asyncrl.engine.remote.worker.staging`). No KV is flushed: requests of other weights have another
+`extra_key`, and SGLang's radix cache shares nothing between different ones.
 
 The HF state dict has a mixture's experts of a layer in two tensors, `[E, 2I, H]` and `[E, H, I]`,
 as SGLang 0.5.23 holds them too. But its loaders take one expert after the other, as checkpoints on

@@ -1,8 +1,4 @@
-"""VllmEngine: vLLM behind the `Engine` protocol, with the rollout cache drafting inside it.
-
-The parts are `process` (starting, watching, stopping vLLM) and `core` (the calls); everything else
-is `asyncrl.engine.remote.client`. Both processes use `asyncrl.engine.vllm.remote`.
-"""
+"""VllmEngine: vLLM behind the `Engine` protocol, with the rollout cache drafting inside it."""
 
 from __future__ import annotations
 

@@ -1,17 +1,11 @@
 """The CUDA graphs that vLLM captures, chosen for one token a row and drafts of any lengths.
 
-With speculation vLLM 0.32 replays a full graph only for a step in which each row has exactly 1 +
-num_speculative_tokens tokens (`v1/worker/gpu_model_runner.py`:870, `uniform_decode_query_len`, and
-:3653, `_is_uniform_decode`). Our rows have one token or drafts of different lengths, so no step
-would ever match. Worse, full graphs make it round all capture sizes up to multiples of that number
-(`config/compilation.py`:1489 and :1530): with 16 draft tokens a step of one row would be padded to
-17 tokens.
-
-So with drafts only piecewise graphs are captured, which fit any step with as many tokens, however
-these are spread over rows. Without a drafter vLLM's own choice (full graphs for the uniform step,
-piecewise ones for the rest) is right; only the sizes have to reach our number of slots.
-
-Never run on a GPU.
+With speculation vLLM 0.32 replays a full graph only if each row has exactly 1 +
+num_speculative_tokens tokens (`v1/worker/gpu_model_runner.py`:3653, `_is_uniform_decode`), which
+ours never have, and rounds capture sizes up to multiples of that number
+(`config/compilation.py`:1489). So with drafts only piecewise graphs are captured, which fit any
+step with as many tokens. Without a drafter vLLM's own choice is right; only the sizes have to reach
+our number of slots. Never run on a GPU.
 """
 
 from __future__ import annotations

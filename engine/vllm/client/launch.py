@@ -1,11 +1,11 @@
 """Starts vLLM. Imports it, so `environment.prepare` must have run before.
 
-Our output processor inside `AsyncLLM` takes the table of a whole step
-(`asyncrl.engine.remote.extras.StepTable`) with the version that the core stamped on it, and
-delivers it to its readers. vLLM's own one merges the steps of a slow consumer, keeps only the last
-weight version of a request and builds a Python object per log-probability. A message has some steps
-of one version, and only the outputs of tables and of requests that end
-(`asyncrl.engine.vllm.worker.scheduler`). Written against vLLM 0.32.0.
+Our output processor inside `AsyncLLM` delivers the table of a whole step
+(`asyncrl.engine.remote.extras.StepTable`), with the version that the core stamped on it. vLLM's own
+merges the steps of a slow consumer, keeps only the last weight version of a request and builds a
+Python object per log-probability. A message has steps of one version, and only the outputs of
+tables and of requests that end (`asyncrl.engine.vllm.worker.scheduler`). Written against vLLM
+0.32.0.
 """
 
 from __future__ import annotations
@@ -121,13 +121,7 @@ class StepProcessor(OutputProcessor):
 class VllmMeter(Meter, StatLoggerBase):
     """Counters of vLLM since its start, as a logger that AsyncLLM calls."""
 
-    def record(
-        self,
-        scheduler_stats: Any,
-        iteration_stats: Any,  # noqa: ARG002
-        mm_cache_stats: Any = None,  # noqa: ARG002
-        engine_idx: int = 0,  # noqa: ARG002
-    ) -> None:
+    def record(self, scheduler_stats: Any, *_args: Any, **_named: Any) -> None:
         """Add the `SchedulerStats` of a message; its `step_counter` is the number of its steps."""
         stats = scheduler_stats
         if stats is None:
@@ -174,9 +168,8 @@ def launch(
     _check_device(config)
     meter = VllmMeter()
     args = AsyncEngineArgs(**engine_args(config, model_path, cache_config, seed, place))
-    # On a CPU vLLM preloads libraries for its core. What this process starts later would load them
-    # too: a user's programs, say. The loader splits LD_PRELOAD at spaces, so from a folder with one
-    # it only prints errors.
+    # On a CPU vLLM preloads libraries for its core; later children of this process, such as a
+    # user's programs, must not load them.
     with core_processes(config), kept_variable("LD_PRELOAD"):
         llm = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: meter])
     # The output task starts with the first request and uses the processor that it finds then.
@@ -184,11 +177,8 @@ def launch(
         llm.shutdown()
         raise EngineStartError("launch() must run in a thread: vLLM already reads outputs here")
     if llm.logger_manager is not None:  # always there; vLLM's Prometheus metrics are not read
-        llm.logger_manager.stat_loggers = [
-            one
-            for one in llm.logger_manager.stat_loggers
-            if not isinstance(one, PrometheusStatLogger)
-        ]
+        loggers = llm.logger_manager.stat_loggers
+        loggers[:] = [one for one in loggers if not isinstance(one, PrometheusStatLogger)]
     processor = StepProcessor(Responses(config.vllm.chunk_tokens))
     llm.output_processor = processor
     return Launched(llm, processor, meter, llm.model_config.get_vocab_size())
@@ -282,9 +272,8 @@ def core_processes(config: EngineConfig) -> Iterator[None]:
 def _float32_logits(config: EngineConfig) -> bool:
     """Return True if vLLM keeps logits in float32.
 
-    On capability 8.x its batch-invariant products are special kernels (`determinism.
-    batch_invariant` overrides `aten::mm`), and the one with a float32 result is not among them.
-    Raises EngineStartError if float32 logits are asked for together with `batch_invariant` there.
+    On capability 8.x its batch-invariant kernels (`determinism.batch_invariant`) do not give a
+    float32 result. Raises EngineStartError if both are asked for there.
     """
     wanted = config.has_float32_logits(on_cpu=current_platform.is_cpu())
     if not (wanted and config.batch_invariant and current_platform.is_device_capability_family(80)):

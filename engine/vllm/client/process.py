@@ -1,8 +1,5 @@
 """vLLM's engine-core process: started, watched, called with time limits, stopped.
 
-When the process dies, for any reason, `died` is set and `on_end` is called on the event loop with
-an error that quotes the end of vLLM's log. Every call that waits for the process fails at once.
-
 vLLM reads many settings from environment variables when it is imported, and again in its core
 process, so they are set before the first import. Does not import vLLM.
 """
@@ -86,8 +83,7 @@ def prepare(config: EngineConfig, log: LogFolder) -> None:
     )
     # vLLM configures its logging when it is started, but it logs when it is imported.
     logging.config.dictConfig(json.loads(log.logging.read_text()))
-    # Threads that spin at barriers starve each other when cores are shared with a trainer:
-    # 180 tokens/s instead of 5,500 (2 threads, 2 cores, a 3M model, one other busy process).
+    # Threads that spin at barriers starve each other when cores are shared with a trainer.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
@@ -150,7 +146,7 @@ class VllmProcess(CoreProcess):
 
     @property
     def vllm(self) -> Launched:
-        """The running vLLM. Raises EngineError with the reason if there is none."""
+        """The running vLLM. Raises EngineError with the reason if it does not run."""
         self.check()
         if self._launched is None:
             raise EngineError("vLLM is not running")

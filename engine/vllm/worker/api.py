@@ -3,8 +3,8 @@
 """Everything of vLLM that is used in its engine core's process, by name. Pinned to 0.32.0.
 
 When vLLM is updated, check these names first, then their uses, and the methods that `sampling`,
-`scoring`, `drafter` and `scheduler` replace or extend. Importing this takes seconds: modules that
-tests use without an engine import it in functions.
+`scoring`, `drafter` and `scheduler` replace. Importing this takes seconds, so modules that tests
+use without an engine import it in functions.
 """
 
 from __future__ import annotations

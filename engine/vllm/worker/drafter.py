@@ -3,10 +3,7 @@
 vLLM calls `make_drafter` in each rank of its model, and `propose` after each step. The hook passes
 no request ids, so the worker extension hands over the model runner once (`attach`), whose batch
 names the rows. `worker.rows` decides what to draft, `asyncrl.engine.drafting.planner` how much.
-
-vLLM prepares the verification of a step without drafts as if it had drafts of length 0.
-`prepare_plainly` makes such a step as cheap as one without speculation, in every rank, and `attach`
-gives the scheduler only existing drafts.
+`prepare_plainly` makes a step without drafts as cheap as one without speculation.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class WorkerExtension(VllmWorker):
     def asyncrl_attach(
         self, parent: int, top_k: int, logits_bytes: int, stage_on_device: bool
     ) -> None:
-        """See `VllmWorker.asyncrl_attach`."""
+        """Install our parts, as `VllmWorker.asyncrl_attach` says."""
         _exit_with(parent)
         runner = self.model_runner
         check_reloadable(runner.get_model())

@@ -1,10 +1,9 @@
 """Draws tokens inside vLLM's model runner, the same ones with drafts and without.
 
-A draw is a pure function of (distribution, seed of the request, policy version, position in the
-response), see `engine.sampling.drawing`. So neither the batch, the row, preemption nor drafts
-change which token a request generates; vLLM's generator per request depends on accepted drafts. At
-each drafted position a token is drawn as without drafts, and the draft is accepted as far as it
-equals the draws (`asyncrl.rollout.acceptance.accept_chain`, exact for any draft).
+A draw depends on the distribution, the request's seed, the policy version and the position only
+(`engine.sampling.drawing`), not on batch, row, preemption or drafts. At each drafted position a
+token is drawn as without drafts, and the draft is accepted as far as it equals the draws
+(`asyncrl.rollout.acceptance.accept_chain`, exact for any draft).
 
 `CoreSampler` replaces `GPUModelRunner._sample` (vLLM 0.32.0), which gets one row of logits per
 request, and one more per draft token when the step has drafts. Imports no vLLM.

@@ -1,14 +1,11 @@
 """vLLM's scheduler, made to send what several steps generated in one message.
 
-vLLM sends an object per request and step, and slices the step's log-probabilities for each. Here
-the whole table, which comes from the worker with the rest of the step's results, is attached to the
-first output of the step (`StepTable`). It has all tokens, so of the other outputs only those that
-end a request are sent.
+vLLM sends an object per request and step. Here the step's whole table of tokens (`StepTable`) is
+attached to its first output; of the other outputs only those that end a request are sent.
 
-Several steps share a message (`Outbox`). When it is sent depends on the tokens in it: a core in
-which every response has ended sends at once what is left. So an interrupted response must not be
-cut at the last step that came, as that place would reveal something about the tokens after it
-(docs/decisions/0011). It ends here: what was drawn before is sent, then its end.
+Several steps share a message (`Outbox`). When it is sent depends on the tokens in it, so a cut at
+the last message would reveal something about the tokens after it (docs/decisions/0011). Therefore
+an interrupted response ends here: what was drawn before is sent, then its end.
 
 Written against vLLM 0.32.0.
 """

@@ -1,9 +1,8 @@
 """Scores given tokens and verifies kept ones inside vLLM's model runner, as tokens are sampled.
 
-`CoreScorer` replaces `GPUModelRunner._get_prompt_logprobs_dict` (0.32.0), which computes raw
-`prompt_logprobs` one request after the other, without temperature and truncation. The result
-replaces vLLM's table: a row for each reported token, with the columns of
-`asyncrl.engine.remote.extras.ScoreColumns`.
+`CoreScorer` replaces `GPUModelRunner._get_prompt_logprobs_dict` (0.32.0), which computes without
+temperature and truncation. The result replaces vLLM's table: a row for each reported token, with
+the columns of `asyncrl.engine.remote.extras.ScoreColumns`.
 """
 
 from __future__ import annotations

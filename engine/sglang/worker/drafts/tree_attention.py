@@ -3,8 +3,6 @@
 SGLang's attention for drafts needs GPU kernels, or CPU kernels in `sgl_kernel`, which PyPI lacks
 for this build; its `torch_native`, the base class here, attends causally with one number of tokens
 per row. Here a forward pass is described once, for all layers, as segments (`worker.segments`).
-
-It is registered by SGLang's plug-in point (`layers.attention.attention_registry`).
 """
 
 from __future__ import annotations

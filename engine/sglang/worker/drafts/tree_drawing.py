@@ -2,7 +2,7 @@
 
 A token is drawn at every place that was fed, as without drafts (`worker.drawing`), and a draft is
 accepted if it is the token that was drawn (`asyncrl.rollout.acceptance.accept_tree`, exact for any
-drafts). SGLang's own rejection sampling depends on what was drafted. Imports no SGLang.
+drafts). Imports no SGLang.
 """
 
 from __future__ import annotations
