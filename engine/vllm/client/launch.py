@@ -38,7 +38,7 @@ from asyncrl.engine.vllm.client.api import (
     engine_utils,
 )
 from asyncrl.engine.vllm.client.fork_server import ForkContext, forks, without_compilers
-from asyncrl.engine.vllm.client.graphs import graph_config
+from asyncrl.engine.vllm.config import graph_config
 from asyncrl.engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH, CoreSettings
 from asyncrl.rollout.trajectory import FinishReason as Reason
 from asyncrl.wire.transport.paths import kept_variable
