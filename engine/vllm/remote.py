@@ -1,4 +1,4 @@
-"""What vLLM's two processes share: names, settings, additions to requests, calls of the worker.
+"""Names, settings, calls and additions to requests that vLLM's two processes share.
 
 vLLM imports our classes by name, and carries our settings and additions to requests between its
 processes without reading them. `collective_rpc` carries arguments and results, so both are

@@ -31,8 +31,6 @@ class Meter:
         self.drafted = 0
         self.accepted = 0
         self.busy_seconds = 0.0
-        self.running = 0
-        self.waiting = 0
         self.kv_used = 0.0
         self.prefix_asked = 0
         """Context tokens of new requests."""
@@ -54,7 +52,7 @@ class Meter:
         now = time.monotonic()
         if self._busy_since is not None:
             self.busy_seconds += now - self._busy_since
-        self.running, self.waiting, self.kv_used = running, waiting, kv_used
+        self.kv_used = kv_used
         self._busy_since = now if running or waiting else None
 
 

@@ -19,7 +19,7 @@ class Entry:
 
     extra: RequestExtra
     sampling: SamplingParams
-    """Only the settings by which tokens are drawn are set."""
+    """The settings by which tokens are drawn; the others have their defaults."""
     start: int
     """Start of its response among its tokens: the length of the prompt proper."""
     context: IntArray

@@ -143,7 +143,7 @@ class WorkerWeights:
     def _proved(
         self, model: torch.nn.Module, started: dict[str, Any], own: NamedTensors
     ) -> tuple[ShadowModel | None, list[str]]:
-        """Return a twin and no names, or None and what speaks against copying from it.
+        """Return a twin and no names, or None and the names of what copying would not reproduce.
 
         With a twin, the model is as at the start, with `own` weights and `loaded_parts` `started`.
         """

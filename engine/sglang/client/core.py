@@ -44,7 +44,7 @@ class SglangCore(Core):
         self.responses, self.meter = Responses(chunk_tokens), Meter()
         self.vocab_size = self.pid = 0
         self._inboxes: dict[str, Inbox[Any]] = {}
-        """By the ids of requests that have not ended."""
+        """Inboxes by id, of requests that have not ended."""
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()

@@ -146,7 +146,6 @@ class SpecWorker(BaseSpecWorker):
             rows=rows,
             width=width + self._places,
             vocab_size=vocab_size,
-            branching=True,
         )
         warm_up()
 
