@@ -169,7 +169,8 @@ class CoreProcess(ABC):
 
     def _on_exit(self) -> None:
         self._unwatch()
-        self.fail(self.failure(f"{self.name} {_how_it_ended(self._exit_code())}"))
+        if self.ended is None:
+            self.fail(self.failure(f"{self.name} {_how_it_ended(self._exit_code())}"))
 
 
 def _how_it_ended(code: int | None) -> str:
