@@ -80,7 +80,7 @@ class Ranks:
         self._processes, self._step_seconds = processes, step_seconds
         self.wait_for_ready = wait_for_ready
         signal.signal(signal.SIGQUIT, self._on_failure)
-        signal.signal(signal.SIGTERM, self._on_close)
+        signal.signal(signal.SIGTERM, lambda number, _frame: self._end(128 + number))
 
     def watch(self) -> None:
         """Wait for the first process that ends, which is always a failure, and end with it."""
@@ -106,9 +106,6 @@ class Ranks:
                 "or a scheduler process failed and hangs"
             )
         self._end(_FAILED)
-
-    def _on_close(self, number: int, _frame: FrameType | None) -> None:
-        self._end(128 + number)
 
     def _end(self, status: int) -> None:
         """Kill the remaining processes, and end without SGLang's clean-up."""

@@ -36,7 +36,7 @@ class TreeAttention(TorchNativeAttnBackend):
         mode = forward_batch.forward_mode
         if forward_batch.encoder_lens is not None or mode.is_idle():
             return None
-        lengths = _numpy(forward_batch.seq_lens_cpu)
+        lengths = np.asarray(forward_batch.seq_lens_cpu, np.int64)
         masks: dict[int, NDArray[np.bool_]] = {}
         if mode.is_target_verify():
             contexts = lengths
@@ -136,10 +136,6 @@ def _drafted(
         masks[row] = flat[at : at + size].reshape(width, -1)[:, context:].astype(np.bool_)
         at += size
     return np.full(len(contexts), width, np.int64), masks
-
-
-def _numpy(lengths: Any) -> NDArray[np.int64]:
-    return np.asarray(lengths, np.int64)
 
 
 def register() -> None:
