@@ -5,7 +5,7 @@ Both sides read and write these values only here. Imports no engine and no torch
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -59,18 +59,10 @@ class RequestExtra:
 
     def to_plain(self) -> dict[str, Any]:
         """Convert to plain values for msgpack."""
-        return {
-            "seed": self.seed,
-            "generated": self.generated,
-            "cache_key": self.cache_key,
-            "draft": self.draft.astype("<i4").tobytes(),
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "top_k_logprobs": self.top_k_logprobs,
-            "ticket": self.ticket,
-            "scored": self.scored,
-            "kept": None if self.kept is None else _kept_to_plain(self.kept),
-        }
+        plain = {one.name: getattr(self, one.name) for one in fields(self)}
+        plain["draft"] = self.draft.astype("<i4").tobytes()
+        plain["kept"] = None if self.kept is None else _kept_to_plain(self.kept)
+        return plain
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> RequestExtra:

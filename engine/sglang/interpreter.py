@@ -17,35 +17,18 @@ SGLANG_VERSION = "0.5.23"
 DEFAULT = ".venv-sglang/bin/python"
 _SECONDS = 60.0
 _MAKE = "`make setup-sglang` makes an environment with it (docs/engines.md)"
-_ASK = """
+_NEEDED = ("asyncrl", "torch", "numba", "msgspec", "pyzmq", "pydantic", "transformers")
+_ASK = f"""
 import json, sys
 from importlib import metadata
-found = {"python": list(sys.version_info[:2])}
-for name in ("sglang", "torch", "asyncrl", "numba", "msgspec", "pyzmq", "pydantic", "transformers"):
+found = {{}}
+for name in {("sglang", *_NEEDED)}:
     try:
         found[name] = metadata.version(name)
     except metadata.PackageNotFoundError:
         pass
-print(json.dumps(found))
+print(json.dumps([sys.version_info[:2], found]))
 """
-
-
-class Versions(msgspec.Struct, frozen=True):
-    """Versions in an interpreter; "" for a distribution that it does not have."""
-
-    python: tuple[int, int]
-    sglang: str = ""
-    torch: str = ""
-    asyncrl: str = ""
-    numba: str = ""
-    msgspec: str = ""
-    pyzmq: str = ""
-    pydantic: str = ""
-    transformers: str = ""
-
-    def __str__(self) -> str:
-        version = ".".join(map(str, self.python))
-        return f"python {version}, sglang {self.sglang}, torch {self.torch}"
 
 
 def path_of(config: SglangConfig) -> str:
@@ -59,8 +42,8 @@ def path_of(config: SglangConfig) -> str:
     return sys.executable
 
 
-def check_interpreter(config: SglangConfig) -> Versions:
-    """Return the versions of SGLang's interpreter.
+def check_interpreter(config: SglangConfig) -> str:
+    """Return the versions of SGLang's interpreter, as text.
 
     Raises EngineStartError if it does not exist or fit; the message says what to do.
     """
@@ -71,34 +54,34 @@ def check_interpreter(config: SglangConfig) -> Versions:
             f"{where} does not exist. engine.kind=sglang needs an interpreter with sglang "
             f"{SGLANG_VERSION}: {_MAKE}"
         )
-    versions = _ask(python, where)
-    if versions.python < (3, 11):
-        shown = ".".join(map(str, versions.python))
+    number, versions = _ask(python, where)
+    shown = ".".join(map(str, number))
+    if number < (3, 11):
         raise EngineStartError(f"{where} is Python {shown}; asyncrl needs 3.11 or newer")
-    if versions.sglang != SGLANG_VERSION:
-        has = f"has sglang {versions.sglang}" if versions.sglang else "has no sglang"
+    sglang = versions.get("sglang")
+    if sglang != SGLANG_VERSION:
+        has = f"has sglang {sglang}" if sglang else "has no sglang"
         raise EngineStartError(f"{where} {has}; {SGLANG_VERSION} is needed: {_MAKE}")
-    needed = ("asyncrl", "torch", "numba", "msgspec", "pyzmq", "pydantic", "transformers")
-    missing = [name for name in needed if not getattr(versions, name)]
+    missing = [name for name in _NEEDED if name not in versions]
     if missing:
         raise EngineStartError(
             f"{where} lacks {', '.join(missing)}, which asyncrl's part inside SGLang needs: {_MAKE}"
         )
     ours = metadata.version("asyncrl")
-    if versions.asyncrl != ours:
+    if versions["asyncrl"] != ours:
         raise EngineStartError(
-            f"{where} has asyncrl {versions.asyncrl}, and this is asyncrl {ours}: install the same "
-            "version there (pip install --no-deps)"
+            f"{where} has asyncrl {versions['asyncrl']}, but this is asyncrl {ours}: install the "
+            "same version there (pip install --no-deps)"
         )
-    return versions
+    return f"python {shown}, sglang {sglang}, torch {versions['torch']}"
 
 
-def _ask(python: str, where: str) -> Versions:
+def _ask(python: str, where: str) -> tuple[tuple[int, int], dict[str, str]]:
     try:
         answer = subprocess.run(
             [python, "-P", "-c", _ASK], capture_output=True, timeout=_SECONDS, check=True
         )
-        return msgspec.json.decode(answer.stdout, type=Versions)
+        return msgspec.json.decode(answer.stdout, type=tuple[tuple[int, int], dict[str, str]])
     except subprocess.CalledProcessError as error:
         last = error.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise EngineStartError(f"{where} is not a working Python 3.11: {' '.join(last)}") from error

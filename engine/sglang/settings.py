@@ -1,21 +1,25 @@
 """Settings that the generator's process passes to SGLang's processes.
 
-SGLang starts its scheduler processes and passes them nothing of ours, so the settings travel in the
-environment, which they inherit.
+`asyncrl.engine.sglang.worker.main` gets a `ServerSettings` on its command line. SGLang starts its
+scheduler processes and passes them nothing of ours, so `WorkerSettings` travel in the environment,
+which they inherit.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
+from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.remote.extras import DrafterSettings
 
 VARIABLE = "ASYNCRL_SGLANG_SETTINGS"
 """Environment variable with a `WorkerSettings` as JSON."""
+CPU_ATTENTION = "asyncrl_torch"
+"""Name of `worker.tree_attention` in SGLang's `attention_backend`."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,3 +49,23 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
         """Read what `to_environment` made, or raise KeyError."""
         return msgspec.json.decode(environment[VARIABLE], type=cls)
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings from which SGLang's `ServerArgs` are made."""
+
+    folder: str
+    """Private to this engine; removed when its generator has ended."""
+    model_path: str
+    seed: int
+    max_model_len: int
+    """Most tokens of a request, including room for drafts."""
+    draft_tokens: int
+    """Most draft tokens of a request in a step; 0: no speculation."""
+    config: dict[str, Any]
+    """An `EngineConfig` as JSON."""
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The settings of the engine, or ValueError."""
+        return EngineConfig.model_validate(self.config)

@@ -2,13 +2,12 @@
 
 The C++ replacement of vLLM 0.32.0 for the Triton kernel `expand_kernel` (one value per request ->
 one value per drafted position) gets an int64 *copy* of its output, so temperature, top-p and top-k
-of drafted positions are uninitialised memory unless they happen to be int64. Tokens are then drawn
-from a wrong distribution, silently. Our own sampling (`asyncrl.engine.vllm.worker.sampling`) does
-not depend on it; vLLM's own drafters, with which benchmarks compare ours, do.
+of drafted positions are uninitialised memory, and tokens are silently drawn from a wrong
+distribution. Our own sampling does not depend on it; vLLM's own drafters, with which benchmarks
+compare ours, do.
 
-`apply_if_affected` is the entry point `vllm.general_plugins: asyncrl_cpu_sampling`, so it runs in
-every process that vLLM starts, before the replacements are registered. It tests the function and
-replaces it only if the output stays unwritten. On a GPU it returns at once.
+`apply_if_affected` is the entry point `vllm.general_plugins: asyncrl_cpu_sampling`: it runs in
+every process that vLLM starts, before the replacements are registered.
 """
 
 from __future__ import annotations
@@ -41,7 +40,9 @@ def apply_if_affected() -> None:
     if writes_its_output(getattr(cpu_triton_utils, _NAME, None)):
         return
     setattr(cpu_triton_utils, _NAME, expand)
-    _LOG.info("CPU sampling with drafts: vLLM's expand loses its output, replaced")
+    _LOG.info(
+        "replaced vLLM's `expand` for CPU sampling with drafts, which does not write its output"
+    )
 
 
 def _tolerate_foreign_handles() -> None:

@@ -33,7 +33,7 @@ from asyncrl.engine.sglang.worker.drafts.verify_step import lay_out
 from asyncrl.engine.sglang.worker.drawing import StepDrawing
 from asyncrl.engine.sglang.worker.requests import Requests, SchedulerBatch
 from asyncrl.engine.sglang.worker.steps import Outbox, Reporting
-from asyncrl.engine.vllm.extras import drafter_to_config, to_extra_args
+from asyncrl.engine.vllm.remote import CoreSettings, to_extra_args
 from asyncrl.engine.vllm.worker.drafter import CacheDrafter
 from asyncrl.engine.vllm.worker.sampling import CoreSampler, RunnerBatch
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
@@ -166,7 +166,7 @@ def test_the_drafter(device: FakeDevice) -> None:
     )
     drafter = CacheDrafter(
         SimpleNamespace(
-            additional_config=drafter_to_config(settings),
+            additional_config=CoreSettings(4, settings).to_config(),
             model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB),
         )
     )

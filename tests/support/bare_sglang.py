@@ -21,7 +21,7 @@ import torch
 
 from asyncrl.engine.errors import WeightsError
 from asyncrl.engine.remote.worker.ranks import Ranks
-from asyncrl.engine.sglang.worker.weights import SglangWeights
+from asyncrl.engine.sglang.worker.calls import WorkerCalls
 from asyncrl.engine.weights import ModelShapes
 from asyncrl.wire.weights.fingerprint import fingerprint
 from asyncrl.wire.weights.layout import Fingerprint
@@ -73,6 +73,7 @@ def scheduler_of(runner: Any) -> Any:
         chunked_req=None,
         hisparse_coordinator=None,
         running=[],
+        advance=lambda _: None,
     )
     scheduler.collect_inflight_reqs = lambda: scheduler.running
     scheduler.record_weight_version_change = lambda new_version: (
@@ -99,23 +100,23 @@ class Weights:
 
     def __init__(self, runner: Any, path: str) -> None:
         self.scheduler = scheduler_of(runner)
-        self.calls = SglangWeights(self.scheduler, Ranks(), on_device=False)
+        self.calls = WorkerCalls(self.scheduler, Ranks(), on_device=False)
         self._shapes = ModelShapes.of_path(path).shapes
 
     def give(self, version: int, tensors: dict[str, torch.Tensor]) -> str:
         """Stage and install; why it was not copied."""
         with published(tensors.items(), version) as manifest:
-            self.calls.begin(msgspec.to_builtins(manifest))
+            self.calls.asyncrl_begin_staging(msgspec.to_builtins(manifest))
             deadline = time.monotonic() + 60
-            while (report := self.calls.staging())["state"] == "running":
+            while (report := self.calls.asyncrl_staging())["state"] == "running":
                 assert time.monotonic() < deadline
         assert report["state"] == "staged", report
-        return self.calls.install(version)
+        return self.calls.asyncrl_install(version)
 
     def differing(self, tensors: dict[str, torch.Tensor]) -> list[str]:
         """Tensors of which the model holds something else."""
-        self.calls.begin_fingerprint(self._shapes)
-        while (found := self.calls.fingerprint()) is None:
+        self.calls.asyncrl_begin_fingerprint(self._shapes)
+        while (found := self.calls.asyncrl_fingerprint()) is None:
             pass
         held, wanted = msgspec.convert(found, Fingerprint), fingerprint(tensors.items())
         return [name for name in tensors if held.tensors.get(name) != wanted.tensors[name]]

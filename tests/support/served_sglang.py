@@ -83,7 +83,8 @@ async def ask_worker(core: Any, method: str, *arguments: Any) -> Any:
     def named(*_arguments: Any) -> Any: ...
 
     named.__name__ = method
-    return await core._call("do what a test asks for", named, *arguments)
+    (result,) = await core._call("do what a test asks for", named, *arguments)
+    return result
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import (
@@ -37,6 +37,7 @@ from asyncrl.engine.errors import (
 from asyncrl.engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
 from asyncrl.engine.remote.client.core import Core
 from asyncrl.engine.remote.client.generation import Generation
+from asyncrl.engine.remote.client.process import CoreProcess
 from asyncrl.engine.remote.client.requests import check_temperature, score_of, scoring, unscored
 from asyncrl.engine.remote.client.streams import Reader, Streams
 from asyncrl.engine.remote.client.unreported import warm_up
@@ -47,7 +48,7 @@ from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 
 class Pausing:
-    """Stops and resumes drawing; one change at a time."""
+    """Stops and resumes drawing, one change at a time."""
 
     def __init__(self, core: Core, streams: Streams) -> None:
         self._core = core
@@ -81,7 +82,7 @@ class Pausing:
 
     async def _stop(self) -> None:
         await self._core.pause()
-        self._streams.flush()
+        self._core.responses.flush()
 
     async def _resume(self) -> None:
         await self._core.resume()
@@ -180,8 +181,8 @@ class WeightSwap:
             if why_reloaded and not self._said_why:
                 self._said_why = True
                 _LOG.warning(
-                    "%s loads new weights while it is paused, %.1f s for each version, which takes "
-                    "several times as long as copying staged ones: %s",
+                    "%s loads new weights while it is paused, %.1f s for each version; copying "
+                    "staged ones would be several times faster, but cannot be used: %s",
                     self._core.name,
                     seconds,
                     why_reloaded,
@@ -238,33 +239,6 @@ async def _gather(calls: Sequence[Awaitable[T]]) -> list[T]:
             task.cancel()
 
 
-class CoreProcess(Protocol):
-    """The process of a core: started once, stopped once. Used from one event loop."""
-
-    on_end: Callable[[EngineError], None]
-    """Called once, when the process fails; not when it is closed."""
-
-    @property
-    def name(self) -> str:
-        """The engine's name in messages: "vLLM"."""
-
-    @property
-    def ended(self) -> EngineError | None:
-        """The error that every later call raises; None before the start and while it runs."""
-
-    def check(self) -> None:
-        """Raise EngineError with the reason if the process has ended."""
-
-    def fail(self, error: EngineError) -> None:
-        """Refuse every later call with this error, and call `on_end`."""
-
-    def close(self) -> None:
-        """Refuse every later call; `on_end` is not called. Idempotent."""
-
-    async def stop(self) -> None:
-        """End the process and forget it. Idempotent."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Parts:
     core: Core
@@ -280,7 +254,6 @@ class RemoteEngine:
 
     `seed` is that of the stream that gives seeds to requests without one. `process` is not started;
     `start` starts it with policy version 0 and connects to it, or raises EngineError.
-    `call_seconds` is the least time limit for weights (`longest_installation`).
     """
 
     def __init__(
@@ -291,14 +264,12 @@ class RemoteEngine:
         seed: int,
         process: CoreProcess,
         start: Callable[[], Awaitable[Core]],
-        call_seconds: float,
     ) -> None:
         self._config = config
         self._model_path = model_path
         self._seed = seed
         self._core_process = process
         self._start = start
-        self._call_seconds = call_seconds
         self._starting = False
         self._parts: _Parts | None = None
 
@@ -326,7 +297,7 @@ class RemoteEngine:
         streams = Streams(core)
         self._core_process.on_end = streams.fail
         pausing = Pausing(core, streams)
-        longest = partial(longest_installation, at_least=self._call_seconds)
+        longest = partial(longest_installation, at_least=self._core_process.call_seconds)
         return _Parts(
             core=core,
             streams=streams,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -22,7 +21,7 @@ class Inbox(Generic[T]):
     """Items for one reader, who is woken by each item, an end or an error."""
 
     def __init__(self) -> None:
-        self._items: deque[T] = deque()
+        self._items: list[T] = []
         self._error: BaseException | None = None
         self._ready = asyncio.Event()
         self.started = False
@@ -31,11 +30,7 @@ class Inbox(Generic[T]):
         self.ticket = NO_TICKET
 
     def push(self, item: T, *, last: bool = False) -> None:
-        """Add an item, and close the inbox after the last one. Does nothing if it is closed.
-
-        Items after an interruption or an error must not be read: they may be scores that were to
-        drop.
-        """
+        """Add an item, and close the inbox after the last one; dropped if it is closed already."""
         if self.closed:
             return
         self._items.append(item)
@@ -51,10 +46,6 @@ class Inbox(Generic[T]):
         """Interrupt the reader; scores are dropped."""
         self.put(None)
 
-    def wake(self) -> None:
-        """Wake a waiting reader even if nothing has come."""
-        self._ready.set()
-
     def fail(self, error: BaseException) -> None:
         """Close it with an error, which every later `take` raises once nothing is left."""
         if self.closed:
@@ -69,7 +60,7 @@ class Inbox(Generic[T]):
         return self.closed and self._error is None and not self._items
 
     async def take(self) -> list[T]:
-        """Wait for items, or `wake`, and take all of them.
+        """Wait for items, or `interrupt`, and take all of them.
 
         Raises AbortedError or EngineError once nothing is left of an aborted or failed request.
         """
@@ -78,8 +69,7 @@ class Inbox(Generic[T]):
             self._ready.clear()
         if not self._items and self._error is not None:
             raise self._error
-        taken = list(self._items)
-        self._items.clear()
+        taken, self._items = self._items, []
         return taken
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,67 +33,45 @@ def _priority(request: GenerateRequest) -> int:
 
 def generation(request: GenerateRequest, seed: int) -> CoreRequest:
     """Return a request that continues from its prefix."""
-    sampling, prefix = request.sampling, request.prefix_tokens
-    extra = RequestExtra(
-        seed=seed,
-        generated=len(prefix),
-        cache_key=request.cache_key,
-        draft=request.draft_tokens,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        top_k_logprobs=sampling.top_k_logprobs,
-    )
-    tokens = _joined(request.prompt_tokens, prefix)
-    left = sampling.max_tokens - len(prefix)
-    return _request(tokens, sampling, extra, _priority(request), left, sampling.stop_tokens)
+    extra = RequestExtra(seed=seed, cache_key=request.cache_key, draft=request.draft_tokens)
+    left = request.sampling.max_tokens - len(request.prefix_tokens)
+    return _request(request, extra, _priority(request), request.prefix_tokens, max_tokens=left)
 
 
 def scoring(request: ScoreRequest, seed: int) -> CoreRequest:
     """Return a request that scores its tokens."""
-    count, sampling = len(request.tokens), request.sampling
-    extra = RequestExtra(
-        seed=seed,
-        generated=count,
-        scored=count,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        top_k_logprobs=sampling.top_k_logprobs,
-    )
-    tokens = _joined(request.prompt_tokens, request.tokens)
-    return _request(tokens, sampling, extra, _SCORE_PRIORITY)
+    extra = RequestExtra(seed=seed, scored=len(request.tokens))
+    return _request(request, extra, _SCORE_PRIORITY, request.tokens)
 
 
 def verification(request: GenerateRequest, kept: KeptTokens, seed: int) -> CoreRequest:
     """Return a request that verifies its kept tokens."""
-    prefix, count, sampling = request.prefix_tokens, len(kept), request.sampling
-    extra = RequestExtra(
-        seed=seed,
-        generated=len(prefix) + count,
-        scored=count,
-        kept=kept,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        top_k_logprobs=sampling.top_k_logprobs,
-    )
-    tokens = _joined(request.prompt_tokens, prefix, kept.tokens)
-    return _request(tokens, sampling, extra, _priority(request))
+    extra = RequestExtra(seed=seed, scored=len(kept), kept=kept)
+    return _request(request, extra, _priority(request), request.prefix_tokens, kept.tokens)
 
 
 def _request(
-    tokens: list[int],
-    sampling: SamplingParams,
+    request: GenerateRequest | ScoreRequest,
     extra: RequestExtra,
     priority: int,
+    *response: IntArray,
     max_tokens: int = 0,
-    stop_tokens: tuple[int, ...] = (),
 ) -> CoreRequest:
+    """Return a request for the prompt and parts of its `response`; without a limit it scores."""
+    sampling = request.sampling
     return CoreRequest(
-        tokens=tokens,
+        tokens=np.concatenate([request.prompt_tokens, *response]).tolist(),
         max_tokens=max_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
-        stop_tokens=stop_tokens,
-        extra=extra,
+        stop_tokens=sampling.stop_tokens if max_tokens else (),
+        extra=replace(
+            extra,
+            generated=sum(map(len, response)),
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            top_k_logprobs=sampling.top_k_logprobs,
+        ),
         priority=priority,
     )
 
@@ -144,16 +122,5 @@ def score_of(request: ScoreRequest, scored: Scored) -> Score:
 
 def unscored(request: ScoreRequest, policy_version: int) -> Score:
     """Return the score of an empty list of tokens."""
-    k = request.sampling.top_k_logprobs
-    return Score(
-        request_id=request.request_id,
-        logprobs=np.empty(0, np.float32),
-        topk_ids=np.empty((0, k), np.int32),
-        topk_logprobs=np.empty((0, k), np.float32),
-        policy_version=policy_version,
-    )
-
-
-def _joined(*parts: IntArray) -> list[int]:
-    tokens: list[int] = np.concatenate(parts).tolist()
-    return tokens
+    none = np.empty((0, ScoreColumns(request.sampling.top_k_logprobs).width), np.float32)
+    return score_of(request, Scored(none.astype(np.int32), none, policy_version))

@@ -1,9 +1,9 @@
 """The responses that the core generates: the steps of all of them become chunks for each reader.
 
-The core labels each step with the version of the weights that drew it, so a chunk has one version
-however late it is read. A response ends where the core ends it, also when it is interrupted, so the
-place never depends on the tokens behind it. This side ends it where a stop string is complete
-(which the core does not check), or when its reader has gone.
+The core labels each step with the version of the weights that drew it, so a chunk has one version.
+A response ends where the core ends it, also when it is interrupted, so the place never depends on
+the tokens behind it. This side ends it where a stop string is complete, which the core does not
+check, or when its reader has gone.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Response(Inbox[TokenChunk]):
 
     def interrupt(self) -> None:
         """Wake the reader; only the core can end the response, as it knows what it has drawn."""
-        self.wake()
+        self._ready.set()
 
     def put(self, item: object) -> None:
         """Close it; chunks already drawn are still delivered."""

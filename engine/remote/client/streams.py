@@ -28,11 +28,6 @@ class _Stream:
     interrupted: bool = False
     """True once the core was asked to end it."""
 
-    def cut(self) -> None:
-        """End it; what was drawn is still delivered."""
-        self.restart = False
-        self.inbox.put(None)
-
 
 @dataclass(slots=True, eq=False)
 class Reader:
@@ -136,10 +131,6 @@ class Streams:
         self._open[stream.request_id] = stream
         return stream, inbox
 
-    def flush(self) -> None:
-        """Deliver everything that was generated."""
-        self._core.responses.flush()
-
     async def restart_unstarted(self) -> None:
         """Resubmit what has no token yet: its prompt may have KV of the old weights."""
         unstarted = [stream for stream in self._open.values() if not stream.inbox.started]
@@ -152,7 +143,8 @@ class Streams:
     def cut(self) -> None:
         """End every request; what was drawn is still delivered."""
         for stream in self._open.values():
-            stream.cut()
+            stream.restart = False
+            stream.inbox.put(None)
 
     def fail(self, error: EngineError) -> None:
         """Raise an error to every reader."""

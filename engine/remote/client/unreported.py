@@ -51,8 +51,8 @@ class Tickets:
             have = len(self._ticket)
             if have > self._slots:
                 raise EngineError(
-                    f"this generator has {self._slots:,} unfinished requests, and cannot tell more "
-                    "apart: send it fewer at a time"
+                    f"this generator already has {self._slots:,} unfinished requests, the most "
+                    "possible: send it fewer at a time"
                 )
             more = np.full(max(15, have), _FREE, np.int64)
             self._ticket = np.concatenate([self._ticket, more])
@@ -98,6 +98,8 @@ def _rows_of(tickets: Index, taken: Index, row_of: Index, mask: int) -> tuple[In
 
 
 _DRAFTED, _SAMPLED = int(Provenance.DRAFTED), int(Provenance.SAMPLED)
+
+_ARRAYS = ("_ids", "_logprobs", "_provenance", "_accepted", "_state", "count", "begun", "finite")
 
 Flags = NDArray[np.bool_]
 
@@ -244,16 +246,7 @@ class Unreported:
 
     def _resize(self, rows: int, tokens: int, width: int) -> None:
         """Enlarge the arrays to `[rows, tokens, width]`, keeping their content."""
-        for name in (
-            "_ids",
-            "_logprobs",
-            "_provenance",
-            "_accepted",
-            "_state",
-            "count",
-            "begun",
-            "finite",
-        ):
+        for name in _ARRAYS:
             array = getattr(self, name)
             larger = np.zeros((rows, tokens, width)[: array.ndim], array.dtype)
             larger[tuple(map(slice, array.shape))] = array

@@ -39,38 +39,26 @@ class Batch(ABC):
         self.changes = 0
         self._known = Columns()
 
-    @property
-    @abstractmethod
-    def present(self) -> list[str]:
-        """`[B]` request ids of the engine's rows."""
-
-    @property
-    @abstractmethod
-    def alive(self) -> Container[str]:
-        """Ids of the requests that the engine knows, with a row or without."""
-
     @abstractmethod
     def read(self, request_id: str) -> Entry:
         """Read a request that the engine knows."""
 
-    @abstractmethod
-    def lengths(self) -> NDArray[np.int64]:
-        """Return `[B]` tokens of each row, without drafts."""
+    def follow(self, ids: list[str], alive: Container[str]) -> None:
+        """Copy the engine's rows `ids` `[B]`, cheap if they have not changed.
 
-    def refresh(self) -> None:
-        """Copy the engine's rows; cheap if they have not changed."""
-        ids = self.present
+        `alive` are the requests that the engine knows, with a row or without.
+        """
         if ids == self.ids:
             return
         self.ids = list(ids)
         self.changes += 1
-        known, alive = self._known, self.alive
+        known = self._known
         for name in [name for name in known.entries if name not in alive]:
             known.remove(name)
         for name in ids:
             if name not in known.entries:
                 self.entry(name)
-        columns = known.columns_of(ids)
+        columns = np.array([known.column[name] for name in ids], np.int64)
         self.seed, self.start = known.seed[columns], known.start[columns]
         self.ticket = known.ticket[columns]
         self.noise_seed = noise_seeds(self.seed, self.policy_version)

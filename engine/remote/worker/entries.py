@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +19,7 @@ class Entry:
 
     extra: RequestExtra
     sampling: SamplingParams
-    """Only the settings by which tokens are drawn are set."""
+    """The settings by which tokens are drawn; the others have their defaults."""
     start: int
     """Start of its response among its tokens: the length of the prompt proper."""
     context: IntArray
@@ -66,29 +65,24 @@ class Columns:
         self.ticket: NDArray[np.int64] = np.empty(0, np.int64)
         self.top_k_logprobs: NDArray[np.int64] = np.empty(0, np.int64)
         self.sampling = SamplingColumns.unset(0)
-        self._column: dict[str, int] = {}
+        self.column: dict[str, int] = {}
         self._free: list[int] = []
-
-    def columns_of(self, names: Sequence[str]) -> NDArray[np.int64]:
-        """Return `[n]` columns of known requests."""
-        column = self._column
-        return np.array([column[name] for name in names], np.int64)
 
     def add(self, name: str, entry: Entry) -> None:
         """Write a new request into a free column."""
         if not self._free:
             self._grow()
         self.entries[name] = entry
-        self._column[name] = self._free.pop()
+        self.column[name] = self._free.pop()
         self._write(name)
 
     def remove(self, name: str) -> None:
         """Free the column of a request."""
         del self.entries[name]
-        self._free.append(self._column.pop(name))
+        self._free.append(self.column.pop(name))
 
     def _write(self, name: str) -> None:
-        column, entry = self._column[name], self.entries[name]
+        column, entry = self.column[name], self.entries[name]
         self.seed[column] = entry.extra.seed
         self.start[column] = entry.start
         self.ticket[column] = entry.extra.ticket
@@ -103,5 +97,5 @@ class Columns:
         self.ticket, self.top_k_logprobs = np.empty(size, np.int64), np.empty(size, np.int64)
         self.sampling = SamplingColumns.unset(size)
         self._free = list(range(size - 1, have - 1, -1))
-        for name in self._column:
+        for name in self.column:
             self._write(name)

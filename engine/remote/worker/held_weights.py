@@ -1,21 +1,14 @@
 """Fingerprints of the weights that an engine decodes with, from its live layers.
 
-An engine stacks the query, key and value projections, and the gate and up projections, and pads the
-vocabulary. A head that is tied to the embedding is one parameter with two uses, and both are looked
-at.
-
 Names without a counterpart are left out of the fingerprint, and the run names them
 (`wire.records.wrong_policy.not_compared`): tensors that the engine renames, computes or holds in
 another layout or in wider layers, experts split among several ranks, and quantized layers.
 
 With tensor parallelism, the attributes of layers say how they are split (vLLM's; SGLang inherits
 them). The sums of a fingerprint add over blocks (`asyncrl.wire.weights.fingerprint`), so each rank
-sums the block that it holds.
-
-Several ranks may hold the same block: norms, and key and value heads if there are fewer of them
-than ranks. The sums of such replicas are added with factors that sum to 1 modulo 2**64, all but the
-first of them pseudo-random. If one replica differs, the total is wrong with a probability of about
-1 - 2**-64.
+sums the block that it holds. The sums of replicas (norms; key and value heads if there are fewer
+than ranks) are added with factors that sum to 1 modulo 2**64, all but the first pseudo-random: if
+one replica differs, the total is wrong with a probability of about 1 - 2**-64.
 """
 
 from __future__ import annotations
@@ -90,7 +83,10 @@ def shard_of(
 
 def block_sums(block: Tensor, shard: Shard, shape: Shape) -> TensorSums:
     """Return the sums of a block, as part of a tensor of this shape with at most two dimensions."""
-    rows, columns, row, column = _as_matrix(shard, shape)
+    if len(shape) == 1:
+        rows, columns, row, column = 1, shape[0], 0, shard.row
+    else:
+        (rows, columns), row, column = shape, shard.row, shard.column
     matrix = block.reshape(-1, block.shape[-1])
     whole = MatrixSums(rows, columns, block.device)
     whole.add(matrix, row, column)
@@ -106,13 +102,6 @@ def probes_within(columns: int, column: int, width: int) -> tuple[list[int], int
     probes = probe_columns(columns)
     inside = [at for at, one in enumerate(probes) if column <= one < column + width]
     return [probes[at] - column for at in inside], inside[0] if inside else 0
-
-
-def _as_matrix(shard: Shard, shape: Shape) -> tuple[int, int, int, int]:
-    """Return rows and columns of the whole tensor in a fingerprint, and the block's first ones."""
-    if len(shape) == 1:
-        return 1, shape[0], 0, shard.row
-    return shape[0], shape[1], shard.row, shard.column
 
 
 def _factor(replica: int, replicas: int) -> int:
@@ -161,11 +150,7 @@ class HeldWeights:
         return getattr(module, leaf, None)
 
     def sums_by_product(
-        self,
-        module: Any,  # noqa: ARG002
-        name: str,  # noqa: ARG002
-        shard: Shard,  # noqa: ARG002
-        shape: Shape,  # noqa: ARG002
+        self, _module: Any, _name: str, _shard: Shard, _shape: Shape
     ) -> TensorSums | None:
         """Return the sums of a tensor that only a product shows; None: its module holds it."""
         return None
@@ -198,9 +183,7 @@ class HeldWeights:
                 seen = 0
                 yield None
         with torch.inference_mode():
-            found += self.further()
-        with torch.inference_mode():
-            whole = collect(self._totals(found))
+            whole = collect(self._totals(found + self.further()))
         yield whole
 
     def _totals(self, found: list[tuple[str, TensorSums]]) -> list[tuple[str, TensorSums]]:

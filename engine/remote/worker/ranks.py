@@ -1,8 +1,8 @@
 """The tensor-parallel ranks of one engine: the work of rank 0, and that of all.
 
-Each rank has the whole batch and all logits. Stock engines assume that all ranks draw the same
-token. That is not safe here: a CUDA reduction in floating point need not give the same bits twice,
-and a token that differs between two ranks silently ruins the KV of its request. So
+Each rank has the whole batch and all logits. Stock engines let each rank draw, but a CUDA reduction
+in floating point need not give the same bits twice, and a token that differs between two ranks
+silently ruins the KV of its request. So
 
     rank 0   draws, scores, drafts; it owns the rollout cache and everything that is reported
     others   take the tokens from rank 0, and take part in the output layer when rank 0 scores

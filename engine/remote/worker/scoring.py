@@ -7,12 +7,13 @@ whole current distribution is (`engine.sampling.verification`): only the outcome
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.engine.remote.worker.entries import Entry
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.remote.worker.scored import ScoredPart, ScoredRequest, batch_of
 from asyncrl.engine.sampling.logits import (
@@ -48,8 +49,37 @@ class Scorer:
         self._ranks = ranks
         self._max_bytes = max_bytes
         self._listed = listed
+        self.requests: dict[str, ScoredRequest] = {}
+        """Requests whose prompts are being taken in."""
 
-    def read(self, hidden_states: torch.Tensor, parts: list[ScoredPart]) -> None:
+    def forget(self, alive: Container[str]) -> None:
+        """Drop requests that are not `alive` any more; they may hold hidden states."""
+        self.requests = {name: one for name, one in self.requests.items() if name in alive}
+
+    def score(
+        self,
+        hidden_states: torch.Tensor,
+        rows: Iterable[tuple[str, Entry, int, int, int, int]],
+        policy_version: int,
+    ) -> dict[str, tuple[IntArray, FloatArray]]:
+        """Take in a step with `hidden_states` `[T, H]`; return the tables of complete requests.
+
+        `rows` are the scored requests of the step: name, entry, K of the most probable tokens, and
+        the arguments of `ScoredRequest.part`. A request in `requests` is not complete.
+        """
+        parts: list[ScoredPart] = []
+        done: dict[str, ScoredRequest] = {}
+        for name, entry, k, begin, count, offset in rows:
+            if name not in self.requests:
+                self.requests[name] = ScoredRequest(entry, k)
+            part, complete = self.requests[name].part(begin, count, offset)
+            parts.append(part)
+            if complete:
+                done[name] = self.requests.pop(name)
+        self._read(hidden_states, parts)
+        return self._tables(done, policy_version)
+
+    def _read(self, hidden_states: torch.Tensor, parts: list[ScoredPart]) -> None:
         """Read the scored positions of a step, whose hidden states are `[T, H]`, in slabs."""
         sampling = SamplingColumns.of([part.request.entry.sampling for part in parts])
         limit = self._rows_at_once(sampling)
@@ -62,12 +92,12 @@ class Scorer:
                 batch.append(piece)
                 held += len(piece.rows)
                 if held == limit:
-                    self._read(hidden_states, batch)
+                    self._read_slab(hidden_states, batch)
                     batch, held = [], 0
         if batch:
-            self._read(hidden_states, batch)
+            self._read_slab(hidden_states, batch)
 
-    def _read(self, hidden_states: torch.Tensor, parts: list[ScoredPart]) -> None:
+    def _read_slab(self, hidden_states: torch.Tensor, parts: list[ScoredPart]) -> None:
         """Look up the values of these parts; `N` scored positions, part by part."""
         rows = torch.from_numpy(np.concatenate([part.rows for part in parts]))
         hidden = hidden_states[rows.to(hidden_states.device)]
@@ -88,7 +118,7 @@ class Scorer:
         for part, source in zip(parts, sources, strict=True):
             _fill(part, found, source)
 
-    def tables(
+    def _tables(
         self, done: dict[str, ScoredRequest], policy_version: int
     ) -> dict[str, tuple[IntArray, FloatArray]]:
         """Return the tables of requests whose prompts are complete; empty in ranks other than 0.

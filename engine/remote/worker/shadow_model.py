@@ -77,8 +77,8 @@ class ShadowModel:
         self.model = twins[id(model)]
         made: dict[int, Any] = {}
         for module, twin in self.pairs:
-            _rebind(twin, twins)
             held, own = vars(module), vars(twin)
+            own |= {name: _bound(value, twins) for name, value in own.items()}
             own["_modules"] |= {
                 name: twins[id(child)]
                 for name, child in held["_modules"].items()
@@ -150,18 +150,14 @@ class ShadowModel:
         return found
 
     def _holds(self, live: Tensor, staged: Tensor, wanted: Any) -> bool:
-        """Return True if a tensor of the twin has the wanted numbers, in the twin's memory."""
+        """Return True if a tensor of the twin has the wanted numbers, where installing reads."""
         if not isinstance(live, nn.Parameter):
             return _same_bits(live, staged)
-        is_same = _note_of(staged.detach().to(live.device)) == wanted
-        return bool(is_same) and self._is_ours(live, staged)
-
-    def _is_ours(self, held: Tensor, staged: Tensor) -> bool:
-        """Return True if installing copies this parameter from the memory that loading wrote."""
-        if not isinstance(held, nn.Parameter) or not held.numel():
-            return True
-        memory = self._tensors.get(id(held))
-        return memory is not None and memory[1].data_ptr() == staged.data_ptr()
+        if _note_of(staged.detach().to(live.device)) != wanted:
+            return False
+        memory = self._tensors.get(id(live))
+        is_ours = memory is not None and memory[1].data_ptr() == staged.data_ptr()
+        return is_ours or not live.numel()
 
     def _packed(self) -> Iterator[tuple[Any, Any]]:
         return ((module, twin) for module, twin in self.pairs if PACKED in vars(module))
@@ -312,11 +308,6 @@ def _shallow(module: nn.Module) -> Any:
     return twin
 
 
-def _rebind(twin: nn.Module, twins: dict[int, Any]) -> None:
-    for name, value in list(vars(twin).items()):
-        twin.__dict__[name] = _bound(value, twins)
-
-
 def _bound(value: Any, twins: dict[int, Any]) -> Any:
     if isinstance(value, MethodType) and id(value.__self__) in twins:
         return MethodType(value.__func__, twins[id(value.__self__)])
@@ -333,7 +324,7 @@ def _memory_for(
     parameters = list(model.named_parameters())
     loose = [name for name, one in parameters if not one.is_contiguous()]
     if loose:
-        raise ValueError(f"parameters that do not lie in memory row by row: {', '.join(loose)}")
+        raise ValueError(f"these parameters are not contiguous in memory: {', '.join(loose)}")
     specs, nbytes = laid_out(
         (name, str(one.dtype).removeprefix("torch."), one.dtype.itemsize, tuple(one.shape))
         for name, one in parameters

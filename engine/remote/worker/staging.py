@@ -15,10 +15,11 @@ Otherwise every installation loads the model in the pause, and the report says w
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ _SHIFT = 3 / 64
 """Added to numbers. Not a power of two, so it does not undo a change of the highest bit."""
 
 
-class Loader(Protocol):
+class Loader(ABC):
     """Loads a checkpoint's tensors into the engine's model."""
 
     name: str
@@ -49,29 +50,32 @@ class Loader(Protocol):
     dtype: torch.dtype
 
     @property
+    @abstractmethod
     def model_path(self) -> str:
         """Directory that the model was loaded from."""
 
     @property
+    @abstractmethod
     def model(self) -> torch.nn.Module:
         """The model that decodes."""
 
+    @abstractmethod
     def load(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors, named as in the HF state dict, into the model or its twin, in place."""
 
-    def adopt(self, twin: ShadowModel) -> None:
-        """Prepare the engine to load into a new twin."""
+    def adopt(self, twin: ShadowModel) -> None:  # noqa: B027
+        """Prepare the engine to load into a new twin, if it needs that."""
 
-    def forget(self, twin: ShadowModel) -> None:
+    def forget(self, twin: ShadowModel) -> None:  # noqa: B027
         """Undo `adopt`."""
 
-    def check_unchanged(self, names: Collection[str]) -> None:
+    def check_unchanged(self, names: Collection[str]) -> None:  # noqa: B027
         """Raise WeightsError if loading should have changed one of these parameters.
 
         `names` are keys of `loaded_parts` that loading other numbers has not changed.
         """
 
-    def installed(self, policy_version: int) -> None:
+    def installed(self, policy_version: int) -> None:  # noqa: B027
         """Drop what the engine derived from the old weights."""
 
 
@@ -88,7 +92,8 @@ class WorkerWeights:
             lambda _, published: own if published.is_floating_point else published,
             engine_device=loader.device,
         )
-        merging = MergingBuffer(buffer, self._base, every=True)
+        # Loaders need all weights, not only those that adapters are added to.
+        merging = MergingBuffer(buffer, lambda _names: self._own(), every=True)
         self._staged = StagedWeights(self._receive, merging)
         self._thread = ThreadPoolExecutor(
             1, "asyncrl-staging", initializer=partial(_use_device, loader.device)
@@ -96,11 +101,7 @@ class WorkerWeights:
         self._staging: Future[None] | None = None
         self._twin_device = loader.device if on_device else torch.device("cpu")
         self._twin: ShadowModel | None = None
-        self._why_reloads = "copying was not proved to do what loading does"
-
-    def _base(self, _names: Collection[str]) -> dict[str, torch.Tensor]:
-        """Return the weights that adapters are added to; loaders need all of them."""
-        return self._own()
+        self._why_reloads = "copying was not proved equal to loading"
 
     def _own(self) -> dict[str, torch.Tensor]:
         """Return the weights that the model was started with, by their published names."""
@@ -127,22 +128,21 @@ class WorkerWeights:
                     self._why_reloads = ""
                     return
                 self._why_reloads = (
-                    f"copying would not do what {self._loader.name}'s loading does to "
-                    f"{_first_of(found)}"
+                    f"copying would not reproduce what {self._loader.name}'s loader does to "
+                    f"{first_of(found)}"
                 )
             self._loader.load(model, own)
             left = differing(started, loaded_parts(model))
         if left:
             raise WeightsError(
-                f"{self._loader.name} does not have the numbers of its start again after it has "
-                f"loaded the same weights: {_first_of(left)}. It cannot be given new weights "
-                f"({self._why_reloads})"
+                f"{self._loader.name} cannot install new weights: after it loaded its initial "
+                f"weights again, these differ: {first_of(left)} ({self._why_reloads})"
             )
 
     def _proved(
         self, model: torch.nn.Module, started: dict[str, Any], own: NamedTensors
     ) -> tuple[ShadowModel | None, list[str]]:
-        """Return a twin and no names, or None and what speaks against copying from it.
+        """Return a twin and no names, or None and the names of what copying would not reproduce.
 
         With a twin, the model is as at the start, with `own` weights and `loaded_parts` `started`.
         """
@@ -179,7 +179,7 @@ class WorkerWeights:
     def report(self) -> StagingReport:
         """Return the state of the staging begun last. Raises its unexpected errors."""
         if self._staging is None:
-            raise WeightsError("no staging of weights was begun")
+            raise WeightsError("no weights are being staged: call begin_staging first")
         if not self._staging.done():
             return StagingReport("running")
         try:
@@ -239,18 +239,18 @@ def _use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _first_of(names: list[str]) -> str:
+def first_of(names: list[str]) -> str:
+    """Return the first names of a list for a message, with the number of the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def other_numbers(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors of the same shapes with other finite values in every place, one by one.
+    """Yield copies of tensors with other finite values in every place, one by one.
 
-    First the mantissa's highest bit is flipped, which changes all but zeros and subnormal numbers
-    by a quarter or more; `_SHIFT` changes those. Each is a copy, because loaders may keep all
-    tensors of a layer. Numbers are finite and have 2 or 4 bytes; tensors that are not
-    floating-point stay.
+    The mantissa's highest bit is flipped, which changes all but zeros and subnormal numbers by a
+    quarter or more; `_SHIFT` changes those. Numbers are finite and have 2 or 4 bytes; tensors that
+    are not floating-point stay.
     """
     for name, tensor in tensors:
         if tensor.is_floating_point():

@@ -1,9 +1,4 @@
-"""SglangEngine: SGLang behind the `Engine` protocol, with the rollout cache drafting inside it.
-
-The parts are `process` (starting, watching and stopping SGLang, and the sockets to its scheduler
-process) and `core` (the calls and the results); everything else is `asyncrl.engine.remote.client`.
-Both processes use `asyncrl.engine.sglang.messages`, `settings` and `server_settings`.
-"""
+"""SglangEngine: SGLang behind the `Engine` protocol, with the rollout cache drafting inside it."""
 
 from __future__ import annotations
 
@@ -12,56 +7,19 @@ import os
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.sharing.cache_setup import CachePlace, to_json
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.errors import EngineError, EngineStartError
+from asyncrl.engine.errors import EngineError
 from asyncrl.engine.remote.client.engine import RemoteEngine
 from asyncrl.engine.remote.extras import DrafterSettings
 from asyncrl.engine.sglang.client.core import SglangCore
 from asyncrl.engine.sglang.client.environment import SglangFolder, environment_of
 from asyncrl.engine.sglang.client.process import SglangProcess
 from asyncrl.engine.sglang.interpreter import path_of
-from asyncrl.engine.sglang.server_settings import ServerSettings
-from asyncrl.engine.sglang.settings import WorkerSettings
+from asyncrl.engine.sglang.settings import ServerSettings, WorkerSettings
 
 _HEADROOM = 16
 """Tokens of a request that SGLang keeps free (6), the one drawn after a scored text, and spares."""
 _MAX_STEP_TOKENS = 4096
 """Most tokens of a step that drafts. SGLang does not limit it; more never pays."""
-
-
-async def launch(
-    process: SglangProcess,
-    config: EngineConfig,
-    model_path: str,
-    cache_config: CacheConfig,
-    seed: int,
-    place: CachePlace,
-) -> SglangCore:
-    """Start SGLang and connect to its scheduler. Raises EngineStartError with the log's end."""
-    core = SglangCore(process, config.sglang.chunk_tokens)
-    folder = process.open(core.take)
-    worker = worker_settings(config, cache_config, place, folder)
-    process.start(
-        path_of(config.sglang),
-        environment_of(config, folder) | worker.to_environment(),
-        server_settings(config, model_path, cache_config, seed, folder),
-    )
-    limit = config.sglang.start_limit
-    try:
-        await core.ready(limit)
-    except TimeoutError as error:
-        raise EngineStartError(
-            str(
-                process.failure(
-                    f"SGLang was not ready after {limit:.0f} s: it was loading or compiling model "
-                    f"{model_path!r}. Raise launcher.startup_seconds, of which SGLang gets 90%"
-                )
-            )
-        ) from error
-    except EngineError as error:
-        raise EngineStartError(
-            f"SGLang could not be started with model {model_path!r}: {error}"
-        ) from error
-    return core
 
 
 def _drafts(cache_config: CacheConfig) -> int:
@@ -76,26 +34,15 @@ def server_settings(
     folder: SglangFolder,
 ) -> ServerSettings:
     """Return the settings from which SGLang's arguments are made."""
-    ours, drafts = config.sglang, _drafts(cache_config)
+    drafts = _drafts(cache_config)
     return ServerSettings(
         folder=str(folder.path),
         model_path=model_path,
-        device=config.device,
-        dtype=config.dtype,
-        logits_dtype=config.logits_dtype,
-        batch_invariant=config.batch_invariant,
         seed=seed,
         # Requests are held to our limit.
         max_model_len=config.max_model_len + drafts + _HEADROOM,
-        slots=config.slots,
-        prefill_tokens=ours.max_prefill_tokens,
-        kv_cache_gib=ours.kv_cache_gib,
-        mem_fraction_static=ours.share_of_gpu,
-        prefix_caching=ours.enable_prefix_caching,
         draft_tokens=drafts,
-        tensor_parallel_size=ours.tensor_parallel_size,
-        step_seconds=ours.call_seconds,
-        log_level=ours.log_level,
+        config=config.model_dump(mode="json"),
     )
 
 
@@ -138,15 +85,19 @@ class SglangEngine(RemoteEngine):
         self._process = process = SglangProcess(config.sglang)
 
         async def start() -> SglangCore:
-            return await launch(
-                process, config, model_path, cache_config, seed, place or CachePlace()
+            core = SglangCore(process, config.sglang.chunk_tokens)
+            folder = process.open(core.take)
+            worker = worker_settings(config, cache_config, place or CachePlace(), folder)
+            process.start(
+                path_of(config.sglang),
+                environment_of(config, folder) | worker.to_environment(),
+                server_settings(config, model_path, cache_config, seed, folder),
             )
+            limit = config.sglang.start_limit
+            try:
+                await core.ready(limit)
+            except EngineError as error:
+                raise process.start_error(model_path, error, limit) from error
+            return core
 
-        super().__init__(
-            config,
-            model_path,
-            seed=seed,
-            process=process,
-            start=start,
-            call_seconds=config.sglang.call_seconds,
-        )
+        super().__init__(config, model_path, seed=seed, process=process, start=start)

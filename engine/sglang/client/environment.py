@@ -2,50 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import sysconfig
-import tempfile
 from pathlib import Path
 
 import asyncrl
 from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.remote.client.process import LogFolder
 from asyncrl.engine.sglang.worker.plugin import MARK_VARIABLE
 
-_QUOTED_LINES = 15
 _LONGEST_FOLDER = 80
 """Bytes. A socket's path may have 107."""
 _PACKAGES = Path(asyncrl.__file__).resolve().parents[1]
 
 
-class SglangFolder:
+class SglangFolder(LogFolder):
     """A private directory with SGLang's log and the sockets to it."""
 
     def __init__(self, level: str) -> None:
-        path = tempfile.mkdtemp(prefix="asyncrl-sglang-")
-        if len(os.fsencode(path)) > _LONGEST_FOLDER:
-            Path(path).rmdir()
-            path = tempfile.mkdtemp(prefix="asyncrl-sglang-", dir="/tmp")
-        self.path = Path(path)
-        self.log = self.path / "sglang.log"
-        self.log.touch()
+        super().__init__("sglang", _LONGEST_FOLDER)
         self.requests = f"ipc://{self.path / 'requests'}"
         self.outputs = f"ipc://{self.path / 'outputs'}"
-        self.logging = self.path / "logging.json"
-        self.logging.write_text(json.dumps(_logging(level)))
-
-    def tail(self) -> str:
-        """Return the last lines of the log, "" if nothing was written."""
-        try:
-            lines = self.log.read_text(errors="replace").splitlines()
-        except FileNotFoundError:
-            return ""
-        return "\n".join(lines[-_QUOTED_LINES:])
-
-    def remove(self) -> None:
-        """Delete the directory. Idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        # Its stderr is the log file, its stdout the generator's stderr.
+        terminal, file = {"stream": "ext://sys.stdout"}, {"stream": "ext://sys.stderr"}
+        root = {"handlers": ["terminal", "file"], "level": "INFO"}
+        self.configure(level, terminal, file, {"root": root})
 
 
 def environment_of(config: EngineConfig, folder: SglangFolder) -> dict[str, str]:
@@ -73,29 +54,3 @@ def environment_of(config: EngineConfig, folder: SglangFolder) -> dict[str, str]
         before = [variables["PYTHONPATH"]] if variables.get("PYTHONPATH") else []
         variables["PYTHONPATH"] = os.pathsep.join([str(_PACKAGES), *before])
     return variables
-
-
-def _logging(level: str) -> dict[str, object]:
-    """Return a `logging` configuration: stderr is the log file, stdout the generator's stderr."""
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {
-            "line": {"format": "%(asctime)s %(levelname)s sglang[%(process)d] %(message)s"}
-        },
-        "handlers": {
-            "generator": {
-                "class": "logging.StreamHandler",
-                "formatter": "line",
-                "level": level,
-                "stream": "ext://sys.stdout",
-            },
-            "file": {
-                "class": "logging.StreamHandler",
-                "formatter": "line",
-                "level": "INFO",
-                "stream": "ext://sys.stderr",
-            },
-        },
-        "root": {"handlers": ["generator", "file"], "level": "INFO"},
-    }

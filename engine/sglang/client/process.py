@@ -1,10 +1,7 @@
 """SGLang's processes and sockets: started, watched, waited for within limits, stopped.
 
-When the process dies, for any reason, `on_end` is called on the event loop with an error that
-quotes the end of SGLang's log, and every call that waits for an answer fails at once.
-
-    receiving task   consumes: `ToClient` messages · produces: calls of `take`
-                     waits for: the scheduler process · unblocked by: `close`
+receiving task   consumes: `ToClient` messages · produces: calls of `take`
+                 waits for: the scheduler process · unblocked by: `close`
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,6 +22,7 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.engine.errors import EngineError, EngineStartError
+from asyncrl.engine.remote.client.process import STATUS_SECONDS, CoreProcess
 from asyncrl.engine.sglang.client.environment import SglangFolder
 from asyncrl.engine.sglang.config import SglangConfig
 from asyncrl.engine.sglang.messages import ToClient, ToWorker
@@ -89,8 +87,8 @@ class Link:
         except EngineError as error:
             self._fail(error)
         except Exception as error:  # readers must not wait for a task that is gone
-            logger.exception("a message of SGLang's process was not understood")
-            self._fail(EngineError(f"a message of SGLang's process was not understood: {error!r}"))
+            logger.exception("processing a message of SGLang's process failed")
+            self._fail(EngineError(f"processing a message of SGLang's process failed: {error!r}"))
 
     async def close(self) -> None:
         """Stop receiving and close both sockets."""
@@ -102,35 +100,26 @@ class Link:
         self._context.term()
 
 
-T = TypeVar("T")
-
 MODULE = "asyncrl.engine.sglang.worker.main"
-_STATUS_SECONDS = 1.0
-"""Longest wait for the exit status of a process that has ended."""
 _STOP_SECONDS = 10.0
 """Longest wait for the end; then the processes are killed."""
 
 
-class SglangProcess:
+class SglangProcess(CoreProcess):
     """One SGLang: `open` and `start` once, `stop` once. Used from one event loop."""
 
     name = "SGLang"
 
     def __init__(self, config: SglangConfig) -> None:
+        super().__init__(config.call_seconds)
         self._config = config
         self._folder: SglangFolder | None = None
         self._link: Link | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._fd: int | None = None
-        self._over = asyncio.Event()
-        self.ended: EngineError | None = None
-        """The error that every later call raises; None while it runs."""
-        self.on_end: Callable[[EngineError], None] = lambda _: None
-        """Called once, when the process fails; not when it is closed."""
 
     def open(self, take: Callable[[ToClient], None]) -> SglangFolder:
         """Make its folder, and pass each message that it sends to `take`."""
-        self._folder = folder = SglangFolder(self._config.log_level)
+        self._folder = self._log = folder = SglangFolder(self._config.log_level)
         self._link = Link(folder, take, self._on_broken_link)
         return folder
 
@@ -152,9 +141,10 @@ class SglangProcess:
 
         Its stderr goes to the log, its stdout to this stderr. Raises EngineStartError.
         """
+        assert self._folder is not None  # noqa: S101 - `open` comes first
         arguments = [msgspec.json.encode(settings).decode(), str(os.getpid())]
         try:
-            with self._opened().log.open("ab") as log:
+            with self._folder.log.open("ab") as log:
                 self._process = subprocess.Popen(
                     [python, "-P", "-m", MODULE, *arguments],
                     stdin=subprocess.DEVNULL,
@@ -167,74 +157,13 @@ class SglangProcess:
             raise EngineStartError(
                 f"engine.sglang.python: {python} cannot be run: {error}"
             ) from error
-        self._fd = os.pidfd_open(self._process.pid)
-        asyncio.get_running_loop().add_reader(self._fd, self._on_exit)
+        self._watch([self._process.pid])
 
-    def check(self) -> None:
-        """Raise EngineError with the reason if the process has ended."""
-        if self.ended is not None:
-            raise EngineError(str(self.ended)) from self.ended
-
-    async def ask(self, answer: Awaitable[T], what: str, *, limit: float | None = None) -> T:
-        """Await an answer of the process, but not past its end or the time limit in seconds.
-
-        `what` completes the error "asked to {what}, SGLang did not answer". Raises TimeoutError if
-        it did not answer within `limit`; EngineError if it ended, or without `limit` was too slow.
-        """
-        task = asyncio.ensure_future(answer)
-        over = asyncio.ensure_future(self._over.wait())
-        seconds = self._config.call_seconds if limit is None else limit
-        try:
-            await asyncio.wait([task, over], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if self.ended is not None:
-                raise EngineError(f"asked to {what}: {self.ended}")
-            if limit is not None:
-                raise TimeoutError
-            raise self.failure(f"asked to {what}, SGLang did not answer within {seconds:g} s")
-        finally:
-            task.cancel()
-            over.cancel()
-
-    def failure(self, what: str) -> EngineError:
-        """Return an error that quotes the end of SGLang's log."""
-        tail = "" if self._folder is None else self._folder.tail()
-        quoted = f"\nThe end of SGLang's log:\n{tail}" if tail else ""
-        return EngineError(f"{what}{quoted}")
-
-    def fail(self, error: EngineError) -> None:
-        """Refuse every later call with this error, and raise it to all waiters."""
-        if self.ended is None:
-            self.ended = error
-            self._over.set()
-            self.on_end(error)
-
-    def close(self) -> None:
-        """Refuse every later call; `on_end` is not called. Idempotent."""
-        if self.ended is None:
-            self.ended = EngineError("the engine is closed")
-            self._over.set()
-
-    def _on_exit(self) -> None:
-        self._unwatch()
-        self.fail(self.failure(f"SGLang {self._how_it_ended()}"))
-
-    def _how_it_ended(self) -> str:
+    def _exit_code(self) -> int | None:
         assert self._process is not None  # noqa: S101 - for the type checker
-        try:
-            code = self._process.wait(_STATUS_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "has died"
-        if code < 0:
-            return f"was killed by signal {-code} ({signal.strsignal(-code)})"
-        return f"ended with exit code {code}"
-
-    def _unwatch(self) -> None:
-        if self._fd is not None:
-            asyncio.get_running_loop().remove_reader(self._fd)
-            os.close(self._fd)
-            self._fd = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(STATUS_SECONDS)
+        return None
 
     async def stop(self) -> None:
         """End all of its processes and remove its folder. Idempotent."""
@@ -247,10 +176,6 @@ class SglangProcess:
             await asyncio.to_thread(_end, process)
         if self._folder is not None:
             self._folder.remove()
-
-    def _opened(self) -> SglangFolder:
-        assert self._folder is not None  # noqa: S101 - for the type checker
-        return self._folder
 
 
 def _stderr() -> int:

@@ -1,19 +1,18 @@
+# ruff: noqa: F401
+# mypy: implicit-reexport
 """Everything of SGLang 0.5.23 that our side of its processes uses, and why.
 
-The other modules import SGLang's names only from here; overridden methods of its classes are marked
-in place. Nothing of its installed files is changed.
+Nothing of its installed files is changed.
 
-    HookRegistry             SGLang's plug-in point to put a subclass in place of its scheduler: its
-                             process looks the name up after it has loaded plug-ins.
+    HookRegistry             puts our subclass in place of SGLang's scheduler, after plug-ins are
+                             loaded
     Scheduler                overridden: the source of messages, the use of outputs, the work
-                             between two steps.
-    Sampler                  overridden: draws.
-    LogitsProcessor          a forward pre-hook takes the hidden states of scored positions, and its
-                             `_get_logits` computes their logits: it gathers them over the ranks and
-                             applies what the model's configuration adds. There is no public name.
-    DefaultModelLoader       the two functions that `begin_weight_update` and `end_weight_update`
-                             call for a model, and a private check of `update_weights_from_tensor`.
-                             The public ones know only the model that decodes, not its twin.
+                             between two steps
+    Sampler                  overridden: draws
+    LogitsProcessor          a forward pre-hook takes the hidden states of scored positions, and the
+                             private `_get_logits` computes their logits over all ranks
+    DefaultModelLoader       the functions that `begin_weight_update` and `end_weight_update` call,
+                             which know only the model that decodes, not its twin
 """
 
 from __future__ import annotations
@@ -49,32 +48,3 @@ from sglang.utils import TypeBasedDispatcher
 
 SCHEDULER_NAME = "sglang.srt.managers.scheduler.Scheduler"
 """The class that `run_scheduler_process` instantiates."""
-
-__all__ = [
-    "FINISH_ABORT",
-    "FINISH_LENGTH",
-    "FINISH_MATCHED_TOKEN",
-    "SCHEDULER_NAME",
-    "AbortReq",
-    "ContinueGenerationReqInput",
-    "DefaultModelLoader",
-    "HookRegistry",
-    "HookType",
-    "IdleSleeper",
-    "LogitsMetadata",
-    "LogitsProcessor",
-    "MHATokenToKVPool",
-    "PauseGenerationReqInput",
-    "Req",
-    "Sampler",
-    "SamplingParams",
-    "ScheduleBatch",
-    "Scheduler",
-    "SchedulerOutputStreamer",
-    "SchedulerRequestReceiver",
-    "TokenizedGenerateReqInput",
-    "TypeBasedDispatcher",
-    "get_parallel",
-    "get_serving",
-    "unsupported_derived_weight_cache_error",
-]

@@ -4,55 +4,49 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
-from asyncrl.engine.remote.calls import RemoteWorker
+import msgspec
+import torch
+
+from asyncrl.engine.errors import WeightsError
+from asyncrl.engine.remote.calls import StagingReport
 from asyncrl.engine.remote.worker.ranks import Ranks
-from asyncrl.engine.sglang.messages import Answer, Call
+from asyncrl.engine.remote.worker.staging import WorkerWeights
+from asyncrl.engine.sglang.messages import Answer, Call, SglangWorker
+from asyncrl.engine.sglang.worker.weights import SglangHeldWeights, SglangLoader, in_all_ranks
+from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
+
+_PIECE = {"cpu": 1 << 22, "cuda": 1 << 28}
+"""Elements of weights summed between two steps, some 10 ms; a tensor is never cut."""
+_STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+"""Stacked modules of models without `packed_modules_mapping`, which `load_weights` has."""
 
 
-class SteppingScheduler(Protocol):
-    """A scheduler that can be stopped and receives new versions."""
+class WorkerCalls(SglangWorker):
+    """The methods that the client may call, by name. All ranks return the same about weights.
 
-    def stop(self) -> None:
-        """Run no step from now on; the outputs of earlier steps are in the outbox."""
+    The constructor proves how new weights are installed: minutes, for large models. It raises
+    WeightsError if SGLang cannot replace them. They are staged on the model's device if
+    `on_device`. `scheduler` is our `ClientScheduler`.
+    """
 
-    def resume_steps(self) -> None:
-        """Run steps again."""
+    def __init__(self, scheduler: Any, ranks: Ranks, *, on_device: bool) -> None:
+        from asyncrl.engine.sglang.worker.api import unsupported_derived_weight_cache_error
 
-    def advance(self, policy_version: int) -> None:
-        """Draw under this version from now on."""
-
-    def save_cache(self) -> int:
-        """Write the snapshot of the rollout cache; return its bytes."""
-
-
-class Weights(Protocol):
-    """The weights of the model (`asyncrl.engine.sglang.worker.weights`)."""
-
-    def begin(self, manifest: dict[str, Any]) -> None:
-        """Begin to copy the weights of a manifest."""
-
-    def staging(self) -> dict[str, Any]:
-        """Return a `StagingReport`."""
-
-    def install(self, policy_version: int) -> str:
-        """Put the staged weights of this version in place."""
-
-    def begin_fingerprint(self, shapes: dict[str, Any]) -> None:
-        """Begin a `Fingerprint`."""
-
-    def fingerprint(self) -> dict[str, Any] | None:
-        """Continue it."""
-
-
-class WorkerCalls(RemoteWorker):
-    """The methods that the client may call, by name."""
-
-    def __init__(self, scheduler: SteppingScheduler, weights: Weights) -> None:
         self._scheduler = scheduler
-        self._weights = weights
+        self._ranks = ranks
+        runner = scheduler.tp_worker.model_runner
+        reason = unsupported_derived_weight_cache_error(runner.model)
+        if reason is not None:
+            raise WeightsError(f"SGLang cannot take new weights: {reason}")
+        self._loader = SglangLoader(runner)
+        self._weights = WorkerWeights(self._loader, on_device=on_device)
+        in_all_ranks(ranks, self._weights.prove)
+        self._fingerprint: Iterator[Fingerprint | None] = iter(())
+        scheduler.record_weight_version_change(new_version="0")
 
     def asyncrl_pause(self) -> None:
         """Stop running steps; requests keep their state."""
@@ -64,29 +58,42 @@ class WorkerCalls(RemoteWorker):
 
     def asyncrl_begin_staging(self, manifest: dict[str, Any]) -> None:
         """Begin to copy the weights of a manifest in a thread; generation continues."""
-        self._weights.begin(manifest)
+        self._weights.begin(msgspec.convert(manifest, WeightManifest))
 
     def asyncrl_staging(self) -> dict[str, Any]:
         """Return a `StagingReport` of the staging begun last, over all ranks."""
-        return self._weights.staging()
+        report = StagingReport.of_all(in_all_ranks(self._ranks, self._weights.report))
+        return dict(msgspec.to_builtins(report))
 
     def asyncrl_install(self, policy_version: int) -> str:
         """Put the staged weights of this version in place, while steps are stopped."""
-        why_reloaded = self._weights.install(policy_version)
+        if self._loader.device.type == "cuda":
+            torch.cuda.synchronize(self._loader.device)  # SGLang's steps run on other streams
+        reasons = in_all_ranks(self._ranks, partial(self._weights.install, policy_version))
+        self._scheduler.record_weight_version_change(new_version=str(policy_version))
         self._scheduler.advance(policy_version)
-        return why_reloaded
+        return next((reason for reason in reasons if reason), "")
 
     def asyncrl_begin_fingerprint(self, shapes: dict[str, Any]) -> None:
         """Begin a `Fingerprint` of the weights in use, by the names of the HF state dict."""
-        self._weights.begin_fingerprint(shapes)
+        model: Any = self._loader.model
+        held = SglangHeldWeights(
+            model,
+            {name: tuple(shape) for name, shape in shapes.items()},
+            self._ranks,
+            packed=_STACKED | (getattr(model, "packed_modules_mapping", None) or {}),
+        )
+        self._fingerprint = held.fingerprint(_PIECE[self._loader.device.type])
 
     def asyncrl_fingerprint(self) -> dict[str, Any] | None:
         """Continue it for a few milliseconds; return the fingerprint when it is done."""
-        return self._weights.fingerprint()
+        found = next(self._fingerprint)
+        return None if found is None else dict(msgspec.to_builtins(found))
 
     def asyncrl_save_cache(self) -> int:
         """Write the snapshot of the rollout cache; return its bytes."""
-        return self._scheduler.save_cache()
+        written: int = self._scheduler.save_cache()
+        return written
 
 
 def answer(calls: object, call: Call, ranks: Ranks) -> Answer:

@@ -1,11 +1,12 @@
 """Draws the tokens of a plain step, the same ones that any other engine of ours draws.
 
-A draw is a pure function of (distribution, seed of the request, policy version, position in the
-response), see `engine.sampling.drawing`. So neither the batch, the row, retraction, chunks of a
-prompt nor drafts change which token a request generates. Imports no SGLang.
+A draw depends on the distribution, the request's seed, the policy version and the position only
+(`engine.sampling.drawing`), not on batch, row, retraction or drafts. Imports no SGLang.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,16 +19,14 @@ from asyncrl.engine.sglang.worker.requests import SchedulerBatch
 from asyncrl.engine.sglang.worker.steps import Places, Reporting, StepOutput
 
 
+@dataclass
 class StepDrawing:
     """Draws one token for each row of the batch, in rank 0, within `max_bytes`."""
 
-    def __init__(
-        self, batch: SchedulerBatch, ranks: Ranks, reporting: Reporting, max_bytes: int
-    ) -> None:
-        self._batch = batch
-        self._ranks = ranks
-        self._reporting = reporting
-        self._max_bytes = max_bytes
+    _batch: SchedulerBatch
+    _ranks: Ranks
+    _reporting: Reporting
+    _max_bytes: int
 
     def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, StepOutput | None]:
         """Return `[B]` int64 tokens and, in rank 0, the table.

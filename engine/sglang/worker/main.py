@@ -2,9 +2,8 @@
 
     python -m asyncrl.engine.sglang.worker.main
 
-Runs in SGLang's interpreter. It does what SGLang's `Engine` does up to its schedulers (`start.py`),
-without tokenizer manager, detokenizer and HTTP: our scheduler (`scheduler.py`) communicates with
-the generator directly.
+Runs in SGLang's interpreter. It does what SGLang's `Engine` does up to its schedulers (`start.py`);
+our scheduler (`scheduler.py`) communicates with the generator directly.
 
     generator ── Popen, own session ──► this process ── fork ──► a scheduler for each rank
 
@@ -30,7 +29,8 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.engine.sglang.server_settings import CPU_ATTENTION, ServerSettings
+from asyncrl.engine.process_config import ProcessConfig
+from asyncrl.engine.sglang.settings import CPU_ATTENTION, ServerSettings
 from asyncrl.engine.sglang.worker.plugin import CPU_VARIABLES
 
 _LOG = logging.getLogger("asyncrl.sglang")
@@ -47,7 +47,7 @@ def main() -> None:
     end_with(int(sys.argv[2]), settings.folder)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's
     try:
-        ranks = Ranks(*_start(settings), step_seconds=settings.step_seconds)
+        ranks = Ranks(*_start(settings), step_seconds=ProcessConfig.call_seconds)
         ranks.wait_for_ready()
     except (ValueError, RuntimeError, OSError, AssertionError, ImportError, KeyError) as error:
         _LOG.exception("SGLang did not start")
@@ -60,7 +60,7 @@ def main() -> None:
 def _start(settings: ServerSettings) -> tuple[list[Any], Callable[[], None]]:
     """Start a scheduler process for each rank; return the processes and a wait for readiness."""
     gc.disable()  # imported objects are not garbage
-    on_cpu = _prepare_device(settings)
+    on_cpu = _prepare_device(settings.engine.device)
     from asyncrl.engine.sglang.worker.start import start_schedulers
 
     return start_schedulers(server_arguments(settings, on_cpu=on_cpu), settings.folder)
@@ -70,12 +70,8 @@ class Ranks:
     """The scheduler processes, by rank, which end together.
 
     A scheduler that fails or hangs sends SIGQUIT to this process (`managers/scheduler.py`:6373 and
-    `utils/watchdog.py`:163 of sglang 0.5.23). SGLang's own handler would kill without a word.
-
-    Args:
-        processes: of rank 0, 1, ...
-        wait_for_ready: returns when all of them take requests; raises RuntimeError if one fails.
-        step_seconds: SGLang's watchdog ends them when a step takes longer.
+    `utils/watchdog.py`:163 of sglang 0.5.23), also if a step takes longer than `step_seconds`.
+    `wait_for_ready` returns when all take requests, and raises RuntimeError if one fails.
     """
 
     def __init__(
@@ -84,7 +80,7 @@ class Ranks:
         self._processes, self._step_seconds = processes, step_seconds
         self.wait_for_ready = wait_for_ready
         signal.signal(signal.SIGQUIT, self._on_failure)
-        signal.signal(signal.SIGTERM, self._on_close)
+        signal.signal(signal.SIGTERM, lambda number, _frame: self._end(128 + number))
 
     def watch(self) -> None:
         """Wait for the first process that ends, which is always a failure, and end with it."""
@@ -111,9 +107,6 @@ class Ranks:
             )
         self._end(_FAILED)
 
-    def _on_close(self, number: int, _frame: FrameType | None) -> None:
-        self._end(128 + number)
-
     def _end(self, status: int) -> None:
         """Kill the remaining processes, and end without SGLang's clean-up."""
         for process in self._processes:
@@ -124,17 +117,17 @@ class Ranks:
         os._exit(status)
 
 
-def _prepare_device(settings: ServerSettings) -> bool:
+def _prepare_device(device: str) -> bool:
     """Choose the platform before SGLang is imported, which reads it then; True if it is a CPU.
 
     Raises ValueError if the settings ask for a GPU that is not there.
     """
-    if settings.device == "cpu":
+    if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
     on_cpu = not torch.cuda.is_available()
-    if settings.device == "cuda" and on_cpu:
+    if device == "cuda" and on_cpu:
         raise ValueError(
             f"engine.device=cuda, but torch {torch.__version__} in {sys.executable} sees no GPU: "
             "install SGLang with CUDA there, or set engine.device=auto"
@@ -149,45 +142,44 @@ def server_arguments(settings: ServerSettings, *, on_cpu: bool) -> dict[str, Any
 
     Raises ValueError if kv_cache_gib is too little, or batch_invariant is asked for on a CPU.
     """
-    if settings.batch_invariant and on_cpu:
+    config = settings.engine
+    ours = config.sglang
+    if config.batch_invariant and on_cpu:
         raise ValueError(
             "engine.batch_invariant: true needs a GPU, and SGLang runs on the CPU here; leave it "
             "out"
         )
-    dtype = settings.dtype
-    if dtype == "auto":
-        dtype = "float32" if on_cpu else "bfloat16"
-    prefill = settings.prefill_tokens or (_CPU_PREFILL if on_cpu else _PREFILL)
+    dtype = config.weights_dtype(on_cpu=on_cpu)
+    prefill = ours.max_prefill_tokens or (_CPU_PREFILL if on_cpu else _PREFILL)
     arguments: dict[str, Any] = {
         "model_path": settings.model_path,
         "skip_tokenizer_init": True,
         "device": "cpu" if on_cpu else "cuda",
         "dtype": dtype,
-        "enable_fp32_lm_head": settings.logits_dtype == "float32"
-        or (settings.logits_dtype == "auto" and not on_cpu),
-        "enable_deterministic_inference": settings.batch_invariant,
+        "enable_fp32_lm_head": config.has_float32_logits(on_cpu=on_cpu),
+        "enable_deterministic_inference": config.batch_invariant,
         "random_seed": settings.seed,
         "context_length": settings.max_model_len,
-        "max_running_requests": settings.slots,
+        "max_running_requests": config.slots,
         # A chunk of one prompt, and all prompts of a step together.
         "chunked_prefill_size": prefill,
         "max_prefill_tokens": prefill,
         "page_size": 1,
-        "disable_radix_cache": not settings.prefix_caching,
-        "tp_size": settings.tensor_parallel_size,
+        "disable_radix_cache": not ours.enable_prefix_caching,
+        "tp_size": ours.tensor_parallel_size,
         "enable_priority_scheduling": True,
         "schedule_low_priority_values_first": True,
         # A running request is not put back for a waiting one; when KV is full, the least urgent is.
         "disable_priority_preemption": True,
         "retraction_policy": "priority",
-        "watchdog_timeout": settings.step_seconds,
-        "log_level": settings.log_level.lower(),
-        "mem_fraction_static": settings.mem_fraction_static,
+        "watchdog_timeout": ours.call_seconds,
+        "log_level": ours.log_level.lower(),
+        "mem_fraction_static": ours.share_of_gpu,
         # SGLang neither serves nor measures ours.
         "skip_server_warmup": True,
         "enable_metrics": False,
     }
-    kv_gib = settings.kv_cache_gib or (_CPU_KV_GIB if on_cpu else None)
+    kv_gib = ours.kv_cache_gib or (_CPU_KV_GIB if on_cpu else None)
     if kv_gib is not None:
         arguments["max_total_tokens"] = _kv_tokens(settings, dtype, kv_gib)
     if on_cpu:
@@ -210,7 +202,7 @@ def _kv_tokens(settings: ServerSettings, dtype: str, kv_gib: float) -> int:
     """Return the number of tokens whose KV fits into this memory, on each rank."""
     from asyncrl.engine.sglang.worker.start import kv_bytes
 
-    each = kv_bytes(settings.model_path, dtype, settings.tensor_parallel_size)
+    each = kv_bytes(settings.model_path, dtype, settings.engine.sglang.tensor_parallel_size)
     tokens = int(kv_gib * _GIB) // each
     # SGLang reserves two steps' tokens for each request that runs (docs/engines.md).
     needed = settings.max_model_len + settings.draft_tokens + 2

@@ -13,7 +13,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from asyncrl.engine.sglang.server_settings import CPU_ATTENTION
+from asyncrl.engine.sglang.settings import CPU_ATTENTION
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -44,6 +44,13 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Return our pool for ordinary attention; None leaves others to SGLang."""
         if kind != "mha":
             return None
-        from asyncrl.engine.sglang.worker.kv_pool import TorchKVPool
+        from asyncrl.engine.sglang.worker.api import MHATokenToKVPool
+
+        class TorchKVPool(MHATokenToKVPool):
+            """Moves entries by indexing: SGLang's kernel, which it warms up, needs Triton."""
+
+            def _init_kv_copy_and_warmup(self) -> None:
+                self._kv_copy_config = None
+                self.use_native_move_kv_cache = True
 
         return TorchKVPool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import Any
 
 import numpy as np
@@ -72,7 +71,6 @@ class SchedulerBatch(Batch):
     def __init__(self, requests: Requests, listed: int = UNREPORTED_K) -> None:
         super().__init__(listed)
         self._requests = requests
-        self._present: list[str] = []
         self._lengths: NDArray[np.int64] = np.empty(0, np.int64)
 
     def begin(self, batch: Any) -> None:
@@ -80,19 +78,8 @@ class SchedulerBatch(Batch):
 
         SGLang has counted the tokens that are fed: a row's next token has the index of its length.
         """
-        self._present = [request.rid for request in batch.reqs]
         self._lengths = batch.seq_lens_cpu.numpy().astype(np.int64)
-        self.refresh()
-
-    @property
-    def present(self) -> list[str]:
-        """`[B]` request ids of the rows."""
-        return self._present
-
-    @property
-    def alive(self) -> Container[str]:
-        """Ids of the requests that SGLang knows."""
-        return self._requests.entries
+        self.follow([request.rid for request in batch.reqs], self._requests.entries)
 
     def read(self, request_id: str) -> Entry:
         """Return the entry of a request."""

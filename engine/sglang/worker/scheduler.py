@@ -1,14 +1,12 @@
 """SGLang's scheduler, serving our client directly.
 
 Rank 0 receives our messages, which SGLang broadcasts to the other ranks; each rank makes SGLang's
-requests from them. Generated tokens go back as arrays (`worker.steps`), several steps in a message
-(`worker.outbox`), without SGLang's tokenizer and detokenizer processes.
+requests from them. Generated tokens go back as arrays, several steps in a message (`worker.steps`),
+without SGLang's tokenizer and detokenizer processes.
 
 Written against SGLang 0.5.23. Its `run_scheduler_process` instantiates the class that plug-ins have
 put in place of `Scheduler`. Its model runner calls `sampler` for every step without drafts,
-prefills included, in the forward pass's stream, after the output layer: so scoring happens here
-too. On a CPU its plug-in point for samplers (`register_sampler_backend`) is not used, because its
-settings always choose another backend.
+prefills included, after the output layer, so scoring happens there too.
 """
 
 from __future__ import annotations
@@ -63,7 +61,6 @@ from asyncrl.engine.sglang.worker.parts import (
 from asyncrl.engine.sglang.worker.requests import Requests, SchedulerBatch, entry_of
 from asyncrl.engine.sglang.worker.scoring import Prefill, PrefillScoring
 from asyncrl.engine.sglang.worker.steps import Outbox, Reporting
-from asyncrl.engine.sglang.worker.weights import SglangWeights
 from asyncrl.rollout.acceptance import warm_up_verification
 
 
@@ -74,8 +71,8 @@ class OutputLayer:
         processors = [one for one in model.modules() if isinstance(one, LogitsProcessor)]
         if not processors:
             raise TypeError(
-                f"{type(model).__name__} has no LogitsProcessor of SGLang's: kept tokens of it "
-                "cannot be scored"
+                f"{type(model).__name__} does not use SGLang's LogitsProcessor, so its kept tokens "
+                "cannot be scored: use engine.kind: torch or vllm for this model"
             )
         self._processor = processors[0]
         self._scoring: PrefillScoring | None = None
@@ -122,12 +119,7 @@ class DrawingSampler(Sampler):
         self._drawing = drawing
         self._output_layer = output_layer
 
-    def forward(
-        self,
-        logits_output: Any,
-        *_arguments: Any,
-        **_named: Any,
-    ) -> torch.Tensor:
+    def forward(self, logits_output: Any, *_arguments: Any, **_named: Any) -> torch.Tensor:
         """Return the token of each row, `[B]` int64; attach the table to the logits' output."""
         self._output_layer.score()
         tokens, output = self._drawing(logits_output.next_token_logits)
@@ -168,8 +160,7 @@ class ClientScheduler(Scheduler):
         if self.draft_worker is not None and settings.drafting is not None:
             drawing = TreeDrawing(*parts)
             self.draft_worker.attach(drawing, self.rows, self.ranks, settings.drafting)
-        weights = SglangWeights(self, self.ranks, on_device=settings.stage_on_device)
-        self.calls = WorkerCalls(self, weights)
+        self.calls = WorkerCalls(self, self.ranks, on_device=settings.stage_on_device)
         if self.ranks.leads:
             # SGLang gives float32, whatever the model computes in (layers/logits_processor.py).
             warm_up_drawing(torch.empty(1, size, device=runner.device), listed)

@@ -1,13 +1,10 @@
 """Scores given tokens and verifies kept ones in the prefills of SGLang's model runner.
 
-SGLang computes `input_token_logprobs` from raw logits. Here the hidden states that go into the
-output layer are taken, and only the scored positions are looked up, in slabs, with the processed
-distribution. Kept tokens are judged here: only the outcomes travel.
-
-A prompt may come in chunks, and from the beginning again after a retraction. Positions whose KV is
-found in the radix cache have no hidden states, so a scoring request takes no more of its prefix
-from there than lies before its first scored position (`PrefillRequest` in `worker.scheduler`).
-Imports no SGLang.
+The hidden states that go into the output layer are taken, and only the scored positions are looked
+up, in slabs, with the processed distribution. A prompt may come in chunks, and from the beginning
+again after a retraction. Positions whose KV is found in the radix cache have no hidden states, so a
+scoring request takes its prefix from there only up to its first scored position (`PrefillRequest`
+in `worker.parts`). Imports no SGLang.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from asyncrl.engine.remote.worker.scored import ScoredPart, ScoredRequest
 from asyncrl.engine.remote.worker.scoring import Scorer
 from asyncrl.engine.sglang.worker.requests import SchedulerBatch
 from asyncrl.engine.sglang.worker.steps import Reporting
@@ -39,7 +35,6 @@ class PrefillScoring:
         self._batch = batch
         self._scorer = scorer
         self._reporting = reporting
-        self._requests: dict[str, ScoredRequest] = {}
         self._prefill: Prefill | None = None
 
     @property
@@ -59,25 +54,17 @@ class PrefillScoring:
         prefill, self._prefill = self._prefill, None
         if prefill is None:
             return
-        alive = self._batch.alive
-        self._requests = {name: one for name, one in self._requests.items() if name in alive}
-        parts: list[ScoredPart] = []
-        done: list[str] = []
+        self._scorer.forget(self._reporting.requests.entries)
         begins = np.cumsum(prefill.lengths) - prefill.lengths
-        rows = zip(self._batch.ids, prefill.prefixes, prefill.lengths, begins.tolist(), strict=True)
-        for name, prefix, length, begin in rows:
-            entry = self._batch.entry(name)
-            if not entry.extra.scored:
-                continue
-            if name not in self._requests:
-                self._requests[name] = ScoredRequest(entry, entry.extra.top_k_logprobs)
-            part, complete = self._requests[name].part(prefix, length, begin)
-            parts.append(part)
-            if complete:
-                done.append(name)
-        self._scorer.read(hidden, parts)
-        finished = {name: self._requests.pop(name) for name in done}
+        taken = zip(
+            self._batch.ids, prefill.prefixes, prefill.lengths, begins.tolist(), strict=True
+        )
+        rows = [
+            (name, entry, entry.extra.top_k_logprobs, prefix, length, begin)
+            for name, prefix, length, begin in taken
+            if (entry := self._batch.entry(name)).extra.scored
+        ]
         version = self._batch.policy_version
-        for name, (ids, logprobs) in self._scorer.tables(finished, version).items():
+        for name, (ids, logprobs) in self._scorer.score(hidden, rows, version).items():
             if self._reporting.requests.serves(name):
                 self._reporting.outbox.add_scored(name, ids, logprobs, version)

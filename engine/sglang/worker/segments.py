@@ -140,11 +140,7 @@ def _mask(context: int, count: int, own: NDArray[np.bool_] | None) -> torch.Tens
     if own is None and not context:
         return None
     mask = torch.ones(count, context + count, dtype=torch.bool)
-    mask[:, context:] = (
-        torch.ones(count, count, dtype=torch.bool).tril()
-        if own is None
-        else (torch.from_numpy(own))
-    )
+    mask[:, context:] = torch.from_numpy(np.tri(count, dtype=np.bool_) if own is None else own)
     return mask
 
 

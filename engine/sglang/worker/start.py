@@ -1,12 +1,11 @@
 """Starts SGLang's scheduler processes as its `Engine` does (`entrypoints/engine.py` of 0.5.23).
 
-This repeats the part of `Engine._launch_subprocesses` (line 1129) up to its call of
-`_launch_scheduler_processes` (line 894, public for subclasses), and calls that. The tokenizer
-manager, the detokenizer process and sockets that `Engine.__init__` also starts are unused here.
+This repeats `Engine._launch_subprocesses` (line 1129) up to its call of
+`_launch_scheduler_processes`, without tokenizer manager and detokenizer.
 
-On a CPU the schedulers are forked from this process instead of spawned: importing SGLang costs 9 s
-of CPU. This process computes nothing, so no thread of torch's or of a BLAS library is lost in the
-fork.
+On a CPU the schedulers are forked from this process instead of spawned, as importing SGLang costs
+9 s of CPU. This process computes nothing, so the fork loses no thread of torch's or of a BLAS
+library.
 """
 
 from __future__ import annotations

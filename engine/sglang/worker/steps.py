@@ -2,14 +2,12 @@
 
 SGLang 0.5.23 carries `auxiliary_device_output` of a forward pass along with its tokens: it copies
 it to the host with them, commits the tokens, then calls `consume` with those that each request
-keeps (`sglang/srt/managers/auxiliary_output.py`). So only what SGLang has kept of the table is
-reported: neither the draw of an unfinished prompt, nor drafts after a stop token or the limit, nor
-what a request drew after its end.
+keeps (`sglang/srt/managers/auxiliary_output.py`). Only those are reported: neither the draw of an
+unfinished prompt, nor drafts after a stop token or the limit, nor draws after a request's end.
 
-Several steps share a message. When it is sent depends on the tokens in it: a scheduler in which
-every response has ended sends at once what is left. So an interrupted response is never cut at the
-last step that came, as that place would reveal something about the tokens after it
-(docs/decisions/0011): the scheduler ends it, and sends all that was drawn before, then its end.
+Several steps share a message. When it is sent depends on the tokens in it, so a cut at the last
+message would reveal something about the tokens after it (docs/decisions/0011). Therefore the
+scheduler ends an interrupted response: it sends all that was drawn before, then its end.
 """
 
 from __future__ import annotations

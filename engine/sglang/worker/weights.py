@@ -1,13 +1,9 @@
 """New weights in SGLang's scheduler process: how SGLang loads and counts them.
 
-SGLang replaces weights between `begin_weight_update` and `end_weight_update`, while it is paused:
-it undoes what it made of the old ones, makes the model load the new ones, and makes it again.
-`SglangLoader` calls the same three functions for a twin of the model while tokens are generated
-(`asyncrl.engine.remote.worker.staging`). Installing copies the result.
-
-SGLang labels tokens with its `weight_version`, which is set to our policy version. No KV is
-flushed: requests of other weights have another `extra_key`, and SGLang's radix cache shares nothing
-between different ones.
+SGLang replaces weights between `begin_weight_update` and `end_weight_update`, while it is paused.
+`SglangLoader` calls the same functions for a twin of the model while tokens are generated
+(`asyncrl.engine.remote.worker.staging`). No KV is flushed: requests of other weights have another
+`extra_key`, and SGLang's radix cache shares nothing between different ones.
 
 The HF state dict has a mixture's experts of a layer in two tensors, `[E, 2I, H]` and `[E, H, I]`,
 as SGLang 0.5.23 holds them too. But its loaders take one expert after the other, as checkpoints on
@@ -17,19 +13,14 @@ disk have them, and silently skip other names.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 
 from asyncrl.engine.errors import WeightsError
-from asyncrl.engine.remote.calls import StagingReport
 from asyncrl.engine.remote.worker.held_weights import HeldWeights
 from asyncrl.engine.remote.worker.ranks import Ranks
-from asyncrl.engine.remote.worker.shadow_model import ShadowModel
-from asyncrl.engine.remote.worker.staging import WorkerWeights
-from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
+from asyncrl.engine.remote.worker.staging import Loader, first_of
 
 MODELS_BY_EXPERT = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 """Classes of SGLang's models whose experts are loaded one by one, under these names."""
@@ -83,18 +74,9 @@ def _keeps_layout(method: Any, module: Any) -> bool:
 
 T = TypeVar("T")
 
-_PIECE = {"cpu": 1 << 22, "cuda": 1 << 28}
-"""Elements of weights summed between two steps, some 10 ms; a tensor is never cut."""
-_STACKED = {
-    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
-    "gate_up_proj": ["gate_proj", "up_proj"],
-}
-"""Stacked modules of models without `packed_modules_mapping`, which `load_weights` has."""
-_SHOWN = 5
 
-
-class SglangLoader:
-    """Loads as SGLang does; satisfies `asyncrl.engine.remote.worker.staging.Loader`."""
+class SglangLoader(Loader):
+    """Loads as SGLang does. A tensor holds all that it needs for that."""
 
     name = "SGLang"
 
@@ -106,7 +88,7 @@ class SglangLoader:
 
     @property
     def model_path(self) -> str:
-        """See `Loader`."""
+        """Directory that the model was loaded from."""
         return str(self._runner.model_config.model_path)
 
     @property
@@ -127,12 +109,6 @@ class SglangLoader:
         loading.load_weights(iter(tensors))
         DefaultModelLoader.postprocess_weights(model, device)
 
-    def adopt(self, twin: ShadowModel) -> None:
-        """Do nothing: a tensor holds all that SGLang needs to load it."""
-
-    def forget(self, twin: ShadowModel) -> None:
-        """Do nothing."""
-
     def check_unchanged(self, names: Collection[str]) -> None:
         """Raise WeightsError for parameters that SGLang has not loaded; it only logs them."""
         modules = dict(self.model.named_modules())
@@ -144,71 +120,10 @@ class SglangLoader:
             if name in names and one.numel() and not is_padding:
                 left.append(name)
         if left:
-            more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
             raise WeightsError(
-                f"SGLang loads no new weights into {', '.join(left[:_SHOWN])}{more} of "
+                f"SGLang did not load new weights into {first_of(left)} of "
                 f"{type(self.model).__name__}: use engine.kind: torch or vllm for this model"
             )
-
-    def installed(self, policy_version: int) -> None:
-        """Do nothing: SGLang derives nothing else from weights."""
-
-
-class SglangWeights:
-    """The calls about weights, made in all ranks between two steps. All ranks return the same.
-
-    The constructor proves how new weights are installed: minutes, for large models. It raises
-    WeightsError if SGLang cannot replace them. They are staged on the model's device if
-    `on_device`.
-    """
-
-    def __init__(self, scheduler: Any, ranks: Ranks, *, on_device: bool) -> None:
-        from asyncrl.engine.sglang.worker.api import unsupported_derived_weight_cache_error
-
-        self._scheduler = scheduler
-        self._ranks = ranks
-        runner = scheduler.tp_worker.model_runner
-        reason = unsupported_derived_weight_cache_error(runner.model)
-        if reason is not None:
-            raise WeightsError(f"SGLang cannot take new weights: {reason}")
-        self._loader = SglangLoader(runner)
-        self._weights = WorkerWeights(self._loader, on_device=on_device)
-        in_all_ranks(ranks, self._weights.prove)
-        self._fingerprint: Iterator[Fingerprint | None] = iter(())
-        scheduler.record_weight_version_change(new_version="0")
-
-    def begin(self, manifest: dict[str, Any]) -> None:
-        """Begin to copy the weights of a manifest in a thread; generation continues."""
-        self._weights.begin(msgspec.convert(manifest, WeightManifest))
-
-    def staging(self) -> dict[str, Any]:
-        """Return a `StagingReport` of the staging begun last, over all ranks."""
-        report = StagingReport.of_all(in_all_ranks(self._ranks, self._weights.report))
-        return dict(msgspec.to_builtins(report))
-
-    def install(self, policy_version: int) -> str:
-        """Put the staged weights of this version in place, while no step runs."""
-        if self._loader.device.type == "cuda":
-            torch.cuda.synchronize(self._loader.device)  # SGLang's steps run on other streams
-        reasons = in_all_ranks(self._ranks, partial(self._weights.install, policy_version))
-        self._scheduler.record_weight_version_change(new_version=str(policy_version))
-        return next((reason for reason in reasons if reason), "")
-
-    def begin_fingerprint(self, shapes: dict[str, Any]) -> None:
-        """Begin a `Fingerprint` of the weights in use, by the names of the HF state dict."""
-        model: Any = self._loader.model
-        held = SglangHeldWeights(
-            model,
-            {name: tuple(shape) for name, shape in shapes.items()},
-            self._ranks,
-            packed=_STACKED | (getattr(model, "packed_modules_mapping", None) or {}),
-        )
-        self._fingerprint = held.fingerprint(_PIECE[self._loader.device.type])
-
-    def fingerprint(self) -> dict[str, Any] | None:
-        """Continue it for a few milliseconds; return the fingerprint when it is done."""
-        found = next(self._fingerprint)
-        return None if found is None else dict(msgspec.to_builtins(found))
 
 
 def in_all_ranks(ranks: Ranks, call: Callable[[], T]) -> list[T]:
@@ -227,5 +142,5 @@ def in_all_ranks(ranks: Ranks, call: Callable[[], T]) -> list[T]:
         raise error
     failed = next((why for _, why in found if why), "")
     if failed:
-        raise WeightsError(f"it failed in another rank: {failed}")
+        raise WeightsError(f"the call failed in another rank: {failed}")
     return [one for one, _ in found]  # type: ignore[misc]

@@ -1,3 +1,5 @@
+# ruff: noqa: F401
+# mypy: implicit-reexport
 """Everything of vLLM that the generator's process touches, by name. Pinned to 0.32.0.
 
 When vLLM is updated, check these names first, then their uses. Importing this takes seconds, as
@@ -16,19 +18,3 @@ from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
-
-__all__ = [
-    "AsyncEngineArgs",
-    "AsyncLLM",
-    "EngineCoreOutput",
-    "FinishReason",
-    "LoRARequest",
-    "OutputProcessor",
-    "OutputProcessorOutput",
-    "PrometheusStatLogger",
-    "SamplingParams",
-    "StatLoggerBase",
-    "current_platform",
-    "engine_utils",
-    "tokens_input",
-]

@@ -1,9 +1,4 @@
-"""VllmEngine: vLLM behind the `Engine` protocol, with the rollout cache drafting inside it.
-
-The parts are `process` (starting, watching, stopping vLLM) and `core` (the calls); everything else
-is `asyncrl.engine.remote.client`. Both processes use `asyncrl.engine.vllm.remote` and
-`asyncrl.engine.vllm.extras`.
-"""
+"""VllmEngine: vLLM behind the `Engine` protocol, with the rollout cache drafting inside it."""
 
 from __future__ import annotations
 
@@ -56,23 +51,18 @@ class VllmEngine(RemoteEngine):
         seed: int,
         place: CachePlace | None = None,
     ) -> None:
-        self._process = process = VllmProcess(config)
+        self._process = process = VllmProcess(
+            config, model_path, cache_config, seed, place or CachePlace()
+        )
 
         async def start() -> VllmCore:
             ends = time.monotonic() + config.vllm.start_limit
-            await process.start(model_path, cache_config, seed, place or CachePlace())
+            await process.start()
             core = VllmCore(process)
             await core.attach(config, max(1.0, ends - time.monotonic()))
             return core
 
-        super().__init__(
-            config,
-            model_path,
-            seed=seed,
-            process=process,
-            start=start,
-            call_seconds=config.vllm.call_seconds,
-        )
+        super().__init__(config, model_path, seed=seed, process=process, start=start)
 
     async def close(self) -> None:
         """End vLLM; running requests end with `finish_reason="abort"`. Idempotent."""

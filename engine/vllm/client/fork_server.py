@@ -1,10 +1,9 @@
 """Forks the engine core on a CPU from a process that has imported vLLM already.
 
-vLLM would spawn its core, which imports vLLM again: 10 s of CPU. Here a fork server of
-`multiprocessing` imports it while the generator does, and forks the core and its tensor-parallel
-ranks. The server computes nothing, so no thread of torch's or of a BLAS library is lost in the
-fork. With a GPU, or if the model is compiled, all are spawned, as vLLM does it. Importing this
-module imports no vLLM.
+A spawned core would import vLLM again: 10 s of CPU. Here a fork server of `multiprocessing`
+imports it while the generator does, and forks the core and its tensor-parallel ranks. The server
+computes nothing, so no thread of torch's or of a BLAS library is lost in the fork. With a GPU, or
+if the model is compiled, all are spawned. Imports no vLLM.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ def start_server() -> None:
 
 
 def without_compilers() -> AbstractContextManager[None]:
-    """Keep vLLM from compiling with `enforce_eager` on a CPU.
-
-    It would compile a few helpers of its sampler, which takes longer than the whole start.
-    """
+    """Keep vLLM from compiling helpers of its sampler, which takes longer than the whole start."""
     return kept_variable(_NO_COMPILERS, "1")
 
 

@@ -1,11 +1,11 @@
 """Starts vLLM. Imports it, so `environment.prepare` must have run before.
 
-Our output processor inside `AsyncLLM` takes the table of a whole step
-(`asyncrl.engine.remote.extras.StepTable`) with the version that the core stamped on it, and
-delivers it to its readers. vLLM's own one merges the steps of a slow consumer, keeps only the last
-weight version of a request and builds a Python object per log-probability. A message has some steps
-of one version, and only the outputs of tables and of requests that end
-(`asyncrl.engine.vllm.worker.scheduler`). Written against vLLM 0.32.0.
+Our output processor inside `AsyncLLM` delivers the table of a whole step
+(`asyncrl.engine.remote.extras.StepTable`), with the version that the core stamped on it. vLLM's own
+merges the steps of a slow consumer, keeps only the last weight version of a request and builds a
+Python object per log-probability. A message has steps of one version, and only the outputs of
+tables and of requests that end (`asyncrl.engine.vllm.worker.scheduler`). Written against vLLM
+0.32.0.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from asyncrl.engine.vllm.client.api import (
     engine_utils,
 )
 from asyncrl.engine.vllm.client.fork_server import ForkContext, forks, without_compilers
-from asyncrl.engine.vllm.client.graphs import graph_config
-from asyncrl.engine.vllm.extras import MessageSettings, drafter_to_config
-from asyncrl.engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH
+from asyncrl.engine.vllm.config import graph_config
+from asyncrl.engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH, CoreSettings
 from asyncrl.rollout.trajectory import FinishReason as Reason
 from asyncrl.wire.transport.paths import kept_variable
 
@@ -99,7 +98,9 @@ class StepProcessor(OutputProcessor):
         inbox, reason = state.queue, _REASONS.get(output.finish_reason)
         scored = output.new_prompt_logprobs_tensors
         if reason is None:
-            inbox.put(EngineError(f"vLLM ended a request with {output.finish_reason}"))
+            inbox.put(
+                EngineError(f"vLLM ended the request with finish reason {output.finish_reason}")
+            )
         elif reason == "abort":
             inbox.put(None)  # interrupted: what it has drawn came before
         elif isinstance(inbox, Response):
@@ -117,18 +118,14 @@ class StepProcessor(OutputProcessor):
         self._finish_request(state)
 
 
-_FINE, _COARSE = 256, 1024
+class VllmMeter(Meter, StatLoggerBase):
+    """Counters of vLLM since its start, as a logger that AsyncLLM calls."""
 
-
-class VllmMeter(Meter):
-    """Counters of vLLM since its start. `logger` makes the hook that AsyncLLM calls."""
-
-    def logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
-        """Make a logger for `AsyncLLM(stat_loggers=[...])`."""
-        return _MeterLogger(self, vllm_config, engine_index)
-
-    def record(self, stats: Any) -> None:
+    def record(self, scheduler_stats: Any, *_args: Any, **_named: Any) -> None:
         """Add the `SchedulerStats` of a message; its `step_counter` is the number of its steps."""
+        stats = scheduler_stats
+        if stats is None:
+            return
         waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         self.loaded(stats.num_running_reqs, waiting, stats.kv_cache_usage)
         self.steps += stats.step_counter
@@ -138,24 +135,6 @@ class VllmMeter(Meter):
         if drafts is not None:
             self.drafted += drafts.num_draft_tokens
             self.accepted += drafts.num_accepted_tokens
-
-
-class _MeterLogger(StatLoggerBase):
-    """Passes AsyncLLM's statistics to a Meter."""
-
-    def __init__(self, meter: VllmMeter, _vllm_config: Any, _engine_index: int) -> None:
-        self._meter = meter
-
-    def record(
-        self,
-        scheduler_stats: Any,
-        iteration_stats: Any,  # noqa: ARG002
-        mm_cache_stats: Any = None,  # noqa: ARG002
-        engine_idx: int = 0,  # noqa: ARG002
-    ) -> None:
-        """Record the statistics of one message of the core."""
-        if scheduler_stats is not None:
-            self._meter.record(scheduler_stats)
 
     def log_engine_initialized(self) -> None:
         """Do nothing: AsyncLLM calls it once at the start."""
@@ -180,11 +159,7 @@ class Launched:
 
 
 def launch(
-    config: EngineConfig,
-    model_path: str,
-    cache_config: CacheConfig,
-    seed: int,
-    place: CachePlace,
+    config: EngineConfig, model_path: str, cache_config: CacheConfig, seed: int, place: CachePlace
 ) -> Launched:
     """Start the engine core and wait until it is ready. Blocks; call it off the event loop.
 
@@ -193,32 +168,24 @@ def launch(
     _check_device(config)
     meter = VllmMeter()
     args = AsyncEngineArgs(**engine_args(config, model_path, cache_config, seed, place))
-    # On a CPU vLLM preloads libraries for its core. What this process starts later would load them
-    # too: a user's programs, say. The loader splits LD_PRELOAD at spaces, so from a folder with one
-    # it only prints errors.
+    # On a CPU vLLM preloads libraries for its core; later children of this process, such as a
+    # user's programs, must not load them.
     with core_processes(config), kept_variable("LD_PRELOAD"):
-        llm = AsyncLLM.from_engine_args(args, stat_loggers=[meter.logger])
+        llm = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: meter])
     # The output task starts with the first request and uses the processor that it finds then.
     if llm.output_handler is not None:
         llm.shutdown()
-        raise EngineStartError("launch() must not run on an event loop: vLLM reads outputs already")
+        raise EngineStartError("launch() must run in a thread: vLLM already reads outputs here")
     if llm.logger_manager is not None:  # always there; vLLM's Prometheus metrics are not read
-        llm.logger_manager.stat_loggers = [
-            one
-            for one in llm.logger_manager.stat_loggers
-            if not isinstance(one, PrometheusStatLogger)
-        ]
+        loggers = llm.logger_manager.stat_loggers
+        loggers[:] = [one for one in loggers if not isinstance(one, PrometheusStatLogger)]
     processor = StepProcessor(Responses(config.vllm.chunk_tokens))
     llm.output_processor = processor
     return Launched(llm, processor, meter, llm.model_config.get_vocab_size())
 
 
 def engine_args(
-    config: EngineConfig,
-    model_path: str,
-    cache_config: CacheConfig,
-    seed: int,
-    place: CachePlace,
+    config: EngineConfig, model_path: str, cache_config: CacheConfig, seed: int, place: CachePlace
 ) -> dict[str, Any]:
     """Return the arguments of `AsyncEngineArgs` for our settings."""
     on_cpu = current_platform.is_cpu()
@@ -254,7 +221,6 @@ def engine_args(
         "enable_log_requests": False,
         "worker_extension_cls": EXTENSION_PATH,
         "scheduler_cls": SCHEDULER_PATH,
-        "additional_config": MessageSettings(ours.steps_per_message).to_config(),
         **ours.memory_arguments(on_cpu=on_cpu),
     }
     if not args["enforce_eager"] and not on_cpu:
@@ -269,21 +235,21 @@ def engine_args(
             "max_loras": 1,
             "max_lora_rank": next(one for one in ADAPTER_RANKS if one >= ours.lora_rank),
         }
+    drafter = None
     if drafts:
         args["speculative_config"] = {
             "method": "custom_class",
             "model": DRAFTER_PATH,
             "num_speculative_tokens": drafts,
         }
-        args["additional_config"] |= drafter_to_config(
-            DrafterSettings(
-                cache=cache_config.model_dump(mode="json"),
-                place=to_json(place),
-                fixed_step_tokens=ours.max_step_tokens,
-                max_step_tokens=args["max_num_batched_tokens"],
-                logits_bytes=config.logits_bytes,
-            )
+        drafter = DrafterSettings(
+            cache=cache_config.model_dump(mode="json"),
+            place=to_json(place),
+            fixed_step_tokens=ours.max_step_tokens,
+            max_step_tokens=args["max_num_batched_tokens"],
+            logits_bytes=config.logits_bytes,
         )
+    args["additional_config"] = CoreSettings(ours.steps_per_message, drafter).to_config()
     return args
 
 
@@ -306,9 +272,8 @@ def core_processes(config: EngineConfig) -> Iterator[None]:
 def _float32_logits(config: EngineConfig) -> bool:
     """Return True if vLLM keeps logits in float32.
 
-    On capability 8.x its batch-invariant products are special kernels (`determinism.
-    batch_invariant` overrides `aten::mm`), and the one with a float32 result is not among them.
-    Raises EngineStartError if float32 logits are asked for together with `batch_invariant` there.
+    On capability 8.x its batch-invariant kernels (`determinism.batch_invariant`) do not give a
+    float32 result. Raises EngineStartError if both are asked for there.
     """
     wanted = config.has_float32_logits(on_cpu=current_platform.is_cpu())
     if not (wanted and config.batch_invariant and current_platform.is_device_capability_family(80)):

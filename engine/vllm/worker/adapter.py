@@ -1,9 +1,8 @@
 """An adapter that vLLM keeps apart from the model: `trainer.lora.serve: adapter`.
 
-vLLM puts a module around each layer that may have an adapter, with room for A and B of `max_loras`
-adapters: one. All requests name it, and each version overwrites the previous one while generation
-is paused. KV of another version is not reused, because the prefix cache's salt has the version
-(`VllmCore`).
+vLLM puts a module around each layer that may have an adapter, with room for A and B of one. All
+requests name it, and each version overwrites the previous one while generation is paused. KV of
+another version is not reused, because the prefix cache's salt has the version (`Core`).
 """
 
 from __future__ import annotations
@@ -92,16 +91,13 @@ class ServedAdapter:
             if leaf in parts and f"{parent}.{name}" in self._modules:
                 return _Place(f"{parent}.{name}", parts.index(leaf))
         raise WeightsError(
-            f"vLLM has no place for an adapter of {layer!r}; use trainer.lora.serve: merged, or "
-            "other trainer.lora.targets"
+            f"vLLM does not support an adapter of layer {layer!r}; use trainer.lora.serve: merged, "
+            "or other trainer.lora.targets"
         )
 
 
 def _leave_the_head(model: torch.nn.Module) -> None:
-    """Remove the wrapper for an adapter of the head, which has none here.
-
-    vLLM's expects a row for each drawn token, and our scoring has others.
-    """
+    """Remove the head's wrapper: it expects a row for each drawn token, unlike our scoring."""
     from asyncrl.engine.vllm.worker.api import LogitsProcessorWithLoRA
 
     for parent in list(model.modules()):
@@ -137,12 +133,15 @@ class _AdapterBuffer:
         self._scaling = 1.0
 
     def read(self, manifest: WeightManifest) -> None:
-        """See `WeightBuffer.read`."""
+        """Read a published version, as `WeightBuffer.read`."""
         if manifest.lora is None or manifest.lora.serve != "adapter":
-            raise WeightsReadError("this engine serves an adapter apart, and other weights came")
+            raise WeightsReadError(
+                "this engine expects the weights of an adapter (trainer.lora.serve: adapter), but "
+                "other weights were published"
+            )
         self._published.read(manifest)
         self._scaling = manifest.lora.scaling
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `WeightBuffer.tensors`."""
+        """Yield the tensors, as `WeightBuffer.tensors`."""
         yield from served_apart(self._published.tensors(), self._scaling, self._dtype)

@@ -1,8 +1,10 @@
+# ruff: noqa: F401
+# mypy: implicit-reexport
 """Everything of vLLM that is used in its engine core's process, by name. Pinned to 0.32.0.
 
 When vLLM is updated, check these names first, then their uses, and the methods that `sampling`,
-`scoring`, `drafter` and `scheduler` replace or extend. Importing this takes seconds: modules that
-tests use without an engine import it in functions.
+`scoring`, `drafter` and `scheduler` replace. Importing this takes seconds, so modules that tests
+use without an engine import it in functions.
 """
 
 from __future__ import annotations
@@ -24,26 +26,3 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, SamplerOutput
 from vllm.v1.request import RequestStatus
-
-__all__ = [
-    "LAYERWISE_INFO",
-    "AsyncScheduler",
-    "EngineCoreOutput",
-    "EngineCoreOutputs",
-    "FinishReason",
-    "LayerReloadingInfo",
-    "LoRARequest",
-    "LogitsProcessorWithLoRA",
-    "LogprobsLists",
-    "LogprobsTensors",
-    "ParallelLMHead",
-    "RequestStatus",
-    "SamplerOutput",
-    "Scheduler",
-    "UnquantizedEmbeddingMethod",
-    "VocabParallelEmbedding",
-    "get_layerwise_info",
-    "get_tp_group",
-    "inplace",
-    "set_current_vllm_config",
-]

@@ -3,10 +3,7 @@
 vLLM calls `make_drafter` in each rank of its model, and `propose` after each step. The hook passes
 no request ids, so the worker extension hands over the model runner once (`attach`), whose batch
 names the rows. `worker.rows` decides what to draft, `asyncrl.engine.drafting.planner` how much.
-
-vLLM prepares the verification of a step without drafts as if it had drafts of length 0.
-`prepare_plainly` makes such a step as cheap as one without speculation, in every rank, and `attach`
-gives the scheduler only existing drafts.
+`prepare_plainly` makes a step without drafts as cheap as one without speculation.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from asyncrl.cache.sharing.cache_setup import from_json, open_at, save_at
 from asyncrl.engine.remote.worker.drafting import StepTimer, planner_of, warm_up
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.remote.worker.rows import NO_SLOT, RowBook
-from asyncrl.engine.vllm.extras import drafter_from_config
+from asyncrl.engine.vllm.remote import CoreSettings
 from asyncrl.engine.vllm.worker.sampling import CoreSampler, RunnerBatch
 from asyncrl.rollout.trajectory import IntArray
 
@@ -61,7 +58,8 @@ class CacheDrafter:
     """Drafts from the cache of this engine's earlier rollouts."""
 
     def __init__(self, vllm_config: Any) -> None:
-        settings = drafter_from_config(vllm_config.additional_config)
+        settings = CoreSettings.from_config(vllm_config.additional_config).drafter
+        assert settings is not None  # noqa: S101 - vLLM makes a drafter only if it is set
         config = CacheConfig.model_validate(settings.cache)
         self.planner = planner_of(
             settings, config.draft_tokens, vllm_config.model_config.get_vocab_size()

@@ -6,7 +6,6 @@ import os
 import select
 import threading
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -46,7 +45,7 @@ class WorkerExtension(VllmWorker):
     def asyncrl_attach(
         self, parent: int, top_k: int, logits_bytes: int, stage_on_device: bool
     ) -> None:
-        """See `VllmWorker.asyncrl_attach`."""
+        """Install our parts, as `VllmWorker.asyncrl_attach` says."""
         _exit_with(parent)
         runner = self.model_runner
         check_reloadable(runner.get_model())
@@ -121,10 +120,9 @@ def _drafter_of(runner: Any) -> CacheDrafter | None:
 def _exit_with(parent: int) -> None:
     """Exit when the generator ends, however it ends: vLLM's core would otherwise run forever."""
     fd = os.pidfd_open(parent)
-    name = "asyncrl-parent-watch"
-    threading.Thread(target=partial(_wait_and_exit, fd), name=name, daemon=True).start()
 
+    def wait() -> None:
+        select.select([fd], [], [])
+        os._exit(_ORPHANED)
 
-def _wait_and_exit(fd: int) -> None:
-    select.select([fd], [], [])
-    os._exit(_ORPHANED)
+    threading.Thread(target=wait, name="asyncrl-parent-watch", daemon=True).start()

@@ -1,10 +1,9 @@
 """Draws tokens inside vLLM's model runner, the same ones with drafts and without.
 
-A draw is a pure function of (distribution, seed of the request, policy version, position in the
-response), see `engine.sampling.drawing`. So neither the batch, the row, preemption nor drafts
-change which token a request generates; vLLM's generator per request depends on accepted drafts. At
-each drafted position a token is drawn as without drafts, and the draft is accepted as far as it
-equals the draws (`asyncrl.rollout.acceptance.accept_chain`, exact for any draft).
+A draw depends on the distribution, the request's seed, the policy version and the position only
+(`engine.sampling.drawing`), not on batch, row, preemption or drafts. At each drafted position a
+token is drawn as without drafts, and the draft is accepted as far as it equals the draws
+(`asyncrl.rollout.acceptance.accept_chain`, exact for any draft).
 
 `CoreSampler` replaces `GPUModelRunner._sample` (vLLM 0.32.0), which gets one row of logits per
 request, and one more per draft token when the step has drafts. Imports no vLLM.
@@ -12,7 +11,6 @@ request, and one more per draft token when the step has drafts. Imports no vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,7 @@ from asyncrl.engine.remote.worker.entries import Entry
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.sampling.drawing import UNREPORTED_K, Streams
 from asyncrl.engine.sampling.logits import LogitDraws, draw_from_logits
-from asyncrl.engine.vllm.extras import from_extra_args
+from asyncrl.engine.vllm.remote import from_extra_args
 from asyncrl.rollout.acceptance import accept_chain
 
 
@@ -35,17 +33,9 @@ class RunnerBatch(Batch):
         super().__init__(listed)
         self.runner = runner
 
-    @property
-    def present(self) -> list[str]:
-        """`[B]` request ids of the runner's rows."""
-        ids: list[str] = self.runner.input_batch.req_ids
-        return ids
-
-    @property
-    def alive(self) -> Container[str]:
-        """Ids of the requests that the runner knows."""
-        requests: Container[str] = self.runner.requests
-        return requests
+    def refresh(self) -> None:
+        """Follow the runner's rows."""
+        self.follow(self.runner.input_batch.req_ids, self.runner.requests)
 
     def read(self, request_id: str) -> Entry:
         """Read an entry from the runner's state of a request."""

@@ -1,14 +1,11 @@
 """vLLM's scheduler, made to send what several steps generated in one message.
 
-vLLM sends an object per request and step, and slices the step's log-probabilities for each. Here
-the whole table, which comes from the worker with the rest of the step's results, is attached to the
-first output of the step (`StepTable`). It has all tokens, so of the other outputs only those that
-end a request are sent.
+vLLM sends an object per request and step. Here the step's whole table of tokens (`StepTable`) is
+attached to its first output; of the other outputs only those that end a request are sent.
 
-Several steps share a message (`Outbox`). When it is sent depends on the tokens in it: a core in
-which every response has ended sends at once what is left. So an interrupted response must not be
-cut at the last step that came, as that place would reveal something about the tokens after it
-(docs/decisions/0011). It ends here: what was drawn before is sent, then its end.
+Several steps share a message (`Outbox`). When it is sent depends on the tokens in it, so a cut at
+the last message would reveal something about the tokens after it (docs/decisions/0011). Therefore
+an interrupted response ends here: what was drawn before is sent, then its end.
 
 Written against vLLM 0.32.0.
 """
@@ -20,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from asyncrl.engine.remote.extras import NO_TICKET, StepTable
-from asyncrl.engine.vllm.extras import MessageSettings
+from asyncrl.engine.vllm.remote import CoreSettings
 from asyncrl.engine.vllm.worker.api import (
     AsyncScheduler,
     EngineCoreOutput,
@@ -202,6 +199,6 @@ def make_scheduler(vllm_config: Any, **rest: Any) -> Any:
     """Make the scheduler that vLLM would choose for this configuration, with our messages."""
     overlapping = vllm_config.scheduler_config.async_scheduling
     scheduler = (_AsyncStepScheduler if overlapping else _StepScheduler)(vllm_config, **rest)
-    settings = MessageSettings.from_config(vllm_config.additional_config)
+    settings = CoreSettings.from_config(vllm_config.additional_config)
     scheduler.outbox = Outbox(settings.steps_per_message)
     return scheduler

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from asyncrl.engine.errors import WeightsError
 from asyncrl.engine.remote.worker.shadow_model import ShadowModel, like
+from asyncrl.engine.remote.worker.staging import Loader
 
 
-class VllmLoader:
-    """Loads by vLLM's `reload_weights`; satisfies `engine.remote.worker.staging.Loader`."""
+class VllmLoader(Loader):
+    """Loads by vLLM's `reload_weights`, which raises for tensors that it does not know."""
 
     name = "vLLM"
 
@@ -29,7 +30,7 @@ class VllmLoader:
 
     @property
     def model_path(self) -> str:
-        """See `Loader`."""
+        """Directory that the model was loaded from."""
         return str(self._worker.model_config.model)
 
     def load(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -61,9 +62,6 @@ class VllmLoader:
 
         for _, other in twin.pairs:
             LAYERWISE_INFO.pop(other, None)
-
-    def check_unchanged(self, names: Collection[str]) -> None:
-        """Do nothing: vLLM raises for tensors that it does not know."""
 
     def installed(self, policy_version: int) -> None:  # noqa: ARG002
         """Drop what vLLM derived from the old weights."""
@@ -98,7 +96,7 @@ def check_reloadable(model: torch.nn.Module) -> None:
         if getattr(backend, "name", "") == "CPU":
             raise WeightsError(
                 f"vLLM cannot load new weights into the experts {name!r} on a CPU: it packs them "
-                "once. Use engine.kind: torch for mixture-of-experts models, or a GPU"
+                "only once. Use engine.kind: torch for mixture-of-experts models, or a GPU"
             )
 
 

@@ -223,7 +223,7 @@ def test_the_model_keeps_its_weights_until_the_installation() -> None:
     assert holds(loader, policy(3))
 
 
-_MISSES = "copying would not do what the engine's loading does to "
+_MISSES = "copying would not reproduce what the engine's loader does to "
 _ITSELF = "the model itself, while it loads a copy of it"
 
 
@@ -255,14 +255,14 @@ def test_a_loading_that_does_something_else_than_the_engines_start_ends_the_star
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Rounding, "scale", 1.0)
-    with pytest.raises(WeightsError, match=r"numbers of its start again.*: norm, "):
+    with pytest.raises(WeightsError, match=r"cannot install new weights.*differ: norm, "):
         started(Rounding())
 
 
 def test_what_was_not_proved_is_loaded_in_the_pause() -> None:
     loader = Loader(Model())
     weights = WorkerWeights(loader)
-    assert give(weights, 1, policy(1)) == "copying was not proved to do what loading does"
+    assert give(weights, 1, policy(1)) == "copying was not proved equal to loading"
     assert loader.loaded == ["model"]
     assert holds(loader, policy(1))
 

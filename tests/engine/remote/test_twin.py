@@ -293,5 +293,5 @@ def test_what_loading_changes_besides_parameters_is_named(
 def test_parameters_in_columns_are_refused() -> None:
     model = Model()
     model.norm.weight = nn.Parameter(torch.zeros(WIDTH, 2).t()[0], requires_grad=False)
-    with pytest.raises(ValueError, match=r"row by row: norm\.weight"):
+    with pytest.raises(ValueError, match=r"not contiguous in memory: norm\.weight"):
         ShadowModel(model, CPU)

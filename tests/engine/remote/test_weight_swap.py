@@ -32,6 +32,7 @@ class FakeCore:
     def __post_init__(self) -> None:
         self.name, self.failure, self.fail = "vLLM", EngineError, self.failed.append
         self.meter = SimpleNamespace(busy=lambda: self.calls.append("busy"))
+        self.responses = SimpleNamespace(flush=lambda: self.calls.append("flush"))
 
     async def begin_staging(self, manifest: WeightManifest) -> None:
         self.calls.append(("begin", manifest.policy_version))
@@ -66,9 +67,6 @@ class FakeStreams:
 
     def __len__(self) -> int:
         return 1
-
-    def flush(self) -> None:
-        self.calls.append("flush")
 
     async def restart_unstarted(self) -> None:
         self.calls.append("restart")

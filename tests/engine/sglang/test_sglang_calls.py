@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
+import msgspec
 import pytest
+import torch
 
 from asyncrl.engine.errors import WeightsError
+from asyncrl.engine.remote.calls import StagingReport
 from asyncrl.engine.remote.extras import DrafterSettings
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.sglang.messages import Answer, Call
 from asyncrl.engine.sglang.settings import WorkerSettings
 from asyncrl.engine.sglang.worker.calls import WorkerCalls, answer
+from asyncrl.wire.weights.layout import WeightManifest
 
 
 class Calls:
@@ -46,8 +51,8 @@ def test_nothing_else_can_be_called(name: str) -> None:
     assert found.error == f"ValueError: the worker has no call {name!r}"
 
 
-class Model:
-    """A scheduler and its weights; notes what is done, in order."""
+class Scheduler:
+    """A scheduler and the weights of its model; notes what is done, in order."""
 
     def __init__(self) -> None:
         self.done: list[Any] = []
@@ -58,14 +63,17 @@ class Model:
     def resume_steps(self) -> None:
         self.done.append("go on")
 
+    def record_weight_version_change(self, new_version: str) -> None:
+        self.done.append(("label", new_version))
+
     def advance(self, policy_version: int) -> None:
         self.done.append(("draw under", policy_version))
 
-    def begin(self, manifest: dict[str, Any]) -> None:
-        self.done.append(manifest)
+    def begin(self, manifest: WeightManifest) -> None:
+        self.done.append(manifest.policy_version)
 
-    def staging(self) -> dict[str, Any]:
-        return {"state": "staged"}
+    def report(self) -> StagingReport:
+        return StagingReport("staged")
 
     def install(self, policy_version: int) -> str:
         if policy_version == 9:
@@ -73,31 +81,28 @@ class Model:
         self.done.append(("install", policy_version))
         return "some layer is odd"
 
-    def begin_fingerprint(self, shapes: dict[str, Any]) -> None:
-        self.done.append(shapes)
-
-    def fingerprint(self) -> dict[str, Any] | None:
-        return None
-
 
 def test_a_version_is_drawn_under_once_its_weights_are_in_place() -> None:
-    model = Model()
-    calls = WorkerCalls(model, model)
+    scheduler: Any = Scheduler()
+    calls = WorkerCalls.__new__(WorkerCalls)
+    calls._scheduler = calls._weights = scheduler
+    calls._ranks, calls._loader = Ranks(), Mock(device=torch.device("cpu"))
+    calls._fingerprint = iter([None])
 
     def call(name: str, *arguments: Any) -> Answer:
         return answer(calls, Call(1, f"asyncrl_{name}", list(arguments)), Ranks())
 
-    assert call("begin_staging", {"policy_version": 4}).error == ""
-    assert call("staging").result == {"state": "staged"}
+    manifest = msgspec.to_builtins(WeightManifest(4, "", 0, ()))
+    assert call("begin_staging", manifest).error == ""
+    assert call("staging").result == {"state": "staged", "message": ""}
     assert call("pause").error == ""
     assert call("install", 4).result == "some layer is odd"
     assert call("install", 9).error == "WeightsError: version 9 is not staged"
     assert call("resume").error == ""
-    assert call("begin_fingerprint", {"a": [2]}).error == ""
     assert call("fingerprint") == Answer(1, None)
-    staged, *rest = model.done
-    assert staged == {"policy_version": 4}
-    assert rest == ["stop", ("install", 4), ("draw under", 4), "go on", {"a": [2]}]
+    assert scheduler.done == [
+        4, "stop", ("install", 4), ("label", "4"), ("draw under", 4), "go on",
+    ]  # fmt: skip
 
 
 def test_settings_travel_in_the_environment() -> None:

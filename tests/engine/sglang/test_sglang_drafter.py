@@ -61,7 +61,6 @@ class Scene:
             rows=4,
             width=40,
             vocab_size=VOCAB,
-            branching=True,
         )
         self.generated: dict[str, list[int]] = {name: [] for name in TEXTS}
 

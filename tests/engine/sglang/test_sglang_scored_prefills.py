@@ -98,4 +98,4 @@ def test_a_request_that_was_interrupted_reports_no_scores() -> None:
     assert not scene.step({"r1": (0, 5)})
     scene.requests.forget("r0")
     scene.step({"r1": (0, 5)})
-    assert not scene.scoring._requests
+    assert not scene.scoring._scorer.requests

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -21,25 +22,23 @@ from asyncrl.engine.sglang.client.engine import server_settings, worker_settings
 from asyncrl.engine.sglang.client.environment import SglangFolder, environment_of
 from asyncrl.engine.sglang.config import SglangConfig
 from asyncrl.engine.sglang.interpreter import SGLANG_VERSION, check_interpreter, path_of
-from asyncrl.engine.sglang.server_settings import CPU_ATTENTION, ServerSettings
-from asyncrl.engine.sglang.settings import WorkerSettings
+from asyncrl.engine.sglang.settings import CPU_ATTENTION, ServerSettings, WorkerSettings
 from asyncrl.engine.sglang.worker.main import Ranks, server_arguments
 from asyncrl.engine.vllm.client.process import folder_for_sockets
 
 GOOD = {
-    "python": [3, 11],
     "sglang": SGLANG_VERSION,
     "asyncrl": "0.1.0",
     **dict.fromkeys(("torch", "numba", "msgspec", "pyzmq", "pydantic", "transformers"), "1"),
 }
 
 
-def interpreter(folder: Path, says: dict[str, Any] | str) -> SglangConfig:
+def interpreter(
+    folder: Path, says: dict[str, Any] | str, python: tuple[int, int] = (3, 11)
+) -> SglangConfig:
     """A program that answers as an interpreter with these versions."""
-    import json
-
     path = folder / "python"
-    answer = says if isinstance(says, str) else f"echo '{json.dumps(says)}'"
+    answer = says if isinstance(says, str) else f"echo '{json.dumps([python, says])}'"
     path.write_text(f"#!/bin/sh\n{answer}\n")
     path.chmod(0o755)
     return SglangConfig(python=str(path))
@@ -47,17 +46,16 @@ def interpreter(folder: Path, says: dict[str, Any] | str) -> SglangConfig:
 
 def test_a_fitting_interpreter(tmp_path: Path) -> None:
     versions = check_interpreter(interpreter(tmp_path, GOOD))
-    assert str(versions) == f"python 3.11, sglang {SGLANG_VERSION}, torch 1"
+    assert versions == f"python 3.11, sglang {SGLANG_VERSION}, torch 1"
 
 
 @pytest.mark.parametrize(
     ("says", "message"),
     [
         (GOOD | {"sglang": "0.4.1"}, f"has sglang 0.4.1; {SGLANG_VERSION} is needed: `make setup"),
-        ({"python": [3, 11]}, f"has no sglang; {SGLANG_VERSION} is needed"),
-        (GOOD | {"python": [3, 10]}, r"is Python 3\.10; asyncrl needs 3\.11"),
+        ({}, f"has no sglang; {SGLANG_VERSION} is needed"),
         ({k: v for k, v in GOOD.items() if k != "numba"}, "lacks numba, which asyncrl's part"),
-        (GOOD | {"asyncrl": "0.0.9"}, r"has asyncrl 0\.0\.9, and this is asyncrl 0\.1\.0"),
+        (GOOD | {"asyncrl": "0.0.9"}, r"has asyncrl 0\.0\.9, but this is asyncrl 0\.1\.0"),
         ("echo 'Unknown option: -P' >&2; exit 2", "not a working Python 3.11: Unknown option: -P"),
         ("echo hello", "is not a working Python interpreter"),
     ],
@@ -68,6 +66,11 @@ def test_an_interpreter_that_does_not_fit(
     with pytest.raises(EngineStartError, match=message) as refused:
         check_interpreter(interpreter(tmp_path, says))
     assert str(refused.value).startswith(f"engine.sglang.python: {tmp_path}")
+
+
+def test_an_old_python_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineStartError, match=r"is Python 3\.10; asyncrl needs 3\.11"):
+        check_interpreter(interpreter(tmp_path, GOOD, (3, 10)))
 
 
 def test_no_interpreter_is_refused_before_anything_starts(

@@ -65,7 +65,7 @@ def test_what_loading_derives_is_loaded_in_the_pause(found: Any) -> None:
 def test_weights_that_sglang_skips_are_an_error(found: Any) -> None:
     """It would log the name and continue with the old ones."""
     assert found["skipped"].startswith(
-        "SGLang loads no new weights into model.norm.weight of Qwen3"
+        "SGLang did not load new weights into model.norm.weight of Qwen3"
     )
 
 

@@ -109,5 +109,5 @@ def test_an_adapter_kept_apart_is_the_published_one(apart: Served, tmp_path: Pat
 
 
 def test_other_weights_are_refused_where_an_adapter_is_apart(apart: Served) -> None:
-    with pytest.raises(WeightsError, match="serves an adapter apart, and other weights came"):
+    with pytest.raises(WeightsError, match="expects the weights of an adapter"):
         apart.install(apart.new)

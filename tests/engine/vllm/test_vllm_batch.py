@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.engine.remote.extras import RequestExtra
-from asyncrl.engine.vllm.extras import from_extra_args, to_extra_args
+from asyncrl.engine.vllm.remote import from_extra_args, to_extra_args
 from asyncrl.engine.vllm.worker.sampling import RunnerBatch
 
 

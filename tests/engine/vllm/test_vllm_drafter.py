@@ -13,7 +13,7 @@ from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.sharing.cache_setup import CachePlace, to_json
 from asyncrl.engine.remote.extras import DrafterSettings, RequestExtra
 from asyncrl.engine.remote.worker.ranks import Ranks
-from asyncrl.engine.vllm.extras import drafter_to_config, to_extra_args
+from asyncrl.engine.vllm.remote import CoreSettings, to_extra_args
 from asyncrl.engine.vllm.worker.drafter import CacheDrafter, prepare_plainly
 from asyncrl.engine.vllm.worker.sampling import RunnerBatch
 
@@ -71,7 +71,7 @@ def scheduled(
 def vllm_config_of(settings: DrafterSettings, vocabulary: int = 10) -> Any:
     """What the drafter reads of vLLM's configuration."""
     return SimpleNamespace(
-        additional_config=drafter_to_config(settings),
+        additional_config=CoreSettings(4, settings).to_config(),
         model_config=SimpleNamespace(get_vocab_size=lambda: vocabulary),
     )
 

@@ -7,6 +7,7 @@ import logging.config
 import os
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,7 +40,7 @@ def test_compiling_what_draws_has_what_is_left_of_the_start() -> None:
         update_weight_version=lambda version: version,
         get_supported_tasks=list,
     )
-    process: Any = SimpleNamespace(ask=ask, vllm=SimpleNamespace(llm=llm))
+    process: Any = SimpleNamespace(ask=ask, vllm=Mock(llm=llm))
     config = EngineConfig(kind="vllm")
     asyncio.run(VllmCore(process).attach(config, 700))
     assert asked["attach to its worker"] == 700

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.engine.vllm.client.engine import advice_on_drafting
-from asyncrl.engine.vllm.client.graphs import capture_sizes, graph_config
+from asyncrl.engine.vllm.config import capture_sizes, graph_config
 from asyncrl.wire.records.step import EngineStats, TokenCounts
 
 ENGINE = Path(__file__).parents[3] / "engine"

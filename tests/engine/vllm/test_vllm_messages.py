@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.engine.remote.client.core import Meter
 from asyncrl.engine.remote.client.responses import Response, Responses
 from asyncrl.engine.remote.client.streams import Reader, Streams
-from asyncrl.engine.vllm.extras import MessageSettings
+from asyncrl.engine.vllm.remote import CoreSettings
 
 pytestmark = REAL_VLLM
 
@@ -40,7 +41,7 @@ class Core:
         monkeypatch.setattr(Scheduler, "finish_requests", lambda _, ids, __: self._end(ids))
         monkeypatch.setattr(Scheduler, "make_stats", _stats)
         monkeypatch.setattr(Scheduler, "update_from_output", lambda one, *_: self._vllm(one))
-        settings = MessageSettings(steps_per_message).to_config()
+        settings = CoreSettings(steps_per_message).to_config()
         config = SimpleNamespace(
             scheduler_config=SimpleNamespace(async_scheduling=False), additional_config=settings
         )
@@ -282,7 +283,7 @@ def test_a_copy_of_checked_parameters_is_what_vllm_would_construct() -> None:
     from asyncrl.engine.remote.extras import RequestExtra
     from asyncrl.engine.vllm.client.core import VllmCore
 
-    core = VllmCore(SimpleNamespace())  # type: ignore[arg-type]
+    core = VllmCore(Mock())
     common = {"temperature": 0.7, "top_p": 0.9, "ignore_eos": True, "detokenize": False}
 
     def request(limit: int, stops: tuple[int, ...], **extra: int) -> CoreRequest:

@@ -23,7 +23,7 @@ from asyncrl.engine.remote.worker.held_weights import shard_of
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.sampling.drawing import noise_seeds, top_k
 from asyncrl.engine.sampling.logits import BYTES_PER_LOGIT
-from asyncrl.engine.vllm.extras import to_extra_args
+from asyncrl.engine.vllm.remote import to_extra_args
 from asyncrl.engine.vllm.worker import scoring
 from asyncrl.engine.vllm.worker.held_weights import VllmHeldWeights
 from asyncrl.engine.vllm.worker.sampling import CoreSampler, RunnerBatch

@@ -13,7 +13,7 @@ from asyncrl.engine.remote.extras import RequestExtra
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.remote.worker.scored import ScoredRequest
 from asyncrl.engine.sampling.logits import BYTES_PER_LOGIT
-from asyncrl.engine.vllm.extras import to_extra_args
+from asyncrl.engine.vllm.remote import to_extra_args
 from asyncrl.engine.vllm.worker.sampling import RunnerBatch
 from asyncrl.engine.vllm.worker.scoring import CoreScorer
 
@@ -60,7 +60,7 @@ class Runner:
         """All but the last token of each prompt."""
         fed = {name: len(one.prompt_token_ids) - 1 for name, one in self.requests.items()}
         assert scorer.compute(self.hidden, fed) == {}
-        return scorer._requests
+        return scorer._scorer.requests
 
 
 def scored(lengths: list[int], max_bytes: int = 1 << 20) -> tuple[Runner, list[Any]]:
@@ -89,4 +89,4 @@ def test_requests_that_were_aborted_are_forgotten() -> None:
     assert len(runner.step(scorer)) == 2
     runner.num_prompt_logprobs.clear()
     scorer.compute(runner.hidden, {})
-    assert not scorer._requests
+    assert not scorer._scorer.requests

@@ -15,7 +15,7 @@ from asyncrl.engine.errors import EngineError
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.engine.remote.client.responses import Response, Responses
 from asyncrl.engine.remote.extras import StepTable
-from asyncrl.engine.vllm.extras import MessageSettings
+from asyncrl.engine.vllm.remote import CoreSettings
 
 pytestmark = REAL_VLLM
 
@@ -196,7 +196,7 @@ def test_the_scheduler_is_the_one_that_vllm_would_choose(monkeypatch: pytest.Mon
         scheduler.make_scheduler(
             SimpleNamespace(
                 scheduler_config=SimpleNamespace(async_scheduling=flag),
-                additional_config=MessageSettings(1).to_config(),
+                additional_config=CoreSettings(1).to_config(),
             ),
             log_stats=True,
         )

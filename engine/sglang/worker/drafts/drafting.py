@@ -28,7 +28,7 @@ Index = NDArray[np.int64]
 
 
 class Drafter:
-    """Follows what requests generate, and drafts for them, trees if `branching`, else chains.
+    """Follows what requests generate, and drafts trees for them.
 
     The table has a row of `width` tokens, drafts included, for each place in SGLang's pool of
     requests. Drafts of tokens outside the vocabulary are dropped.
@@ -43,14 +43,13 @@ class Drafter:
         rows: int,
         width: int,
         vocab_size: int,
-        branching: bool,
     ) -> None:
         self._source = source
         self._planner = planner
         self.timer = StepTimer(planner)
         self._entry_of = entry_of
         self._vocab_size = vocab_size
-        self._book = RowBook(source, planner, branching=branching)
+        self._book = RowBook(source, planner, branching=True)
         self._table: IntArray = np.zeros((rows, width), np.int32)
         self._lengths = np.zeros(rows, np.int64)
         self._owner = [""] * rows

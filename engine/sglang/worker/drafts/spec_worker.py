@@ -127,11 +127,7 @@ class SpecWorker(BaseSpecWorker):
         self._pool, self._allocator = self._target_worker.get_memory_pool()
 
     def attach(
-        self,
-        drawing: TreeDrawing,
-        batch: SchedulerBatch,
-        ranks: Ranks,
-        settings: DrafterSettings,
+        self, drawing: TreeDrawing, batch: SchedulerBatch, ranks: Ranks, settings: DrafterSettings
     ) -> None:
         """Draft and draw from now on; rank 0 drafts."""
         self._ranks, self._drawing = ranks, drawing
@@ -149,7 +145,6 @@ class SpecWorker(BaseSpecWorker):
             rows=rows,
             width=width + self._places,
             vocab_size=vocab_size,
-            branching=True,
         )
         warm_up()
 
@@ -274,7 +269,7 @@ class SpecWorker(BaseSpecWorker):
             found = trees, self._drafter.last_tokens(rows, lengths)
         shared = self._ranks.share(found)
         if shared is None:
-            raise RuntimeError("rank 0 has no drafter")
+            raise RuntimeError("rank 0 did not create a drafter")
         return shared
 
     def _verify(self, batch: Any, trees: TokenTrees, feed: Feed, contexts: Index) -> Any:

@@ -2,12 +2,10 @@
 
 SGLang reserves KV for drafts: `speculative_num_draft_tokens` = 1 + cache.max_draft_tokens places,
 twice, for each running request (`mem_cache.allocation_sizing`). That bounds what a step may feed. A
-step in which nothing is drafted feeds one token a row, has no mask, and costs what a step without
-speculation costs. On a CPU rows without drafts cost one token in drafted steps as well (ragged
-feeding, with our attention backend). On a GPU a drafted step feeds all rows the places of the
-longest one, since only SGLang's DSPARK can use its ragged verification
-(`speculative.ragged_verify`); CUDA graphs are captured for plain steps, and drafted steps run
-without. Nothing of this has run on a GPU.
+step in which nothing is drafted costs what a step without speculation costs. On a CPU rows without
+drafts cost one token in drafted steps as well (ragged feeding). On a GPU a drafted step feeds all
+rows the places of the longest one, since only SGLang's DSPARK can use its ragged verification, and
+runs without CUDA graphs. Nothing of this has run on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from asyncrl.engine.sglang.server_settings import CPU_ATTENTION
+from asyncrl.engine.sglang.settings import CPU_ATTENTION
 from asyncrl.engine.sglang.worker.api import HookRegistry, HookType
 from asyncrl.engine.sglang.worker.drafts import tree_attention
 

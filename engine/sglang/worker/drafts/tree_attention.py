@@ -3,8 +3,6 @@
 SGLang's attention for drafts needs GPU kernels, or CPU kernels in `sgl_kernel`, which PyPI lacks
 for this build; its `torch_native`, the base class here, attends causally with one number of tokens
 per row. Here a forward pass is described once, for all layers, as segments (`worker.segments`).
-
-It is registered by SGLang's plug-in point (`layers.attention.attention_registry`).
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from asyncrl.engine.sglang.server_settings import CPU_ATTENTION
+from asyncrl.engine.sglang.settings import CPU_ATTENTION
 from asyncrl.engine.sglang.worker.segments import Segments, segments_of
 
 
@@ -38,7 +36,7 @@ class TreeAttention(TorchNativeAttnBackend):
         mode = forward_batch.forward_mode
         if forward_batch.encoder_lens is not None or mode.is_idle():
             return None
-        lengths = _numpy(forward_batch.seq_lens_cpu)
+        lengths = np.asarray(forward_batch.seq_lens_cpu, np.int64)
         masks: dict[int, NDArray[np.bool_]] = {}
         if mode.is_target_verify():
             contexts = lengths
@@ -138,10 +136,6 @@ def _drafted(
         masks[row] = flat[at : at + size].reshape(width, -1)[:, context:].astype(np.bool_)
         at += size
     return np.full(len(contexts), width, np.int64), masks
-
-
-def _numpy(lengths: Any) -> NDArray[np.int64]:
-    return np.asarray(lengths, np.int64)
 
 
 def register() -> None:

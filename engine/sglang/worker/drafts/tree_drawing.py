@@ -2,11 +2,12 @@
 
 A token is drawn at every place that was fed, as without drafts (`worker.drawing`), and a draft is
 accepted if it is the token that was drawn (`asyncrl.rollout.acceptance.accept_tree`, exact for any
-drafts). SGLang's own rejection sampling depends on what was drafted. Imports no SGLang.
+drafts). Imports no SGLang.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -46,16 +47,14 @@ class Accepted(NamedTuple):
     """Their table, in rank 0 only."""
 
 
+@dataclass
 class TreeDrawing:
     """Draws at every place that a step feeds, in rank 0, within `max_bytes`."""
 
-    def __init__(
-        self, batch: SchedulerBatch, ranks: Ranks, reporting: Reporting, max_bytes: int
-    ) -> None:
-        self._batch = batch
-        self._ranks = ranks
-        self._reporting = reporting
-        self._max_bytes = max_bytes
+    _batch: SchedulerBatch
+    _ranks: Ranks
+    _reporting: Reporting
+    _max_bytes: int
 
     def __call__(self, logits: torch.Tensor, trees: TokenTrees, feed: Feed) -> Accepted:
         """Draw from logits `[T, V]` of the fed tokens, overwriting them, and follow the trees."""
