@@ -42,7 +42,7 @@ from asyncrl.engine.vllm.client.graphs import graph_config
 from asyncrl.engine.vllm.extras import MessageSettings, drafter_to_config
 from asyncrl.engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH
 from asyncrl.rollout.trajectory import FinishReason as Reason
-from asyncrl.wire.transport.paths import kept_variable
+from asyncrl.wire.transport.environment import kept_variable
 
 _REASONS: dict[Any, Reason] = {
     FinishReason.STOP: "stop",

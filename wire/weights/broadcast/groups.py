@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.wire.errors import GroupBroken
-from asyncrl.wire.transport.paths import kept_variable
+from asyncrl.wire.transport.environment import kept_variable
 
 logger = logging.getLogger(__name__)
 
