@@ -20,15 +20,13 @@ from asyncrl.wire.sessions.session import Session, new_session
 from asyncrl.wire.transport.decoding import FrameDecoder
 from asyncrl.wire.transport.outbox import Outbox
 
-WAIT: frozenset[type] = frozenset(
-    {
-        from_generator.GeneratorReport,
-        from_generator.SampleDelivered,
-        from_generator.Rescored,
-        from_trainer.TrainerReport,
-        from_trainer.CheckpointWritten,
-        from_trainer.CheckpointFailed,
-    }
+WAIT: tuple[type, ...] = (
+    from_generator.GeneratorReport,
+    from_generator.SampleDelivered,
+    from_generator.Rescored,
+    from_trainer.TrainerReport,
+    from_trainer.CheckpointWritten,
+    from_trainer.CheckpointFailed,
 )
 """Messages that wait, up to `bundles.GATHER_SECONDS`. All others are urgent."""
 
@@ -49,6 +47,9 @@ class SessionEnd(Generic[In]):
 
     def __init__(self, incoming: Any, *, max_bytes: int, transmit: Callable[[bytes], None]) -> None:
         self._session = Session(new_session())
+        self._session.count_resent = lambda frames: self.count_resent(frames)
+        self.count_resent: Callable[[int], None] = lambda _frames: None
+        """Called with the number of frames that are sent again."""
         self._decoder: FrameDecoder[In] = FrameDecoder(incoming, max_bytes=max_bytes)
         self._outbox = Outbox(self._send_body)
         self._transmit = transmit
@@ -60,15 +61,6 @@ class SessionEnd(Generic[In]):
     def unacknowledged(self) -> int:
         """Frames that the controller may lack."""
         return self._session.unacknowledged
-
-    @property
-    def count_resent(self) -> Callable[[int], None]:
-        """See `Session.count_resent`."""
-        return self._session.count_resent
-
-    @count_resent.setter
-    def count_resent(self, count: Callable[[int], None]) -> None:
-        self._session.count_resent = count
 
     def send_soon(self, message: msgspec.Struct, *, urgent: bool | None = None) -> None:
         """Queue a message for the controller until the end of this turn of the event loop.

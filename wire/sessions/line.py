@@ -32,14 +32,9 @@ class SessionLine(Line[In]):
         self, address: str, keys: LineKeys, incoming: Any, refusals: Refusals | None = None
     ) -> None:
         super().__init__(address, keys, incoming, refusals)
-        self._end: SessionEnd[In] = SessionEnd(
+        self.session: SessionEnd[In] = SessionEnd(
             incoming, max_bytes=LINE_BYTES, transmit=self._transmit
         )
-
-    @property
-    def session(self) -> SessionEnd[In]:
-        """This end of the session."""
-        return self._end
 
     def _transmit(self, frame: bytes) -> None:
         """Pass a frame to the relay. One that its queue does not take is sent again later."""
@@ -47,11 +42,11 @@ class SessionLine(Line[In]):
 
     def send_soon(self, message: msgspec.Struct, *, urgent: bool | None = None) -> None:
         """See `Line.send_soon`; `urgent` as in `SessionEnd.send_soon`."""
-        self._end.send_soon(message, urgent=urgent)
+        self.session.send_soon(message, urgent=urgent)
 
     async def send(self, message: msgspec.Struct) -> None:
         """See `Line.send`."""
-        self._end.send(message)
+        self.session.send(message)
 
     async def receive(self) -> In:
         """See `Line.receive`."""
@@ -63,19 +58,21 @@ class SessionLine(Line[In]):
 
     def _accept(self, parts: list[bytes]) -> None:
         try:
-            self._ready.extend(self._end.arrived(join(parts, max_bytes=LINE_BYTES + EXTRA_BYTES)))
+            self._ready.extend(
+                self.session.arrived(join(parts, max_bytes=LINE_BYTES + EXTRA_BYTES))
+            )
         except FrameRefused as error:
             self.refusals.refuse(self._address, error)
 
     def close(self) -> None:
         """Close the socket once the controller has everything, after a second at most."""
-        self._end.close()
+        self.session.close()
         ends = time.monotonic() + _LAST_SECONDS
         socket: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
-        while self._end.unacknowledged and time.monotonic() < ends:
-            self._end.ask()
+        while self.session.unacknowledged and time.monotonic() < ends:
+            self.session.ask()
             with contextlib.suppress(zmq.ZMQError):
                 if socket.poll(int(1000 * _ASK_SECONDS)):
                     self._accept(socket.recv_multipart(zmq.NOBLOCK))
-        self._end.close()
+        self.session.close()
         self._socket.close()

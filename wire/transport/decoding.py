@@ -49,7 +49,6 @@ class Reason(StrEnum):
     NOT_TEXT = "not_text"
     """A string is not UTF-8."""
     TOO_DEEP = "too_deep"
-    """Its values are nested too deeply."""
     MALFORMED = "malformed"
     """It is not MessagePack, or it is truncated."""
     UNEXPECTED = "unexpected"

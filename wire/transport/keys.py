@@ -88,10 +88,7 @@ class RunKey:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the key in a file.
-
-        Raises KeyUnusable if there is no such file, it holds no key, or other users can read it.
-        """
+        """Read the key in a file. Raises KeyUnusable if it is missing, broken or open to others."""
         try:
             with path.open("rb") as file:
                 mode = os.fstat(file.fileno()).st_mode

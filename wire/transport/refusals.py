@@ -22,10 +22,11 @@ class Limit(NamedTuple):
     seconds: float
 
 
+NO_PASS = FrameRefused(Reason.UNKNOWN_PEER, "its name and its pass do not belong together")
 LIMIT = Limit(100, 10.0)
 MAX_SENDERS = 1024
-"""Number of senders that are remembered. Beyond it, the one whose last frame is the oldest is
-forgotten, so the memory for names is bounded however many an attacker invents."""
+"""Number of remembered senders. Beyond it, the one whose last frame is the oldest is forgotten, so
+that memory stays bounded however many names an attacker invents."""
 _LOG_SECONDS = 1.0
 """Shortest time between two log lines about refused frames."""
 
@@ -64,7 +65,13 @@ class Refusals:
     def note(self, sender: str, error: FrameRefused) -> None:
         """Count a refusal, and log it unless others were logged recently."""
         self.count(error.reason)
-        self._log(sender, error, self._clock())
+        now = self._clock()
+        if now - self._last_log < _LOG_SECONDS:
+            self._unlogged += 1
+            return
+        more = f" ({self._unlogged} more since the last line)" if self._unlogged else ""
+        logger.warning("refused a frame from %r (%s): %s%s", sender, error.reason, error, more)
+        self._last_log, self._unlogged = now, 0
 
     def refuse(self, sender: str, error: FrameRefused) -> None:
         """Note a refused frame; cut off its sender if there were too many."""
@@ -87,7 +94,9 @@ class Refusals:
         known = self._remembered(sender, now)
         if not known.cut_off:
             known.cut_off = True
-            self._log_cut_off(sender, why, now)
+            if now - self._last_cut_off >= _LOG_SECONDS:  # others are not logged: names are cheap
+                logger.error("%r is cut off: it %s", sender, why)
+                self._last_cut_off = now
             self.on_cut_off(sender, why)
 
     def drop(self, sender: str) -> None:
@@ -101,17 +110,3 @@ class Refusals:
         if len(self._senders) > MAX_SENDERS:
             self._senders.popitem(last=False)
         return known
-
-    def _log_cut_off(self, sender: str, why: str, now: float) -> None:
-        """Log it unless another sender was cut off just now: names are cheap."""
-        if now - self._last_cut_off >= _LOG_SECONDS:
-            logger.error("%r is cut off: it %s", sender, why)
-            self._last_cut_off = now
-
-    def _log(self, sender: str, error: FrameRefused, now: float) -> None:
-        if now - self._last_log < _LOG_SECONDS:
-            self._unlogged += 1
-            return
-        more = f" ({self._unlogged} more since the last line)" if self._unlogged else ""
-        logger.warning("refused a frame from %r (%s): %s%s", sender, error.reason, error, more)
-        self._last_log, self._unlogged = now, 0

@@ -24,9 +24,8 @@ class Grid:
     """Places of the chunks of a file. Raises WeightsReadError for an impossible size."""
 
     nbytes: int
-    """Size of the file; a multiple of 64."""
+    """Size of the file; a multiple of 64, as `chunk_bytes`."""
     chunk_bytes: int = CHUNK_BYTES
-    """A multiple of 64."""
 
     def __post_init__(self) -> None:
         if self.nbytes < HEADER_BYTES or self.nbytes % ALIGNMENT or self.chunk_bytes % ALIGNMENT:

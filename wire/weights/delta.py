@@ -60,7 +60,7 @@ def apply(target: NDArray[np.uint8], body: Buffer) -> None:
     words = _WORDS.get(int(changes[0])) if len(changes) else None
     if words is None or len(target) % 4 or not _apply(np.frombuffer(target, words), changes):
         raise FrameRefused(
-            Reason.MALFORMED, f"{len(changes)} bytes are no delta of {len(target)} bytes of weights"
+            Reason.MALFORMED, f"{len(changes)} bytes are not a delta of {len(target)} bytes"
         )
 
 

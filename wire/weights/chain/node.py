@@ -95,7 +95,7 @@ class NodeFiles:
         """Let engines read the arriving version, which is complete; return its manifest here."""
         file = self._arriving
         if file is None or file.held is None or file.held.missing or file.memory is None:
-            raise ValueError("no version is whole")
+            raise ValueError("no version has arrived completely")
         mark(file.memory, file.held.manifest.policy_version)
         self._newest, self._arriving = file, None
         return msgspec.structs.replace(file.held.manifest, path=str(file.path))
@@ -268,8 +268,9 @@ class Received:
 
 @dataclass(slots=True)
 class _Fetch:
-    manifest: WeightManifest
-    parents: tuple[Parent, ...]
+    policy_version: int
+    asked: tuple[str, tuple[Parent, ...]]
+    """Name of the version, and the parents."""
     future: Future[Received]
     inlet: Download
     began: float
@@ -298,7 +299,7 @@ class WeightNode(ServingThread[NodeFiles]):
         self._timing = timing or Timing()
         self._fetch: _Fetch | None = None
         self._polled: set[zmq.Socket[bytes]] = set()
-        self._start()
+        self._thread.start()
 
     def fetch(
         self, manifest: WeightManifest, parents: Sequence[Parent], *, deltas: bool = True
@@ -306,12 +307,9 @@ class WeightNode(ServingThread[NodeFiles]):
         """Bring a version here from the nearest parent that can give it; as deltas if allowed.
 
         A version that is still arriving is given up, unless it is the same from the same parents.
-        The future fails with
-
-        - WeightsSupersededError: another version was asked for, or no parent has this one any
-          longer;
-        - WeightsNotReceivedError: it did not arrive in time;
-        - PublishError: there is no memory for it; or another error of `asyncrl.wire.errors`.
+        The future fails with WeightsSupersededError if another version was asked for, or no parent
+        has this one any longer; WeightsNotReceivedError if it did not arrive in time; PublishError
+        if there is no memory for it; or another error of `asyncrl.wire.errors`.
         """
         future: Future[Received] = Future()
         begun = self._call(lambda: self._begin(manifest, parents, future, deltas=deltas))
@@ -335,24 +333,19 @@ class WeightNode(ServingThread[NodeFiles]):
         if here is not None:
             future.set_result(Received(here, 0.0, 0, {}))
             return
-        asked = tuple(parents)
-        if (
-            self._fetch is not None
-            and name_of(self._fetch.manifest) == name
-            and self._fetch.parents == asked
-        ):
+        asked, now = (name, tuple(parents)), time.monotonic()
+        if self._fetch is not None and self._fetch.asked == asked:
             self._fetch.future.add_done_callback(lambda done: _copy(done, future))
             return
-        self._stop(WeightsSupersededError(f"{self.name} was told to fetch version {name} instead"))
+        self._stop(WeightsSupersededError(f"{self.name} fetches version {name} instead"))
         held = self._versions.begin(manifest)
         base = self._versions.base if deltas else None
-        now = time.monotonic()
         try:
             inlet = Download(self._context, self.name, held, base, parents, self._timing, now)
         except Exception:
             self._versions.give_up()
             raise
-        self._fetch = _Fetch(manifest, asked, future, inlet, now)
+        self._fetch = _Fetch(manifest.policy_version, asked, future, inlet, now)
 
     def _receive(self, now: float) -> None:
         fetch = self._fetch
@@ -364,22 +357,14 @@ class WeightNode(ServingThread[NodeFiles]):
         receiving = fetch.inlet.receiving
         if receiving.failed:
             kind = WeightsSupersededError if receiving.superseded else WeightsNotReceivedError
-            self._stop(
-                kind(
-                    f"weights of version {fetch.manifest.policy_version} did not arrive at "
-                    f"{self.name}: {receiving.failed}"
-                )
-            )
+            what = f"weights of version {fetch.policy_version} did not arrive at {self.name}"
+            self._stop(kind(f"{what}: {receiving.failed}"))
         elif receiving.done:
             fetch.inlet.close()
             self._fetch = None
-            received = Received(
-                self._versions.finish(),
-                now - fetch.began,
-                fetch.inlet.received_bytes,
-                receiving.left,
-            )
-            fetch.future.set_result(received)
+            here, seconds = self._versions.finish(), now - fetch.began
+            got = Received(here, seconds, fetch.inlet.received_bytes, receiving.left)
+            fetch.future.set_result(got)
         self._poll_parents()
 
     def _poll_parents(self) -> None:

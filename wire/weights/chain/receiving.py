@@ -125,11 +125,6 @@ class Receiving:
         return not self._missing
 
     @property
-    def own_parent(self) -> str:
-        """Name of the parent that chunks are asked of."""
-        return self._own.name
-
-    @property
     def left(self) -> dict[str, str]:
         """Parents that were left, with reasons."""
         return {parent.name: parent.left for parent in self._parents if parent.left}
@@ -204,18 +199,14 @@ class Receiving:
             return orders
         while self._unasked and len(self._own.owed) < self._timing.window:
             orders.append(self._order(self._own, next(iter(self._unasked)), now))
-        if self._probe is None and self._missing and self._probe_is_due(now):
-            above = self._above()
-            if above is not None:
-                chosen = list(islice(self._unasked, _BURST)) or list(self._missing)[-_BURST:]
-                self._probe = _Probe(above, now, set(chosen))
-                orders += [self._order(above, index, now) for index in chosen]
-        return orders
-
-    def _probe_is_due(self, now: float) -> bool:
-        """Return True after a pause, or at once if the own parent sends nothing."""
+        # A probe is due after a pause, or at once if the own parent sends nothing.
         idle = now - max(self._own_sent, self._probed) > self._timing.probe_seconds
-        return idle or now >= self._next_probe
+        is_due = self._probe is None and self._missing and (idle or now >= self._next_probe)
+        if is_due and (above := self._above()) is not None:
+            chosen = list(islice(self._unasked, _BURST)) or list(self._missing)[-_BURST:]
+            self._probe = _Probe(above, now, set(chosen))
+            orders += [self._order(above, index, now) for index in chosen]
+        return orders
 
     def _order(self, parent: _Parent, index: int, now: float) -> Order:
         self._unasked.pop(index, None)

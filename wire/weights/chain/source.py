@@ -88,7 +88,7 @@ class WeightSource(ServingThread[PublishedVersions]):
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         super().__init__(name, address, keys, PublishedVersions(chunk_bytes), bytes_per_second)
-        self._start()
+        self._thread.start()
 
     def publish(self, manifest: WeightManifest) -> Future[None]:
         """Serve a version that the trainer has published, and the previous one.
