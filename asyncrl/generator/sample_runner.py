@@ -14,8 +14,7 @@ from asyncrl.generator.sample_traces import SampleTraces
 from asyncrl.generator.turns.conversation import actions_of
 from asyncrl.generator.turns.environment_turns import Episodes, StartOver, or_deadline
 from asyncrl.rollout.trajectory import FinishReason
-from asyncrl.wire.records.environment_counts import EnvironmentCounts
-from asyncrl.wire.records.step import TokenCounts
+from asyncrl.wire.records.step import EnvironmentCounts, TokenCounts
 
 _MAX_ENGINE_ABORTS = 8
 """Unrequested aborts by the engine per sample, beyond which it is an error."""

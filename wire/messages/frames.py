@@ -126,15 +126,12 @@ def decode_trajectory(delivery: TrajectoryDelivery) -> Trajectory:
         finish_reason=delivery.finish_reason,
         contexts=delivery.contexts,
     )
-    lengths = (
-        len(trajectory.behaviour_logprobs),
-        len(trajectory.provenance),
-        trajectory.segments[-1].end,
-    )
-    if any(other != length for other in lengths):
+    logprobs, provenance = len(trajectory.behaviour_logprobs), len(trajectory.provenance)
+    end = trajectory.segments[-1].end
+    if not length == logprobs == provenance == end:
         raise ValueError(
             f"trajectory {delivery.sample} has {length} tokens, but its log-probabilities, "
-            f"provenance and segments cover {lengths[0]}, {lengths[1]} and {lengths[2]}"
+            f"provenance and segments cover {logprobs}, {provenance} and {end}"
         )
     return trajectory
 

@@ -8,11 +8,10 @@ import msgspec
 
 from asyncrl.rollout.trajectory import FinishReason, SampleId
 from asyncrl.wire.messages.frames import DIGEST_BYTES
-from asyncrl.wire.records.environment_counts import EnvironmentCounts
 from asyncrl.wire.records.evaluations import Verdict
 from asyncrl.wire.records.noise_floor import NoiseFloor
 from asyncrl.wire.records.reward_counts import RewardCounts
-from asyncrl.wire.records.step import EngineStats
+from asyncrl.wire.records.step import EngineStats, EnvironmentCounts
 from asyncrl.wire.records.wrong_policy import WrongPolicy
 from asyncrl.wire.transport.decoding import Amount, Count, Finite
 from asyncrl.wire.weights.layout import Fingerprint

@@ -88,9 +88,9 @@ class RelayReport(Message, frozen=True):
 
     sent_bytes: int
     file_bytes: int = 0
-    """Bytes sent to other nodes."""
+    """Bytes of files sent to other nodes."""
     pulled_bytes: int = 0
-    """Bytes copied from other nodes."""
+    """Bytes of files copied from other nodes."""
 
 
 class Failure(Message, frozen=True):

@@ -152,7 +152,6 @@ class Release(Message, frozen=True):
     """
 
     file: str
-    """Absolute path; see `asyncrl.wire.messages.unfinished_samples`."""
     policy_version: int
     settings: str
     samples: tuple[SampleId, ...]
@@ -168,7 +167,6 @@ class Deliver(Message, frozen=True):
     data_address: str = ""
     """Address of the trainer's data plane, which may move; empty: the initial one."""
     rank: int = 0
-    """Rank of the trainer that receives them."""
 
 
 class Discard(Message, frozen=True):

@@ -32,7 +32,6 @@ class FetchWeights(Message, frozen=True):
     parents: tuple[Parent, ...]
     """Nodes to ask, the nearest first."""
     attempt: int
-    """Number of this order; the answer names it."""
 
 
 class CheckWeights(Message, frozen=True):

@@ -1,30 +1,20 @@
 """The numbers that leave one process and reach a user: one typed record each.
 
-```
-engine ── EngineStats ─► generator ── GeneratorReport ─┐
-learner ── LearnerMetrics ─► trainer ── StepFinished ──┴─► controller ── StepMetrics ─► everyone
-```
+``` engine ── EngineStats ─► generator ── GeneratorReport ─┐ learner ── LearnerMetrics ─► trainer ──
+StepFinished ──┴─► controller ── StepMetrics ─► everyone ```
 
-An engine fills `EngineStats`, its generator adds what only it can count, and the controller adds up
-the reports of all generators. `StepMetrics` is the record of one optimizer step: a line of
+An engine fills `EngineStats`, its generator adds its own counts, and the controller adds up the
+reports of all generators. `StepMetrics` is the record of one optimizer step: a line of
 metrics.jsonl, and the source of Prometheus metrics, the live view and the report.
-
-Counts add and subtract as a whole:
-
-    >>> before, resumed = TokenCounts(generated=100, drafted=40), TokenCounts(generated=30)
-    >>> (before + resumed).generated
-    130
-    >>> before + resumed - before == resumed
-    True
 """
 
 from __future__ import annotations
 
-from typing import Self
+from collections import Counter
+from typing import NamedTuple, Self
 
 import msgspec
 
-from asyncrl.wire.records.environment_counts import EnvironmentCounts
 from asyncrl.wire.records.noise_floor import NoiseFloor
 from asyncrl.wire.transport.decoding import Amount, Count
 
@@ -32,8 +22,29 @@ Measured = float | None
 """A measurement; None if there was nothing to measure or the result was not finite."""
 
 
-class TokenCounts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Counts of response tokens by their fate. Counts add and subtract."""
+class Counts(msgspec.Struct, frozen=True):
+    """Counts that add and subtract as a whole.
+
+    >>> before, resumed = TokenCounts(generated=100, drafted=40), TokenCounts(generated=30)
+    >>> (before + resumed).generated
+    130
+    >>> before + resumed - before == resumed
+    True
+    """
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(
+            **{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
+        )
+
+    def __sub__(self, other: Self) -> Self:
+        return type(self)(
+            **{name: getattr(self, name) - getattr(other, name) for name in self.__struct_fields__}
+        )
+
+
+class TokenCounts(Counts, frozen=True, kw_only=True, gc=False):
+    """Counts of response tokens by their fate."""
 
     generated: int = 0
     """Drawn by an engine, with accepted drafts, without tokens that verification accepted."""
@@ -48,15 +59,37 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     outside_top_k: int = 0
     """Tokens that are not among the top K stored with them, verified ones included."""
 
-    def __add__(self, other: Self) -> Self:
-        return type(self)(
-            **{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
-        )
 
-    def __sub__(self, other: Self) -> Self:
-        return type(self)(
-            **{name: getattr(self, name) - getattr(other, name) for name in self.__struct_fields__}
-        )
+class EnvironmentCounts(Counts, frozen=True, kw_only=True):
+    """Counts of generators' environments."""
+
+    turns: Count = 0
+    """Answered turns, replayed ones included."""
+    seconds: Amount = 0.0
+    """Time until they were answered, summed over all samples."""
+    replayed: Count = 0
+    """Environments that were made again and replayed the accepted turns, because verification had
+    changed a later turn or their process had ended."""
+    restored: Count = 0
+    """Environments that went back to before a turn by `restore`."""
+    started_over: Count = 0
+    """Samples that began again because their environment cannot go back."""
+    lost: Count = 0
+    """Samples that started over because their worker process had ended."""
+    hanging: Count = 0
+    """Hanging threads of environments and agents that were left behind."""
+    replaced_workers: Count = 0
+    """Worker processes that ended, or were ended, and were replaced."""
+
+    calls: Count = 0
+    """Tool calls in turns."""
+    wrong_calls: Count = 0
+    """Tool calls that could not be read, named no tool or had wrong arguments."""
+
+    @property
+    def mean_seconds(self) -> float | None:
+        """Mean time until a turn is answered; None without turns."""
+        return self.seconds / self.turns if self.turns else None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,7 +195,7 @@ class LearnerMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """True if staleness was 0, without lenient reuse and without a sample deadline, no process was
     known to have another policy (`wrong_policy`), and there was one update of the weights
     (`learning.optimizer_steps`). None: recorded by an earlier version of asyncrl
-    (`asyncrl.wire.records.on_policy`)."""
+    (`OnPolicySteps`)."""
     mismatch: MismatchMetrics = MismatchMetrics()
     algorithm: dict[str, Measured] = {}
     """The algorithm's signals (`asyncrl.trainer.algorithms.base.Signal`), by name."""
@@ -261,9 +294,8 @@ class StepMetrics(LearnerMetrics, frozen=True):
     """Time inside engine steps, all generators together, since this process began to train. None:
     lost with a killed controller."""
     tokens: TokenCounts = TokenCounts()
-    """Counts of all generators since the run began."""
+    """Counts of all generators since the run began, as are `noise_floor` and `environments`."""
     noise_floor: NoiseFloor = NoiseFloor()
-    """Noise floor of all generators since the run began."""
     idle: IdleShares = IdleShares()
     times: TrainerTimes = TrainerTimes()
     rewards: dict[str, Measured] = {}
@@ -273,14 +305,13 @@ class StepMetrics(LearnerMetrics, frozen=True):
     """Reward calls that gave no reward, by function and reason, since the run began. Evaluation is
     included. Environments that failed count as the function `environment`."""
     environments: EnvironmentCounts = EnvironmentCounts()
-    """Counts of all generators since the run began."""
     wrong_policy: tuple[str, ...] = ()
     """Findings since the previous step: generators that sample from another policy than the
     trainer's (`run.on_wrong_policy`). Later steps are not exactly on-policy either, until the
     policies agree again. Of many, the last sentence says how many more there were."""
 
 
-class GroupTotals(msgspec.Struct, frozen=True, kw_only=True):
+class GroupTotals(Counts, frozen=True, kw_only=True):
     """Groups that a run has settled, including those before a resume."""
 
     trained: int = 0
@@ -289,12 +320,39 @@ class GroupTotals(msgspec.Struct, frozen=True, kw_only=True):
     without_signal: int = 0
     """Left out because their rewards are all equal (`scheduler.dynamic_sampling`)."""
 
-    def __add__(self, other: Self) -> Self:
-        return type(self)(
-            trained=self.trained + other.trained,
-            failed=self.failed + other.failed,
-            without_signal=self.without_signal + other.without_signal,
-        )
+
+class OnPolicySteps(NamedTuple):
+    """Numbers of steps that were exactly on-policy, were not, or are unknown.
+
+    >>> OnPolicySteps(yes=2).exactly
+    True
+    >>> OnPolicySteps(yes=2, no=1, unknown=1).exactly
+    False
+    >>> OnPolicySteps(yes=2, unknown=1).exactly is None
+    True
+    """
+
+    yes: int = 0
+    no: int = 0
+    unknown: int = 0
+    """Steps without a record, or with one of an earlier version of asyncrl."""
+
+    @classmethod
+    def of(cls, flags: Counter[bool | None], steps: int) -> Self:
+        """Make the counts of a run of `steps` steps from its records' flags (`is_on_policy`)."""
+        return cls(flags[True], flags[False], steps - flags[True] - flags[False])
+
+    @property
+    def exactly(self) -> bool | None:
+        """True if all steps were. None: all known ones were, but some steps are unknown."""
+        if self.no:
+            return False
+        return None if self.unknown else True
+
+
+def is_on_policy(step: LearnerMetrics) -> bool | None:
+    """Return True if a step trained on exactly on-policy samples; None if its record is silent."""
+    return False if step.staleness.max else step.exactly_on_policy
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -318,15 +376,13 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """True if every step was, including those before a resume. None: all known steps were, but some
     have no record or one of an earlier version of asyncrl."""
     accuracy_before: float | None = None
-    """Held-out accuracy before training, 0 to 1; None if not measured."""
+    """Held-out accuracy before training, 0 to 1, as after it; None if not measured."""
     accuracy_after: float | None = None
-    """Held-out accuracy after training, 0 to 1; None if not measured."""
     evaluation_samples: int = 0
     """Held-out samples behind each accuracy."""
     best_step: int | None = None
     """The step after 0 with the best held-out accuracy (`evaluation.best_of`); None: none."""
     best_accuracy: float | None = None
     reward_failures: dict[str, dict[str, int]] = {}
-    """See `StepMetrics`."""
     wrong_policy: tuple[str, ...] = ()
     """The first findings of the run, as in `StepMetrics`; one of them may have ended it."""

@@ -1,9 +1,4 @@
-"""Reports of a run that samples from another policy than the one that it trains.
-
-WrongPolicy         one finding: the cause, the process, the version, and a sentence
-compare_weights     an engine's weights against the trainer's
-compare_tokenizers  a process's tokenizer against the controller's
-"""
+"""Reports of a run that samples from another policy than the one that it trains."""
 
 from __future__ import annotations
 
@@ -55,9 +50,13 @@ def compare_weights(
     ]
     if not differing:
         return None
+    total = len(expected.tensors)
+    which = f"all {total} tensors differ"
+    if len(differing) < total:
+        which = f"{len(differing)} of {total} tensors differ ({listed(differing)})"
     text = (
         f"{generator} decodes with other weights than the trainer has for version {policy_version}:"
-        f" {_which(differing, len(expected.tensors))}{_as_before(differing, found, before)}"
+        f" {which}{_as_before(differing, found, before)}"
     )
     return WrongPolicy("weights", generator, policy_version, text)
 
@@ -98,12 +97,6 @@ def listed(names: Sequence[str]) -> str:
     """Return the first few names, and the number of the others."""
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
-
-
-def _which(differing: list[str], total: int) -> str:
-    if len(differing) == total:
-        return f"all {total} tensors differ"
-    return f"{len(differing)} of {total} tensors differ ({listed(differing)})"
 
 
 def _as_before(

@@ -43,7 +43,7 @@ from asyncrl.generator.turns.conversation import Episode, Turn, common
 from asyncrl.rollout.trajectory import FinishReason, IntArray
 from asyncrl.user_code.pool import is_logged
 from asyncrl.wire.messages.frames import decode_tokens
-from asyncrl.wire.records.environment_counts import EnvironmentCounts
+from asyncrl.wire.records.step import EnvironmentCounts
 
 if TYPE_CHECKING:
     from asyncrl.generator.sample_state import SampleGeneration
