@@ -15,10 +15,9 @@ of them, and not the whole limit."""
 
 
 class ConditionWait:
-    """Condition variable of the phases of a run. The loops of the controller notify it.
+    """Condition variable of the phases of a run, which the controller's loops notify.
 
-    Conditions are plain functions of the controller's state, re-evaluated after every `notify`, so
-    nothing polls.
+    Conditions are plain functions of the controller's state, re-evaluated after every `notify`.
     """
 
     def __init__(self) -> None:

@@ -85,11 +85,8 @@ class WeightFetching:
     def note_relays(self, nodes: set[str | None]) -> set[str]:
         """Find relays that are ready or lost; return the nodes of lost ones that need weights."""
         ready = {node: one for node, one in self._relays.by_node().items() if node in nodes}
-        lost = {
-            node
-            for node, name in self._ready.items()
-            if node not in ready or ready[node].name != name
-        }
+        names = {node: one.name for node, one in ready.items()}
+        lost = {node for node, name in self._ready.items() if names.get(node) != name}
         for node in lost:
             del self._ready[node]
             self._routes.relay_lost(node)
@@ -105,19 +102,15 @@ class WeightFetching:
         """Note that a version is on a node."""
         for name, why in message.left.items():
             logger.info("%s left %s: %s", relay.name, name, why)
-        self._obey(
-            self._routes.arrived(relay.name, message.attempt, message.manifest, set(message.left))
-        )
+        left = set(message.left)
+        self._obey(self._routes.arrived(relay.name, message.attempt, message.manifest, left))
 
     def failed(self, relay: RelayWorker, message: from_relay.WeightsFailed) -> None:
         """Note that a relay cannot serve or fetch a version."""
         level = logging.INFO if message.superseded else logging.WARNING
         logger.log(level, "%s: %s", relay.name, message.reason)
-        self._obey(
-            self._routes.failed(
-                relay.name, message.attempt, message.reason, superseded=message.superseded
-            )
-        )
+        reason, superseded = message.reason, message.superseded
+        self._obey(self._routes.failed(relay.name, message.attempt, reason, superseded=superseded))
 
     def again(self) -> None:
         """Retry after some time."""
@@ -247,7 +240,7 @@ class Installations:
             return False
         else:
             logger.warning(
-                "version %d did not reach %s by broadcast: relays fetch it",
+                "version %d did not reach %s by broadcast, so relays fetch it",
                 request.told.policy_version,
                 worker.name,
             )
@@ -345,10 +338,8 @@ class Installations:
 
     def _tell(self, request: _Request, weights: WeightManifest) -> None:
         request.told = weights
-        self.send(
-            request.worker.name,
-            InstallWeights(weights, request.rebuild_kv, request.lineage, request.verify),
-        )
+        message = InstallWeights(weights, request.rebuild_kv, request.lineage, request.verify)
+        self.send(request.worker.name, message)
 
     def _ask_for(self, request: _Request, told: WeightManifest) -> None:
         """Handle an unreadable file: unless another has replaced it, ask the relay for it."""

@@ -176,7 +176,7 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
         worker.was_overdue = True
         return (
             f"did not leave within {limits.leave_seconds:.0f} s (launcher.leave_seconds) and was "
-            "killed; what it had is generated again"
+            "killed; its samples are generated again"
         )
     if worker.waits_for_room:
         worker.has_waited = True

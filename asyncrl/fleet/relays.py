@@ -67,11 +67,11 @@ class Relays:
         return workers[-1] if workers and not workers[-1].is_gone else None
 
     def names_on(self, node: str) -> list[str]:
-        """Names of all relays that a node ever had."""
+        """Return the names of all relays that a node ever had."""
         return [worker.name for worker in self._of_nodes.get(node, ())]
 
     def by_node(self) -> dict[str, RelayWorker]:
-        """The relay of each node that has a ready one."""
+        """Return the relay of each node that has a ready one."""
         found = {node: workers[-1] for node, workers in self._of_nodes.items()}
         return {node: one for node, one in found.items() if one.state == "ready"}
 
@@ -109,7 +109,7 @@ class Relays:
             if sum(self._restarts.values()) >= limit:
                 raise RunFailed(
                     f"{lost.name} was lost, and {self.config.cluster_key}.max_relay_restarts "
-                    f"({limit}) does not allow another; its last words:\n{lost.handle.log_tail()}"
+                    f"({limit}) allows no other; its log ends with:\n{lost.handle.log_tail()}"
                 )
             self._restarts[node] = self._restarts.get(node, 0) + 1
             name = f"{name}.{len(earlier)}"

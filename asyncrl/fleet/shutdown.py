@@ -74,12 +74,12 @@ def raise_if_late(killed: Mapping[str, float], left: str) -> None:
     """Raise WaitTimeout if processes had to be killed, or files were left on other nodes."""
     said = [left] if left else []
     if killed:
-        said.insert(
-            0,
+        late = (
             f"{', '.join(killed)} did not end within {max(killed.values()):.0f} s and were "
-            "killed (the limit is {STOP_SECONDS:g} s, the trainer's more by twice "
-            "launcher.checkpoint_seconds)",
+            f"killed (the limit is {STOP_SECONDS:g} s, for the trainer twice "
+            "launcher.checkpoint_seconds more)"
         )
+        said = [late, *said]
     if said:
         raise WaitTimeout(". ".join(said))
 

@@ -109,13 +109,11 @@ class WeightRoutes:
     _attempts: int = 0
 
     def manifest_at(self, node: str) -> WeightManifest | None:
-        """The current trainer's newest weights that processes of a node can read, if any."""
+        """Return the current trainer's newest weights that processes of a node can read, if any."""
         if self._newest is None or node == self._home:
             return self._newest
         one = self._nodes.get(node)
-        if one is None or one.here is None or not one.version:
-            return None
-        return one.here
+        return one.here if one is not None and one.version else None
 
     def relay_ready(self, node: str, relay: RelayPlace) -> list[Order]:
         """Note a node's relay, a first one or a replacement."""
@@ -195,10 +193,8 @@ class WeightRoutes:
 
     def _asked(self, relay: str, attempt: int) -> str | None:
         """Return the node whose relay got this order last."""
-        for node, one in self._nodes.items():
-            if (one.relay.name, one.attempt) == (relay, attempt):
-                return node
-        return None
+        asked = ((node, (one.relay.name, one.attempt)) for node, one in self._nodes.items())
+        return next((node for node, order in asked if order == (relay, attempt)), None)
 
     def _drop_all(self) -> None:
         for one in self._nodes.values():
@@ -231,7 +227,7 @@ class WeightRoutes:
         return [Fetch(one.relay.name, self._newest, parents, one.attempt)]
 
     def _parents(self, node: str) -> tuple[tuple[str, str], ...]:
-        """Nodes that have the newest version, nearest first; then the source.
+        """Return nodes that have the newest version, nearest first; then the source.
 
         Nodes before this one may also be fetching it: no two nodes wait for each other.
         """
