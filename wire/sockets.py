@@ -147,10 +147,8 @@ class Hub(Generic[In]):
         self._outbox = Outbox(self._send_body)
         self._is_relay = is_relay
         self.sessions = SessionPeers(keys, self.refusals, self._try_to_send)
-        """Sessions with peers behind relays."""
         self._timer: asyncio.TimerHandle | None = None
         self._unsent: dict[str, float] = {}
-        """Time of the last log line about an unsent message, by peer."""
 
     @property
     def address(self) -> str:
@@ -176,10 +174,7 @@ class Hub(Generic[In]):
         return True
 
     def send_soon(self, peer: str, message: msgspec.Struct) -> None:
-        """Send to one peer at the end of this turn of the event loop, with other messages for it.
-
-        A message to a peer that is not connected is dropped, and logged.
-        """
+        """Send to one peer at the end of this turn of the event loop; dropped if not connected."""
         self._outbox.add(peer, message)
 
     def _send_body(self, peer: str, body: bytes) -> None:
@@ -268,7 +263,6 @@ class Hub(Generic[In]):
             await asyncio.sleep(0)
 
     async def _receive_frame(self) -> None:
-        """Wait for the next frame, and queue its messages or refuse it."""
         parts = await self._socket.recv_multipart()
         peer = self._keys.name_in(parts[0])
         if peer is None:
@@ -353,11 +347,7 @@ class Line(Generic[In]):
         self._address = address
 
     def send_soon(self, message: msgspec.Struct, *, urgent: bool | None = None) -> None:  # noqa: ARG002
-        """Queue a message for the hub at the end of this turn of the event loop, with others.
-
-        `urgent` is used by relays only (`asyncrl.wire.sessions.line`). Raises Unreachable if the
-        queue was full when earlier messages were sent.
-        """
+        """Queue a message; `urgent` is for relays. Raises Unreachable if the queue was full."""
         if self._full is not None:
             raise self._full
         self._outbox.add(self._address, message)

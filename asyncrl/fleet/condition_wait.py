@@ -15,10 +15,7 @@ of them, and not the whole limit."""
 
 
 class ConditionWait:
-    """Condition variable of the phases of a run, which the controller's loops notify.
-
-    Conditions are plain functions of the controller's state, re-evaluated after every `notify`.
-    """
+    """Condition variable of a run's phases, which evaluate their conditions after each `notify`."""
 
     def __init__(self) -> None:
         self.stop_requested = False

@@ -199,10 +199,7 @@ class Installations:
         rebuild_kv: bool = False,
         verify: tuple[Verify, ...] = (),
     ) -> None:
-        """Make a generator install this version or a newer one. Ignored while there is no trainer.
-
-        A waiting request of the same generator is joined with this one.
-        """
+        """Make a generator install this version or a newer one, unless there is no trainer."""
         trainer = self._trainer
         if trainer is None:
             return
@@ -263,7 +260,6 @@ class Installations:
 
     @property
     def _relays_fetch(self) -> bool:
-        """True if relays fetch: broadcasts are fetched only for generators that missed them."""
         if self._trainer is None or self._trainer.offered.broadcast is None:
             return True
         return any(one.told is None for one in self._requests.values())

@@ -192,10 +192,7 @@ class Fleet:
         rebuild_kv: bool = False,
         verify: tuple[to_generator.Verify, ...] = (),
     ) -> None:
-        """Make a generator install this version or a newer one, as soon as it is on its node.
-
-        Ignored while there is no trainer.
-        """
+        """Make a generator install this version or a newer one; ignored without a trainer."""
         self.installations.note(self.trainer, self.lineage)
         self.installations.install(
             self._generators[generator], version, rebuild_kv=rebuild_kv, verify=verify
@@ -303,7 +300,6 @@ class Fleet:
         return found
 
     def _forgive(self, now: float, missed: float, *, is_held: bool) -> None:
-        """Do not count the time since the last call as silence or delay, if it was neither."""
         if missed > _LATE_SECONDS:
             # The controller was suspended (Ctrl-Z) or blocked (a slow disk): it could not receive
             # anything; that is not the silence of others.
@@ -324,10 +320,7 @@ class Fleet:
         return found
 
     def restart(self, lost: GeneratorWorker) -> str | None:
-        """Start a generator in place of a lost one and return its name.
-
-        None if the run ends or `launcher.max_restarts` are used up.
-        """
+        """Start a generator in place of a lost one; return its name, None if not allowed."""
         if not self._may_replace(with_machine=lost.handle.lost_with_machine):
             return None
         base = lost.name.split(".")[0]

@@ -103,11 +103,9 @@ class GeneratorWorker(Worker):
     or had no trainer since."""
     was_overdue: bool = False
     policy_version: int = -1
-    """Version of its weights; -1 if unknown."""
     slots: int = 0
     report: from_generator.GeneratorReport | None = None
     reported: float = 0.0
-    """Time of its last report, in monotonic seconds."""
 
     @property
     def index(self) -> int:

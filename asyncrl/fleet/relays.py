@@ -19,7 +19,6 @@ from asyncrl.launch.interface import Launcher
 from asyncrl.wire import RunKey
 
 _PAUSE_SECONDS = 1.0
-"""Shortest time between two starts of a relay on one node."""
 _NOT_READY_SECONDS = 5.0
 """The same if the last one was never ready: its node may be gone, which is soon known."""
 
@@ -44,7 +43,6 @@ class Relays:
         self._of_nodes: dict[str, list[RelayWorker]] = {}
         """All relays that each node ever had, the current one last."""
         self._started: dict[str, float] = {}
-        """When the last relay of each node was started (monotonic seconds)."""
         self._restarts: dict[str, int] = {}
 
     @property

@@ -88,10 +88,7 @@ def raise_if_late(killed: Mapping[str, float], left: str) -> None:
 async def attended(
     hub: Hub[Any], relays: Relays, is_over: Callable[[], bool], workers: Sequence[Worker]
 ) -> AsyncIterator[None]:
-    """Receive ending processes' messages in the block, and replace the relays that they use.
-
-    `is_over` returns True when no process may be started any more.
-    """
+    """Receive ending processes' messages, and replace their relays until `is_over` is True."""
 
     async def attend() -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -89,7 +89,6 @@ class _Node:
     here: WeightManifest | None = None
     """Manifest of the newest complete file on it."""
     version: str = ""
-    """Name of that version (`asyncrl.wire.weights.chunks.name_of`)."""
     fetching: str = ""
     attempt: int = -1
     waits: bool = False
@@ -192,7 +191,6 @@ class WeightRoutes:
         return orders
 
     def _asked(self, relay: str, attempt: int) -> str | None:
-        """Return the node whose relay got this order last."""
         asked = ((node, (one.relay.name, one.attempt)) for node, one in self._nodes.items())
         return next((node for node, order in asked if order == (relay, attempt)), None)
 
@@ -208,7 +206,6 @@ class WeightRoutes:
         return [Serve(home.relay.name, self._newest, home.attempt)]
 
     def _fetch_all(self) -> list[Order]:
-        """Each node asks those before it in the row."""
         orders: list[Order] = []
         for node in self._row:
             if node in self._nodes:

@@ -146,7 +146,11 @@ class SampleGenerator:
                 return self._finish(generation, "deadline")
             reason = await self._attempt(generation)
             engine_aborts += reason == "abort" and not generation.interrupting
-            _check_aborts(generation, engine_aborts)
+            if engine_aborts > _MAX_ENGINE_ABORTS:
+                raise EngineError(
+                    f"sample {generation.sample}: the engine aborted its request {engine_aborts} "
+                    "times without a request to do so"
+                )
             end = generation.end_attempt(reason)
             if end is not None and self._episodes is not None:
                 end = await self._answer(self._episodes, generation, end)
@@ -171,8 +175,8 @@ class SampleGenerator:
     async def _begin(self, generation: SampleGeneration) -> None:
         """Open the environment; drop tokens to verify if it could not go back to any turn.
 
-        This is decided before a token is looked at. An environment's words from before a resume are
-        known only if it repeats them.
+        This is decided before a token is looked at. An environment's answers from before a resume
+        are known only if it repeats them.
         """
         if self._episodes is None:
             return
@@ -205,9 +209,8 @@ class SampleGenerator:
         """Let the environment answer the ended turn; return how the sample ends, if it does."""
         cut_off = None if generation.turn_has_ended(end, self.sampling.max_tokens) else end
         episode = generation.episode
-        if cut_off is not None and (
-            episode is None or not episode.lacks_answers(generation.builder)
-        ):
+        is_known = episode is None or not episode.lacks_answers(generation.builder)
+        if cut_off is not None and is_known:
             return cut_off
         generation.answering = asyncio.create_task(episodes.answer(generation, cut_off))
         try:
@@ -258,14 +261,6 @@ class SampleGenerator:
         )
 
 
-def _check_aborts(generation: SampleGeneration, count: int) -> None:
-    if count > _MAX_ENGINE_ABORTS:
-        raise EngineError(
-            f"sample {generation.sample}: the engine aborted its request {count} times without "
-            "being asked to"
-        )
-
-
 def _event_that_is_set() -> asyncio.Event:
     event = asyncio.Event()
     event.set()
@@ -278,6 +273,5 @@ def _must_open(generation: SampleGeneration) -> bool:
 
 
 def _end_session(engine: Engine, generation: SampleGeneration) -> None:
-    """Let the engine forget the sample's turns: none follows them."""
     if session := session_of(generation):
         engine.end_session(session)

@@ -83,10 +83,7 @@ class UnfinishedFiles:
         await self._write(command, found)
 
     def release(self, command: to_generator.Release) -> None:
-        """Copy the tokens of these samples, forget the samples, write the tokens, and report it.
-
-        Other commands are not blocked. None of them is for these samples, except to discard them.
-        """
+        """Copy the samples' tokens, forget the samples, write the tokens, and report it."""
         self._tasks.start(self._release(command))
 
     async def _release(self, command: to_generator.Release) -> None:

@@ -27,8 +27,8 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.monitoring.metrics.metrics import RelayMetrics
-from asyncrl.wire.errors import KeyUnusable, NoReply
-from asyncrl.wire.sessions.end import SessionEnd
+from asyncrl.wire.errors import KeyUnusable
+from asyncrl.wire.sessions.line import SessionEnd
 from asyncrl.wire.sessions.peers import EXTRA_BYTES, Gatherer, bundles_of, entries_of
 from asyncrl.wire.sessions.session import is_urgent
 from asyncrl.wire.sockets import HUB_BYTES, LINE_BYTES, error_of, identify
@@ -81,14 +81,6 @@ class RelayLine(Generic[In]):
             self._arrived.clear()
             await self._arrived.wait()
         return self._ready.popleft()
-
-    async def receive_within(self, seconds: float, *, what: str) -> In:
-        """Wait for the next message, at most this long. Raises NoReply, naming `what`."""
-        try:
-            async with asyncio.timeout(seconds):
-                return await self.receive()
-        except TimeoutError as error:
-            raise NoReply(f"waited {seconds:.0f} s for {what}, but nothing came") from error
 
     def arrived(self, frame: bytes) -> None:
         """Take a frame of the controller."""

@@ -112,10 +112,7 @@ def folder_below(root: Path, path: str, *, make: bool) -> Iterator[int]:
 
 
 def open_below(root: Path, path: str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
-    """Open a file below a folder, as `folder_below` does its folder; return a descriptor.
-
-    Raises PathRefused if relays do not copy such a file; OSError if it cannot be opened as a file.
-    """
+    """Open a file that relays copy. Raises PathRefused; OSError if it is not a regular file."""
     with folder_below(root, path, make=bool(flags & os.O_CREAT)) as folder:
         name = path.rpartition("/")[2]
         found = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=folder)
@@ -136,7 +133,6 @@ class _Base(msgspec.Struct, frozen=True):
 
     path: str
     bytes: int
-    """Size of the copy's older contents."""
 
 
 class Mirror:
@@ -244,7 +240,6 @@ class Mirror:
         return self._bases
 
     def _merge_samples(self) -> None:
-        """Append new whole lines to RUN/samples.jsonl, each once."""
         source, mark = (self._notes / f"{self._folder}.{end}" for end in ("samples", "merged"))
         merged = 0
         with contextlib.suppress(FileNotFoundError, ValueError):

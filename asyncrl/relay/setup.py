@@ -175,10 +175,7 @@ REPORT_SECONDS = 1.0
 
 
 class RelayProcess:
-    """Dispatches commands to the parts and reports. Use once: `await process.run()`.
-
-    `reached_at` maps a bound address to the one that other nodes use.
-    """
+    """Runs the parts, with `reached_at` from bound addresses to those that other nodes use."""
 
     def __init__(
         self,

@@ -44,16 +44,11 @@ class FunctionKind:
     signature: str
     """Call signature, for error messages."""
     arguments: tuple[Any, ...]
-    """Positional arguments like those of a call."""
     error: type[UserError]
 
 
 def check_name(kind: FunctionKind, name: str) -> None:
-    """Refuse names that cannot be a function, without running any of the user's code.
-
-    Raises the kind's error unless it is `module:function`, or `file.py:function` of an existing
-    file.
-    """
+    """Refuse an impossible name or a missing file, without running any of the user's code."""
     source, separator, function = name.rpartition(":")
     if not separator or not source or not function.isidentifier():
         what = kind.signature.partition("(")[0]

@@ -54,7 +54,6 @@ class PendingCall:
     number: int
     """Unique within a pool; the worker's answers carry it."""
     frame: bytes
-    """The encoded call."""
     seconds: float
     """Longest time from the call's beginning to its answer."""
     answer: asyncio.Future[Any]
@@ -89,9 +88,7 @@ class Lane(Generic[C]):
         self.due: dict[int, float] = {}
         """Times at which calls that have begun are overdue."""
         self.ready = False
-        """True if the process runs."""
         self.error: RewardError | None = None
-        """The reason why no process can be started."""
         self.replaced = 0
         """Number of processes that have ended and were replaced."""
         self._heard = 0.0
@@ -127,10 +124,7 @@ class Lane(Generic[C]):
         await asyncio.sleep(_RETRY_SECONDS)
 
     async def start(self) -> None:
-        """Start the worker; retry if its process dies while it loads.
-
-        Raises RewardError if the code cannot be loaded, or the process died at every attempt.
-        """
+        """Start the worker, again if it dies while it loads. Raises RewardError if that fails."""
         program = self.process.program
         for attempt in range(1, program.max_attempts + 1):
             try:
@@ -206,10 +200,7 @@ class Lane(Generic[C]):
                     await self._wait_to_start(error)
 
     async def close(self, grace_seconds: float = 0.0) -> None:
-        """End the worker, after waiting `grace_seconds` for it to end on its own.
-
-        `run` has been cancelled; calls stay as they are.
-        """
+        """Kill the worker, or let it end within `grace_seconds`; calls stay as they are."""
         if grace_seconds:
             await self.process.finish(grace_seconds)
         else:

@@ -33,14 +33,12 @@ _OUTPUT_LINES = 20
 
 
 class WorkerLost(RewardError):  # noqa: N818 - says what happened
-    """The process has ended, or sent an invalid message.
-
-    `too_many` is True if it was killed because it had started too many processes.
-    """
+    """The process has ended, or sent an invalid message."""
 
     def __init__(self, message: str, *, too_many: bool = False) -> None:
         super().__init__(message)
         self.too_many = too_many
+        """True if it was killed because it had started too many processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,6 @@ class Program:
     contents: str
     """The code that it loads, and a verb: `the rewards (a, b) were`."""
     setup: bytes
-    """The first frame that it receives."""
     startup_seconds: float
     max_processes: int
     max_attempts: int
@@ -62,15 +59,11 @@ class Program:
 
 
 class UserProcess:
-    """A process below a supervisor, which can be started again after its end.
-
-    `answers` is the union of the messages that it sends after the answer to its setup.
-    """
+    """A process below a supervisor, which sends `answers`, and can be started again."""
 
     def __init__(self, program: Program, answers: Any) -> None:
         self.program = program
         self.loaded = Ready()
-        """Answer to the setup."""
         self._decoder: FrameDecoder[Any] = FrameDecoder(
             Ready | Refused | answers, max_bytes=MAX_FRAME
         )

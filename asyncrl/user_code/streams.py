@@ -16,7 +16,6 @@ from typing import BinaryIO
 import msgspec
 
 TRACEBACK_LINES = 8
-"""Lines of the user's traceback that an error message quotes."""
 MESSAGE_CHARACTERS = 4000
 _OWN_CODE = f"{Path(__file__).parents[1]}{os.sep}"
 """Folder of the frames that call the user's code."""
@@ -76,10 +75,7 @@ def pack(message: object) -> bytes:
 
 
 def take_frame(buffer: bytearray) -> bytes | None:
-    """Remove the first frame from the received bytes; None if it is incomplete.
-
-    Raises ValueError if it is longer than `MAX_FRAME`.
-    """
+    """Remove the first frame; None if it is incomplete. Raises ValueError if it is too long."""
     if len(buffer) < _HEAD_BYTES:
         return None
     length = int.from_bytes(buffer[:_HEAD_BYTES], "little")
@@ -94,10 +90,7 @@ def take_frame(buffer: bytearray) -> bytes | None:
 
 
 class Streams:
-    """The process's ends of the streams, out of reach of the user's print and input.
-
-    The user's output goes to the supervisor.
-    """
+    """The process's ends of the streams, out of reach of the user's print and input."""
 
     def __init__(self) -> None:
         self._inbox: BinaryIO = os.fdopen(os.dup(0), "rb")

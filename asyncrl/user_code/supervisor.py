@@ -194,7 +194,6 @@ class Ending(msgspec.Struct, frozen=True):
     out_of_memory: bool = False
     """True if the kernel killed a process of this machine for memory while the worker ran."""
     output: str = ""
-    """The end of the worker's output."""
 
 
 def supervise(parent: int, status: int, max_processes: int) -> None:
@@ -242,7 +241,6 @@ def _end(_number: int, _frame: FrameType | None) -> None:
 class _Supervisor:
     worker: int
     output: int
-    """Read end of the worker's output."""
     status: int
     group: ControlGroup | None
     max_processes: int
@@ -272,7 +270,6 @@ class _Supervisor:
         os._exit(0)
 
     def _watch(self) -> None:
-        """Relay output until the worker has ended or has too many processes."""
         waiting: list[int] = [self.output]
         pidfd = os.pidfd_open(self.worker) if sys.platform == "linux" else -1
         if pidfd >= 0:
@@ -292,7 +289,6 @@ class _Supervisor:
                 pause = _HURRIED_SECONDS if processes > self.max_processes // 4 else LOOK_SECONDS
 
     def _collect(self, ended: list[tuple[int, int]]) -> bool:
-        """Note the worker's exit code if it is among those that have ended."""
         for pid, wait_status in ended:
             if pid == self.worker:
                 self.exit_code = os.waitstatus_to_exitcode(wait_status)

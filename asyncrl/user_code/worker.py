@@ -32,10 +32,7 @@ _OOM_SCORE_ADJUSTMENT = 500
 
 
 class Channel:
-    """Forks below a supervisor; in the worker, its connection to the pool.
-
-    `incoming` is the union of the messages that the pool sends.
-    """
+    """Forks below a supervisor; in the worker, the connection with `incoming` messages."""
 
     def __init__(self, incoming: Any) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash must not fill the disk

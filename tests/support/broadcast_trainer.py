@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from asyncrl.wire.weights.broadcast.control_codes import Outcome
+from asyncrl.wire.weights.layout import Outcome
 from asyncrl.wire.weights.broadcast.groups import Limits
 from asyncrl.wire.weights.broadcast.sending import WeightSender
 from asyncrl.wire.weights.fingerprint import fingerprint

@@ -27,7 +27,7 @@ from asyncrl.wire.errors import WeightsReadError, WeightsSupersededError
 from asyncrl.wire.records.wrong_policy import compare_weights
 from asyncrl.wire.weights import reader
 from asyncrl.wire.weights.broadcast import sending
-from asyncrl.wire.weights.broadcast.control_codes import Outcome
+from asyncrl.wire.weights.layout import Outcome
 from asyncrl.wire.weights.broadcast.groups import GlooGroup, Limits, backend_of
 from asyncrl.wire.weights.broadcast.sending import WeightSender
 from asyncrl.wire.weights.fingerprint import fingerprint
@@ -127,7 +127,7 @@ def test_a_member_that_stops_is_left_behind_and_holds_up_nobody(
     room = reader._Landing.room
 
     def slow(self: reader._Landing, span: slice, device: torch.device) -> torch.Tensor | None:
-        if self._memory is stopped._memory:
+        if self.memory is stopped._memory:
             assert go_on.wait(SECONDS)
         return room(self, span, device)
 

@@ -17,7 +17,6 @@ class OrderRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An order of the user that changed a run: a line of orders.jsonl."""
 
     order: str
-    """Its name on the command line: `scale`."""
     arguments: dict[str, bool | int | float | str]
     step: int
     """Steps trained when it took effect: the step of this number is the first one with it."""

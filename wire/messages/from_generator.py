@@ -139,7 +139,6 @@ class GeneratorReport(Message, frozen=True):
     held: Count
     rewards_waiting: Count
     rewards: RewardCounts = RewardCounts()
-    """Counts of its reward workers, since its start."""
     noise_floor: NoiseFloor = NoiseFloor()
     """Rejections of verification under unchanged weights, since its start."""
     in_environments: Count = 0

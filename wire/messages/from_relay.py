@@ -58,7 +58,6 @@ class WeightsChecked(Message, frozen=True):
 
     path: str
     exists: bool
-    """True if the file exists, with any version."""
 
 
 class FileHere(Message, frozen=True):
@@ -80,7 +79,6 @@ class PullFinished(Message, frozen=True):
     """The answer to `FinishPull`."""
 
     left: dict[str, str]
-    """Relays whose files were not all copied, with reasons."""
 
 
 class RelayReport(Message, frozen=True):
@@ -88,9 +86,7 @@ class RelayReport(Message, frozen=True):
 
     sent_bytes: int
     file_bytes: int = 0
-    """Bytes of files sent to other nodes."""
     pulled_bytes: int = 0
-    """Bytes of files copied from other nodes."""
 
 
 class Failure(Message, frozen=True):

@@ -50,10 +50,7 @@ class Generate(Message, frozen=True):
 
 
 class Verify(Message, frozen=True):
-    """Verify these samples under the installed weights and generate what is missing.
-
-    Samples whose tokens all come from `min_version` or a newer version are left alone.
-    """
+    """Verify samples with a token older than `min_version`, and generate what is missing."""
 
     samples: tuple[SampleId, ...]
     seeds: tuple[int, ...]
@@ -146,10 +143,7 @@ class SaveUnfinished(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Write these samples to a file, finished or not, and forget them; answer with `Released`.
-
-    The generator is about to leave.
-    """
+    """Write these samples, finished or not, to a file, forget them, and answer with `Released`."""
 
     file: str
     policy_version: int

@@ -66,7 +66,6 @@ class FetchFile(Message, frozen=True):
 
     attempt: int
     path: str
-    """Path in the run's folder, here and there."""
     servers: tuple[Server, ...]
     """Relays that may have it, the most likely first."""
 

@@ -12,10 +12,7 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepPlan(Message, frozen=True):
-    """The groups that a step trains on. Sent once per step, when the set is final.
-
-    Each rank of the trainer receives its own groups, possibly none, and has all of them by then.
-    """
+    """The final set of groups that a step trains on: those of one rank of the trainer, if any."""
 
     step: int
     groups: tuple[int, ...]

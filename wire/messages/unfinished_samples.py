@@ -64,10 +64,7 @@ class Index(msgspec.Struct, frozen=True):
 
 
 class UnfinishedSample(msgspec.Struct, frozen=True):
-    """The L tokens of one sample, with the distributions that they were drawn from.
-
-    Arrays are those of `asyncrl.rollout.trajectory.KeptTokens`; all tokens are verified.
-    """
+    """The L tokens of one sample with their distributions, as in `KeptTokens`, to be verified."""
 
     sample: SampleId
     prompt_id: str

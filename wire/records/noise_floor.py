@@ -36,7 +36,6 @@ class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
     older version has not measured it."""
 
     def __post_init__(self) -> None:
-        """Refuse counts that contradict each other: a generator reports them."""
         if self.rejected > self.judged:
             raise ValueError(f"{self.rejected} rejected tokens, but {self.judged} judged ones")
         if self.cut_samples > self.samples:

@@ -40,14 +40,12 @@ class RewardCounts(msgspec.Struct, frozen=True, kw_only=True):
     failed: dict[str, dict[str, Count]] = {}
     """Calls that gave no reward, by function and reason."""
     retried: Count = 0
-    """Calls that were repeated because their process had died."""
     largest: dict[str, float] = {}
     """Largest absolute value by function, if it is suspiciously large."""
     services: dict[str, ServiceCounts] = {}
     """Counts of the functions that ask a server, by function."""
 
     def __add__(self, other: Self) -> Self:
-        """Merge; `largest` takes the larger value."""
         # Sorted, so that the order in which failures happen does not show in metrics.jsonl.
         functions = sorted({*self.failed, *other.failed})
         failed = {f: _added(self.failed.get(f, {}), other.failed.get(f, {})) for f in functions}

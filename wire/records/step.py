@@ -82,7 +82,6 @@ class EnvironmentCounts(Counts, frozen=True, kw_only=True):
     """Worker processes that ended, or were ended, and were replaced."""
 
     calls: Count = 0
-    """Tool calls in turns."""
     wrong_calls: Count = 0
     """Tool calls that could not be read, named no tool or had wrong arguments."""
 
@@ -100,7 +99,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     steps: Count = 0
     """Forward passes of the decoding loop."""
     busy_seconds: Amount = 0.0
-    """Time inside these passes, in seconds."""
     running: Count = 0
     """Requests that hold a slot."""
     waiting: Count = 0
@@ -144,7 +142,6 @@ class BatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_computed: int = 0
     """Response tokens that went through the model; skipped groups are left out."""
     response_length_mean: float = 0.0
-    """Mean response tokens per sample."""
     response_lengths: dict[int, int] = {}
     """Number of samples by response length in tokens, ascending. Lengths of 256 and more are
     rounded down to 8 significant bits, so the number of entries is bounded."""
@@ -171,7 +168,6 @@ class MismatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
     abs_mean: Measured = None
     """Mean absolute difference of the log-probabilities, in nats."""
     abs_max: Measured = None
-    """Largest absolute difference, in nats."""
     kl: Measured = None
     """KL(behaviour || current) per token, in nats, by the unbiased k3 estimator."""
     fresh_abs_mean: Measured = None
@@ -219,10 +215,7 @@ class TrainerTimes(msgspec.Struct, frozen=True, kw_only=True):
     gradients; 0 with one rank."""
 
     def within(self, step_seconds: float) -> TrainerTimes:
-        """Return the times with waits cut to a step of this length.
-
-        The trainer's first wait begins when its process starts, before the training phase.
-        """
+        """Return the times with waits cut to a step's length: the first one begins too early."""
         worked = self.train_seconds + self.publish_seconds
         waited = min(self.wait_seconds, max(0.0, step_seconds - worked))
         last = min(self.wait_last_seconds, waited)
@@ -233,15 +226,10 @@ class TrainerTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A trainer's record of an optimizer step.
-
-    A checkpoint holds those since the previous one: a killed controller may have lost them.
-    """
+    """A trainer's record of an optimizer step; a checkpoint holds those since the previous one."""
 
     step: int
-    """Index of the step, from 0."""
     time: float
-    """Unix time of its end, in seconds."""
     groups: tuple[int, ...]
     metrics: LearnerMetrics
     times: TrainerTimes
@@ -253,7 +241,6 @@ class IdleShares(msgspec.Struct, frozen=True, kw_only=True):
     generator: Measured = 0.0
     """Mean over generators in the last seconds. None: lost with a killed controller."""
     trainer: float = 0.0
-    """Waiting share of the step."""
 
 
 class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
@@ -316,9 +303,7 @@ class GroupTotals(Counts, frozen=True, kw_only=True):
 
     trained: int = 0
     failed: int = 0
-    """Reported failed and left out."""
     without_signal: int = 0
-    """Left out because their rewards are all equal (`scheduler.dynamic_sampling`)."""
 
 
 class OnPolicySteps(NamedTuple):
@@ -371,7 +356,6 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of all generators in the training phase, including those before a resume."""
     groups: GroupTotals = GroupTotals()
     staleness: StalenessMetrics
-    """Mean of the steps' means, and maximum over all steps."""
     exactly_on_policy: bool | None
     """True if every step was, including those before a resume. None: all known steps were, but some
     have no record or one of an earlier version of asyncrl."""

@@ -21,7 +21,6 @@ class WrongPolicy(msgspec.Struct, frozen=True):
 
     cause: Cause
     generator: str
-    """Name of the process."""
     policy_version: int
     """The version that the process claims to sample from; -1: all of them."""
     text: str

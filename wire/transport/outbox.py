@@ -35,10 +35,7 @@ def split(body: bytes) -> list[bytes | memoryview]:
 
 
 def join(parts: Sequence[bytes], *, max_bytes: int) -> bytes:
-    """Join the parts of one ZeroMQ message, without its routing id.
-
-    Raises FrameRefused if `split` does not make such parts, or they exceed `max_bytes`.
-    """
+    """Join a message's parts. Raises FrameRefused for wrong parts, or more than `max_bytes`."""
     if len(parts) == 1:
         return parts[0]
     if not parts or not 0 < len(parts[-1]) <= PART_BYTES:

@@ -18,7 +18,6 @@ class Limit(NamedTuple):
     """Limit above which a sender is cut off."""
 
     frames: int
-    """Refused frames that are allowed within the window."""
     seconds: float
 
 
@@ -34,7 +33,6 @@ _LOG_SECONDS = 1.0
 @dataclass(slots=True)
 class _Sender:
     since: float
-    """Start of its present window."""
     refused: int = 0
     cut_off: bool = False
 

@@ -39,9 +39,8 @@ class Pair(NamedTuple):
 def names_of(layer: str) -> tuple[str, str]:
     """Return the names under which a layer's adapter is published.
 
-    Example:
-        >>> names_of("model.layers.0.mlp.up_proj")[0]
-        'model.layers.0.mlp.up_proj.lora_A.default.weight'
+    >>> names_of("model.layers.0.mlp.up_proj")[0]
+    'model.layers.0.mlp.up_proj.lora_A.default.weight'
     """
     return layer + _A, layer + _B
 
@@ -53,10 +52,7 @@ def layer_of(name: str) -> str | None:
 
 
 def pairs_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Pair]:
-    """Return the adapters of all layers, by the name of the layer's weight in the HF state dict.
-
-    Raises WeightsReadError if one of a pair is missing, or a tensor is not of an adapter.
-    """
+    """Return the adapters by the layer's weight in the HF state dict. Raises WeightsReadError."""
     given = dict(tensors)
     pairs: dict[str, Pair] = {}
     for layer in dict.fromkeys(layer_of(name) for name in given):

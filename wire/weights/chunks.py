@@ -69,10 +69,7 @@ def name_of(manifest: WeightManifest) -> str:
 
 
 def trainer_of(manifest: WeightManifest) -> str:
-    """Return the name of a version's trainer: the path of its files but for their number.
-
-    Each trainer of a run has separate files (`asyncrl.launch.shared_memory`).
-    """
+    """Return the path of a version's files but for their number, which each trainer has alone."""
     return manifest.path.rpartition("-")[0]
 
 

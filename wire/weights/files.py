@@ -79,8 +79,8 @@ def open_published(manifest: WeightManifest) -> int:
         descriptor = os.open(manifest.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise WeightsSupersededError(
-            f"weights of version {manifest.policy_version} are not here: {manifest.path} was "
-            "removed with its trainer, or was never on this machine"
+            f"weights of version {manifest.policy_version} were removed with their trainer, or "
+            f"were never on this machine: there is no file {manifest.path}"
         ) from error
     except OSError as error:
         raise WeightsReadError(

@@ -46,10 +46,7 @@ PROBES: Final = 32
 
 
 class MatrixSums:
-    """The two sums of one matrix of `rows` x `columns`, from its blocks in any order.
-
-    Floating-point blocks are converted to `dtype` first; None: as they are.
-    """
+    """The two sums of a matrix, from its blocks in any order, converted to `dtype` if it is set."""
 
     def __init__(
         self, rows: int, columns: int, device: torch.device, dtype: torch.dtype | None = None
@@ -58,7 +55,6 @@ class MatrixSums:
         self._of_columns = pseudo_random(_COLUMNS, columns, device)
         self._dtype = dtype
         self.value = torch.zeros(2, dtype=torch.int64, device=device)
-        """`[2]` sums of the blocks added so far."""
 
     def add(self, block: Tensor, row: int = 0, column: int = 0) -> None:
         """Add a `[r, c]` block whose first element is the matrix's element [row, column]."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from enum import IntEnum
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,6 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory, and files there have mo
 HEADER_BYTES = 64
 """Tensors begin here, so that the first one is aligned. The version is in the first 8 bytes."""
 ALIGNMENT = 64
-"""Bytes; a cache line."""
 WRITING = -1
 """Version in the header while the tensors after it belong to no version."""
 
@@ -27,7 +27,6 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     name: str
     dtype: str
-    """torch's name without prefix: "float32", "bfloat16"."""
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the file, 64-byte aligned."""
@@ -82,6 +81,24 @@ class BroadcastPlace(msgspec.Struct, frozen=True):
     port: int
     sender: str
     """Unlike any other sender that ever listened there."""
+
+
+Outcome = Literal["whole", "overwritten", "broken"]
+"""Outcome of a broadcast: all members have the version; the trainer has published two more since;
+or a member was lost or too slow, and all of them read the file."""
+
+
+class ControlCode(IntEnum):
+    """Announces what a broadcast sends next, before each chunk, as `[4]` int64.
+
+    The policy version and the chunk's index reveal a member that is out of step.
+    """
+
+    CHUNK = 1
+    WHOLE = 2
+    """The end; the version was unchanged while each chunk was read."""
+    OVERWRITTEN = 3
+    """The end; the trainer has begun to overwrite the version."""
 
 
 ADAPTER_ENDINGS = (".lora_A.default.weight", ".lora_B.default.weight")

@@ -74,15 +74,11 @@ class WeightBuffer:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._receiver = BroadcastReceiver(engine_device or device)
         self._missed = False
-        """True if the last broadcast did not arrive."""
         self.policy_version: int | None = None
         """The version that the buffer holds; None: nothing complete."""
 
     def read(self, manifest: WeightManifest) -> None:
-        """Copy a published version into the buffer, replacing the previous one.
-
-        If it raises, as `asyncrl.wire.weights.files.held_version`, the buffer holds nothing.
-        """
+        """Replace the copy by this version. Raises as `held_version`, and then holds nothing."""
         self.policy_version = None
         if not self._receive(manifest):
             with held_version(manifest) as descriptor:
@@ -154,7 +150,6 @@ class WeightBuffer:
         return self._memory
 
     def _convert(self, descriptor: int, manifest: WeightManifest) -> None:
-        """Copy tensor by tensor, converting the data type and the device."""
         pinned = self._stream is not None
         if not self._steps:
             size = _STEP_BYTES[self._device.type]

@@ -38,8 +38,6 @@ from asyncrl.wire.weights.memory import Pin, tensor_view
 
 @dataclass(slots=True)
 class _Slot:
-    """One of the files: its mapping, and one tensor view per published tensor."""
-
     path: Path
     memory: mmap.mmap
     views: list[Tensor]

@@ -3,11 +3,10 @@
     trainer's file ── sender ══ gloo or NCCL ══> every process that stages
                         └─ desk: check-ins by version, and their groups   (TCPStore)
 
-    store.py          the desk where members check in and get answers, and their meeting
-    groups.py         a group of torch.distributed, apart from every other one of its process
-    control_codes.py  the sender's message before each chunk
-    sending.py        a thread in the trainer's process
-    receiving.py      called by `WeightBuffer.read` if the manifest names a sender
+    store.py      the desk where members check in and get answers, and their meeting
+    groups.py     a group of torch.distributed, apart from every other one of its process
+    sending.py    a thread in the trainer's process
+    receiving.py  called by `WeightBuffer.read` if the manifest names a sender
 
 A *member* is a process that stages: a torch engine, or a rank of vLLM or SGLang. It checks in for a
 version; the sender waits for those that received the previous version, at most `Limits.window`

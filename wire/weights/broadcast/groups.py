@@ -36,19 +36,14 @@ _POLL_SECONDS = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Longest waits, in seconds.
-
-    All together, 107 s, leave time to read the file within a call's limit (120 s).
-    """
+    """Longest waits in seconds; their sum leaves time to read the file within a call (120 s)."""
 
     window: float = 2.0
     """Wait for the expected members, after the first has come."""
     answer: float = 30.0
     """Wait of a member for the beginning of its broadcast, while another one is running."""
     form: float = 20.0
-    """Wait for all members to be connected."""
     chunk: float = 10.0
-    """Wait for one chunk to reach all members."""
     whole: float = 45.0
     """Wait for all chunks together, checked after each, so that a member that takes each of them
     slowly delays the others no longer."""

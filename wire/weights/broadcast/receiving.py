@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from asyncrl.wire.errors import GroupBroken, WeightsNotReceivedError, WeightsSupersededError
-from asyncrl.wire.weights.broadcast.control_codes import ControlCode
 from asyncrl.wire.weights.broadcast.groups import (
     Deadline,
     GlooGroup,
@@ -21,7 +20,7 @@ from asyncrl.wire.weights.broadcast.groups import (
 from asyncrl.wire.weights.broadcast.sending import checksum
 from asyncrl.wire.weights.broadcast.store import CheckIn, Invitation, Refusal, Visitor
 from asyncrl.wire.weights.chunks import Grid
-from asyncrl.wire.weights.layout import BroadcastPlace, WeightManifest
+from asyncrl.wire.weights.layout import BroadcastPlace, ControlCode, WeightManifest
 
 
 class Landing(Protocol):

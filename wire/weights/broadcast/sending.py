@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from asyncrl.wire.errors import GroupBroken, WeightsReadError
-from asyncrl.wire.weights.broadcast.control_codes import ControlCode, Outcome
 from asyncrl.wire.weights.broadcast.groups import (
     Backend,
     Deadline,
@@ -38,7 +37,7 @@ from asyncrl.wire.weights.broadcast.store import (
 from asyncrl.wire.weights.chunks import Grid
 from asyncrl.wire.weights.files import check_version, fill, held_version
 from asyncrl.wire.weights.fingerprint import pseudo_random
-from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.layout import ControlCode, Outcome, WeightManifest
 
 _BLOCK = 1 << 15
 """64-bit words; this many numbers stay in a core's cache."""

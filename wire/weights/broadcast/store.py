@@ -29,7 +29,6 @@ class CheckIn(msgspec.Struct, frozen=True):
 
     member: str
     number: int
-    """Number of its check-in, from 1; the answer has it too."""
     policy_version: int
     generation: int
     """Generation of the group that it is in; 0: none."""

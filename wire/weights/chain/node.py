@@ -32,7 +32,6 @@ from asyncrl.wire.weights.files import mark, reserve
 from asyncrl.wire.weights.layout import WRITING, WeightManifest
 
 _PAST = 64
-"""Number of versions that are remembered as gone."""
 
 
 @dataclass(slots=True)
@@ -57,7 +56,6 @@ class NodeFiles:
         self._numbers = len(self._files)
         self._chunk_bytes = chunk_bytes
         self._newest: _File | None = None
-        """The file with the newest complete version."""
         self._arriving: _File | None = None
         self._past: dict[str, None] = {}
 
@@ -70,10 +68,7 @@ class NodeFiles:
         return one.held if alike(one.held.manifest, other.held.manifest) else None
 
     def begin(self, manifest: WeightManifest) -> Held:
-        """Make room for a version, in place of the one before the newest, or of one given up.
-
-        Raises PublishError if the memory is not there, WeightsReadError if no file has this size.
-        """
+        """Make room for a version. Raises PublishError, or WeightsReadError for its size."""
         grid = Grid(manifest.nbytes, self._chunk_bytes)
         self.give_up()
         file = next(file for file in self._files if file is not self._newest)
@@ -141,7 +136,6 @@ class NodeFiles:
                 file.path.unlink(missing_ok=True)
 
     def _belong_to(self, file: _File, trainer: str) -> None:
-        """Replace the file of another trainer by one with a new name."""
         if file.trainer not in ("", trainer):
             file.memory = None
             file.path.unlink(missing_ok=True)
@@ -270,17 +264,13 @@ class Received:
 class _Fetch:
     policy_version: int
     asked: tuple[str, tuple[Parent, ...]]
-    """Name of the version, and the parents."""
     future: Future[Received]
     inlet: Download
     began: float
 
 
 class WeightNode(ServingThread[NodeFiles]):
-    """A thread with two files in memory, of which one holds the newest complete version.
-
-    See `ServingThread` and `NodeFiles` for the arguments.
-    """
+    """A thread with two files in memory; see `ServingThread` and `NodeFiles` for the arguments."""
 
     def __init__(
         self,
@@ -389,7 +379,6 @@ class WeightNode(ServingThread[NodeFiles]):
 
 
 def _pass_on(begun: Future[None], future: Future[Received]) -> None:
-    """Pass an error of `_begin` on to the future."""
     error = begun.exception()
     if error is not None and not future.done():
         future.set_exception(error)

@@ -28,12 +28,10 @@ import msgspec
 from asyncrl.wire.weights.chain.serving import WAITING_SECONDS
 
 _BURST = 4
-"""Chunks of a probe."""
 _RARITY = 32
 """Time between two probes, in durations of a probe."""
 _PATIENCE = 4
 _DAMAGED = 3
-"""Damaged chunks after which a parent is left."""
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -48,7 +46,6 @@ class Timing(msgspec.Struct, frozen=True):
     probes: int = 3
     """Probes in a row that a parent must lose to be left."""
     limit_seconds: float = 600.0
-    """Longest time for one version."""
     stall_seconds: float = 30.0
     """Longest time in which no chunk comes from any parent."""
 
@@ -110,7 +107,6 @@ class Receiving:
         """Times of the request for the version, and of the last chunk."""
         self._probe: _Probe | None = None
         self._lost = 0
-        """Probes that the own parent lost in a row."""
         self._next_probe = now + timing.probe_seconds
         self._probed = self._own_sent = now
         """Times of the end of the last probe, and of the own parent's last chunk."""
@@ -216,12 +212,10 @@ class Receiving:
         return Order(parent.name, index)
 
     def _above(self) -> _Parent | None:
-        """Return the next parent above the own one that can be asked."""
         above = self._parents[self._parents.index(self._own) + 1 :]
         return next((parent for parent in above if not parent.left), None)
 
     def _judge(self, now: float) -> list[Order | Leave]:
-        """Evaluate the probe if it is answered."""
         probe = self._probe
         if probe is None:
             return []

@@ -108,10 +108,7 @@ class ParentSocket:
 
 
 class ChildSocket:
-    """The end that asks one parent; `name` is this node's, used without keys.
-
-    Raises KeyUnusable if the address needs keys.
-    """
+    """The end that asks one parent; `name` is used without keys. Raises KeyUnusable."""
 
     def __init__(
         self,
