@@ -178,12 +178,15 @@ class Hub(Generic[In]):
         self._outbox.add(peer, message)
 
     def _send_body(self, peer: str, body: bytes) -> None:
-        if peer not in self.sessions:
-            self._send_now(peer, body)
-            return
-        if not self.sessions.leaving:
-            asyncio.get_running_loop().call_soon(self.sessions.flush)
-        self._send_in_session(peer, body)
+        if peer in self.sessions:
+            if not self.sessions.leaving:
+                asyncio.get_running_loop().call_soon(self.sessions.flush)
+            self._send_in_session(peer, body)
+        elif (error := self._try_to_send(peer, body)) is not None:
+            now = time.monotonic()
+            if now - self._unsent.get(peer, -_LOG_SECONDS) >= _LOG_SECONDS:
+                self._unsent[peer] = now
+                logger.warning("a message could not be sent to %s: %s", peer, error)
 
     def _send_in_session(self, peer: str, body: bytes) -> None:
         try:
@@ -210,15 +213,6 @@ class Hub(Generic[In]):
         """Send a frame; return the error if it was not sent. A session sends it again."""
         parts = [self._keys.identity_of(peer), *split(body)]
         return error_of(self._socket.send_multipart(parts, flags=zmq.NOBLOCK))
-
-    def _send_now(self, peer: str, body: bytes) -> None:
-        error = self._try_to_send(peer, body)
-        if error is None:
-            return
-        now = time.monotonic()
-        if now - self._unsent.get(peer, -_LOG_SECONDS) >= _LOG_SECONDS:
-            self._unsent[peer] = now
-            logger.warning("a message could not be sent to %s: %s", peer, error)
 
     async def send(self, peer: str, message: msgspec.Struct | msgspec.Raw) -> None:
         """Send to one peer, `Raw` if encoded already. Raises Unreachable if it is not connected."""

@@ -236,11 +236,8 @@ class Installations:
             self._tell(request, self._trainer.offered)
             return False
         else:
-            logger.warning(
-                "version %d did not reach %s by broadcast, so relays fetch it",
-                request.told.policy_version,
-                worker.name,
-            )
+            text = "version %d did not reach %s by broadcast, so relays fetch it"
+            logger.warning(text, request.told.policy_version, worker.name)
         self._ask_for(request, request.told)
         request.told = None
         if self._trainer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Iterable, Sequence
@@ -147,11 +148,8 @@ class RelayWorker(Worker):
 
 def what_starts(workers: Iterable[Worker]) -> str:
     """Describe the processes that are not ready, and what each logged last."""
-    logged = [
-        f"{one.name} (its log ends with: {one.handle.log_tail(1)})"
-        for one in workers
-        if not one.is_ready
-    ]
+    starting = (one for one in workers if not one.is_ready)
+    logged = [f"{one.name} (its log ends with: {one.handle.log_tail(1)})" for one in starting]
     return f"{', '.join(logged)} to become ready (launcher.startup_seconds)"
 
 
@@ -220,9 +218,8 @@ def _without_room(worker: Worker, now: float, limits: LauncherConfig) -> str | N
 
 
 def _how_it_ended(code: int) -> str:
-    if code < 0:
-        try:
-            return f"was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"was killed by signal {-code}"
-    return f"ended with exit code {code}"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"

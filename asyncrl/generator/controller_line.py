@@ -33,8 +33,5 @@ class ControllerLine:
     async def report_failed_sample(self, sample: SampleId, error: Exception) -> None:
         """Report and log why a sample cannot be generated or rewarded."""
         logger.error("sample %s failed: %s", sample, error)
-        await self.send(
-            from_generator.SampleFailed(
-                self.generator, sample, str(error), user_error=isinstance(error, UserError)
-            )
-        )
+        by_user = isinstance(error, UserError)
+        await self.send(from_generator.SampleFailed(self.generator, sample, str(error), by_user))

@@ -101,11 +101,9 @@ class Evaluation:
 
     async def abandon(self, round_number: int | None = None) -> None:
         """Forget every unreported held-out sample, or those of one round."""
-        tasks = (
-            list(self._tasks)
-            if round_number is None
-            else [one.task for one in self._fixed if one.round == round_number and one.task]
-        )
+        tasks = list(self._tasks)
+        if round_number is not None:
+            tasks = [one.task for one in self._fixed if one.round == round_number and one.task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

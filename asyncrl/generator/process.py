@@ -167,15 +167,10 @@ class GeneratorProcess:
 
     async def run(self, *, metrics_port: int | None) -> None:
         """Serve until the shutdown command. Raises the error that ended a loop or a task."""
-        await self._controller.send(
-            from_generator.GeneratorReady(
-                self._controller.generator,
-                self._engine.stats().slots,
-                self._installs.version,
-                await self._engine.fingerprint(),
-                metrics_port,
-            )
-        )
+        slots, version = self._engine.stats().slots, self._installs.version
+        weights, name = await self._engine.fingerprint(), self._controller.generator
+        ready = from_generator.GeneratorReady(name, slots, version, weights, metrics_port)
+        await self._controller.send(ready)
         try:
             async with asyncio.TaskGroup() as loops:
                 answers = self.deliveries.receive_answers()

@@ -60,11 +60,8 @@ class Samples:
 
     def longest_due_wait(self, now: float) -> float:
         """Longest wait of a due sample for its first token, in seconds; 0 if none waits."""
-        waits = (
-            now - one.requested_at
-            for one in self.in_generation
-            if one.priority == 0 and one.request_id is not None and not one.has_slot
-        )
+        due = (one for one in self.in_generation if one.priority == 0 and not one.has_slot)
+        waits = (now - one.requested_at for one in due if one.request_id is not None)
         return max(waits, default=0.0)
 
     def generate(self, command: to_generator.Generate, restored: KeptTokens | None) -> None:
@@ -88,20 +85,19 @@ class Samples:
         if held is not None:
             if held.trajectory.oldest_version >= min_version:
                 await self._report_finished(held)
-            else:
-                del self.held[sample]
-                self._start(
-                    SampleGeneration(
-                        sample,
-                        held.prompt,
-                        seed,
-                        tokens_to_verify=held.trajectory.kept(),
-                        min_version=min_version,
-                        previously_held=held,
-                        deadline_seconds=held.deadline_seconds,
-                        episode=held.episode,
-                    )
-                )
+                return
+            del self.held[sample]
+            again = SampleGeneration(
+                sample,
+                held.prompt,
+                seed,
+                tokens_to_verify=held.trajectory.kept(),
+                min_version=min_version,
+                previously_held=held,
+                deadline_seconds=held.deadline_seconds,
+                episode=held.episode,
+            )
+            self._start(again)
         elif sample in self._generating:
             generation, _ = self._generating[sample]
             if generation.request_verification(seed, min_version):
@@ -197,17 +193,15 @@ class Samples:
     async def _report_finished(self, held: HeldSample, *, urgent: bool = True) -> None:
         trajectory = held.trajectory
         digest = digest_of(encode_trajectory(trajectory, reward=0.0, step=0))
-        await self._controller.send(
-            from_generator.SampleFinished(
-                self._controller.generator,
-                trajectory.id,
-                length=len(trajectory.tokens),
-                oldest_version=trajectory.oldest_version,
-                finish_reason=trajectory.finish_reason,
-                digest=digest,
-            ),
-            urgent=urgent,
+        finished = from_generator.SampleFinished(
+            self._controller.generator,
+            trajectory.id,
+            length=len(trajectory.tokens),
+            oldest_version=trajectory.oldest_version,
+            finish_reason=trajectory.finish_reason,
+            digest=digest,
         )
+        await self._controller.send(finished, urgent=urgent)
         if self.tells_rewards:
             self._tasks.start(self._tell_reward(held, digest, urgent=urgent))
 

@@ -90,23 +90,15 @@ async def run_generator(spec: GeneratorSpec, keys: GeneratorKeys) -> None:
         closing.callback(log.close)
         recorder = SampleRecorder(child.directory, tokenizer, config)
         closing.callback(recorder.close)
-        trainer_lines: list[Line[Any]] = [
-            Line(
-                spec.data_address_of(rank),
-                keys.data,
-                data.ToGeneratorData,
-                Refusals(child.metrics.count_refused),
-                together_bytes=ONE_PART,
-            )
-            for rank in range(spec.ranks)
-        ]
-        for line in trainer_lines:
+        trainer_lines: list[Line[Any]] = []
+        for address in map(spec.data_address_of, range(spec.ranks)):
+            refusals, kinds = Refusals(child.metrics.count_refused), data.ToGeneratorData
+            line: Line[Any] = Line(address, keys.data, kinds, refusals, together_bytes=ONE_PART)
             closing.callback(line.close)
+            trainer_lines.append(line)
+        rule, top_k = stop_rule(tokenizer, config.sampling.stop), config.engine.top_k_logprobs
         sampling = config.sampling.params(
-            stop_tokens=spec.stop_tokens,
-            stop_rule=stop_rule(tokenizer, config.sampling.stop),
-            top_k_logprobs=config.engine.top_k_logprobs,
-            seed=None,
+            stop_tokens=spec.stop_tokens, stop_rule=rule, top_k_logprobs=top_k, seed=None
         )
         traces = None if child.tracer is None else SampleTraces(child.tracer)
         episodes = None

@@ -106,12 +106,9 @@ class UnfinishedFiles:
         if command.unfinished is None:
             return None
         try:
-            return await asyncio.to_thread(
-                read_sample,
-                self._here(command.unfinished.file),
-                command.unfinished.place,
-                prompt_id=command.prompt.prompt_id,
-            )
+            file, place = self._here(command.unfinished.file), command.unfinished.place
+            prompt = command.prompt.prompt_id
+            return await asyncio.to_thread(read_sample, file, place, prompt_id=prompt)
         except UnfinishedRefused as error:
             logger.warning("sample %s is generated again: %s", command.sample, error)
             return None

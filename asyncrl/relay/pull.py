@@ -186,7 +186,7 @@ class Copying:
 
     def connect_again(self) -> None:
         """Replace the connection: one without answers may be broken undetected."""
-        self._client.close()
+        self.close()
         self._client = FileClient(self.source.server)
 
     def close(self) -> None:

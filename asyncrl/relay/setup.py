@@ -76,13 +76,9 @@ class RelayWeights:
         self._loop = asyncio.get_running_loop()
         self._source = WeightSource(name, address, keys)
         try:
+            here = node_address or address
             self._node = WeightNode(
-                name,
-                node_address or address,
-                keys,
-                directory=directory,
-                files_id=files_id,
-                timing=_TIMING,
+                name, here, keys, directory=directory, files_id=files_id, timing=_TIMING
             )
         except BaseException:
             self._source.close()
@@ -255,14 +251,8 @@ async def run_relay(spec: RelaySpec, keys: RelayKeys) -> None:
     metrics = RelayMetrics.register(registry, spec.name)
     with contextlib.ExitStack() as closing:
         closing.callback(MeetingPlace(spec.relay_address).close)
-        passing = ControlRelay(
-            spec.relay_address,
-            keys.children.secret,
-            spec.control_address,
-            keys.control,
-            to_relay.ToRelay,
-            metrics,
-        )
+        ends = spec.relay_address, keys.children.secret, spec.control_address, keys.control
+        passing = ControlRelay(*ends, to_relay.ToRelay, metrics)
         closing.callback(passing.close)
         control = passing.line
         control.refusals.count = metrics.count_refused

@@ -160,11 +160,8 @@ class UserProcess:
                 async with asyncio.timeout(_END_SECONDS):
                     await process.wait()
             except TimeoutError:
-                log.warning(
-                    "the supervisor of %s (process %d) did not end and is killed",
-                    self.program.title,
-                    process.pid,
-                )
+                text = "the supervisor of %s (process %d) did not end and is killed"
+                log.warning(text, self.program.title, process.pid)
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()

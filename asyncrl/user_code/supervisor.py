@@ -257,7 +257,10 @@ class _Supervisor:
             self._watch()
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         leftover = self._kill_all()
-        self._relay_rest()
+        for _ in range(_LAST_CHUNKS):
+            if not select.select([self.output], [], [], 0)[0] or not self._relay():
+                break
+        self._log(self.limit.notice())
         ending = Ending(
             exit_code=self.exit_code,
             leftover=leftover,
@@ -317,12 +320,6 @@ class _Supervisor:
         if chunk:
             self._log(self.limit.admit(chunk, time.monotonic()))
         return bool(chunk)
-
-    def _relay_rest(self) -> None:
-        for _ in range(_LAST_CHUNKS):
-            if not select.select([self.output], [], [], 0)[0] or not self._relay():
-                break
-        self._log(self.limit.notice())
 
     def _log(self, text: bytes) -> None:
         """Write to the pool; if it is busy, output that does not fit the pipe is left out."""

@@ -102,15 +102,6 @@ class Refused(Message, frozen=True):
     reason: str
 
 
-Request = (
-    StatusRequest
-    | WatchRequest
-    | StopRequest
-    | PauseRequest
-    | ResumeRequest
-    | ScaleRequest
-    | DrainRequest
-    | CheckpointRequest
-    | SetRequest
-)
+_Change = PauseRequest | ResumeRequest | ScaleRequest | SetRequest
+Request = StatusRequest | WatchRequest | StopRequest | DrainRequest | CheckpointRequest | _Change
 Reply = StatusReply | ViewReply | Accepted | Refused

@@ -157,20 +157,8 @@ class Goodbye(Message, frozen=True):
     """The process ends on request."""
 
 
-FromGenerator = (
-    GeneratorReady
-    | SampleFinished
-    | SampleRewarded
-    | SampleFailed
-    | SampleDelivered
-    | EvaluationSample
-    | EvaluationMissed
-    | WeightsInstalled
-    | WrongPolicyFound
-    | Rescored
-    | Rewound
-    | Released
-    | GeneratorReport
-    | Failure
-    | Goodbye
-)
+_OfSample = SampleFinished | SampleRewarded | SampleFailed | SampleDelivered
+_OfEvaluation = EvaluationSample | EvaluationMissed
+_Answer = WeightsInstalled | Rescored | Rewound | Released
+_OfProcess = GeneratorReady | WrongPolicyFound | GeneratorReport | Failure | Goodbye
+FromGenerator = _OfSample | _OfEvaluation | _Answer | _OfProcess

@@ -100,15 +100,5 @@ class Goodbye(Message, frozen=True):
     """The process ends on request."""
 
 
-FromRelay = (
-    RelayReady
-    | WeightsHere
-    | WeightsFailed
-    | WeightsChecked
-    | FileHere
-    | FileMissing
-    | PullFinished
-    | RelayReport
-    | Failure
-    | Goodbye
-)
+_Answer = WeightsHere | WeightsFailed | WeightsChecked | FileHere | FileMissing | PullFinished
+FromRelay = _Answer | RelayReady | RelayReport | Failure | Goodbye

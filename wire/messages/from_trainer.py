@@ -126,15 +126,6 @@ class Goodbye(Message, frozen=True):
     """The process ends on request."""
 
 
-FromTrainer = (
-    TrainerReady
-    | StepFinished
-    | CheckpointWritten
-    | CheckpointFailed
-    | TrainerReport
-    | DeliveryRefused
-    | PeerCutOff
-    | WrongPolicyFound
-    | Failure
-    | Goodbye
-)
+_OfStep = StepFinished | CheckpointWritten | CheckpointFailed
+_OfGenerator = DeliveryRefused | PeerCutOff | WrongPolicyFound
+FromTrainer = _OfStep | _OfGenerator | TrainerReady | TrainerReport | Failure | Goodbye

@@ -187,20 +187,7 @@ class Shutdown(Message, frozen=True):
     """End the process; answer with `Goodbye`."""
 
 
-ToGenerator = (
-    Generate
-    | Verify
-    | Evaluate
-    | AbandonEvaluation
-    | InstallWeights
-    | Rewind
-    | Rescore
-    | SaveUnfinished
-    | Release
-    | Deliver
-    | Discard
-    | Pause
-    | Resume
-    | SetLogLevel
-    | Shutdown
-)
+_OfSamples = Generate | Verify | Evaluate | AbandonEvaluation | Rescore | Deliver | Discard
+_OfFiles = SaveUnfinished | Release
+_OfProcess = InstallWeights | Rewind | Pause | Resume | SetLogLevel | Shutdown
+ToGenerator = _OfSamples | _OfFiles | _OfProcess

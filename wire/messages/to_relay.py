@@ -78,14 +78,6 @@ class Shutdown(Message, frozen=True):
     """End the process; answer with `Goodbye`."""
 
 
-ToRelay = (
-    ServeWeights
-    | ForgetWeights
-    | FetchWeights
-    | CheckWeights
-    | PullFiles
-    | FinishPull
-    | FetchFile
-    | RemoveFiles
-    | Shutdown
-)
+_OfWeights = ServeWeights | ForgetWeights | FetchWeights | CheckWeights
+_OfFiles = PullFiles | FinishPull | FetchFile | RemoveFiles
+ToRelay = _OfWeights | _OfFiles | Shutdown

@@ -40,12 +40,11 @@ def compare_weights(
     `policy_version` is the version that the engine claims to decode with, `expected` the trainer's
     fingerprint of it; `before` is the engine's previous version and its fingerprint.
     """
+    left_out = set(not_compared(expected, found))
     differing = [
         name
         for name, digest in expected.tensors.items()
-        if name in found.tensors
-        and digest.dtype == found.tensors[name].dtype
-        and not digest.agrees_with(found.tensors[name])
+        if name not in left_out and not digest.agrees_with(found.tensors[name])
     ]
     if not differing:
         return None
@@ -105,11 +104,8 @@ def _as_before(
     if before is None:
         return ""
     version, earlier = before
-    same = [
-        name
-        for name in differing
-        if name in earlier.tensors and found.tensors[name].agrees_with(earlier.tensors[name])
-    ]
+    known = [name for name in differing if name in earlier.tensors]
+    same = [name for name in known if found.tensors[name].agrees_with(earlier.tensors[name])]
     if len(same) == len(differing):
         return f". They still have the numbers of version {version}: they were not installed"
     if same:

@@ -80,11 +80,9 @@ class Refusals:
             known.since, known.refused = now, 0
         known.refused += 1
         if known.refused > self._limit.frames:
-            self.cut_off(
-                sender,
-                f"sent {known.refused} frames within {self._limit.seconds:.0f} s that were "
-                f"refused, the last one because: {error}",
-            )
+            count, seconds = known.refused, self._limit.seconds
+            sent = f"sent {count} frames within {seconds:.0f} s that were refused"
+            self.cut_off(sender, f"{sent}, the last one because: {error}")
 
     def cut_off(self, sender: str, why: str) -> None:
         """Drop all further frames of a sender, and report it. Idempotent."""

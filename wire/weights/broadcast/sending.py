@@ -195,14 +195,13 @@ class WeightSender:
                 )
         finally:
             self._note(outcome)
-        logger.info(
-            "version %d, %d bytes, broadcast to %d engine processes in %.2f s: %s",
+        text = "version %d, %d bytes, broadcast to %d engine processes in %.2f s: %s"
+        version, nbytes, seconds = (
             manifest.policy_version,
             manifest.nbytes,
-            len(members),
             time.monotonic() - began,
-            outcome,
         )
+        logger.info(text, version, nbytes, len(members), seconds, outcome)
 
     def _group_of(self, members: list[CheckIn]) -> Group:
         """Return the group of these members, the present one if possible. Raises GroupBroken."""

@@ -238,12 +238,9 @@ class Download:
                     self._sockets.pop(order.parent).socket.close()
                 continue
             if order.parent not in self._sockets:
+                parent, size = self._parents[order.parent], self._held.grid.chunk_bytes
                 self._sockets[order.parent] = ChildSocket(
-                    self._context,
-                    self._name,
-                    self._parents[order.parent],
-                    self._refusals,
-                    self._held.grid.chunk_bytes,
+                    self._context, self._name, parent, self._refusals, size
                 )
             self._sockets[order.parent].send(Ask(self._held.name, order.index, base))
 
