@@ -192,7 +192,7 @@ class Hub(Generic[In]):
         try:
             self.sessions.send(peer, body, time.monotonic())
         except SessionFull as error:
-            self.refusals.cut_off(peer, f"does not take what it is sent: {error}")
+            self.refusals.cut_off(peer, f"does not acknowledge its messages: {error}")
         self._look_after_sessions()
 
     def _look_after_sessions(self) -> None:

@@ -101,7 +101,7 @@ class WeightFetching:
     def arrived(self, relay: RelayWorker, message: from_relay.WeightsHere) -> None:
         """Note that a version is on a node."""
         for name, why in message.left.items():
-            logger.info("%s left %s: %s", relay.name, name, why)
+            logger.info("%s stopped fetching from %s: %s", relay.name, name, why)
         left = set(message.left)
         self._obey(self._routes.arrived(relay.name, message.attempt, message.manifest, left))
 
@@ -130,7 +130,7 @@ class WeightFetching:
                     )
                     self._send(relay, to_relay.FetchWeights(manifest, asked, attempt))
                 case GiveUp(relay, reason):
-                    self._cut_off(relay, f"it does not get the weights: {reason}")
+                    self._cut_off(relay, f"it cannot get the weights: {reason}")
                 case Hopeless(_, reason):
                     raise RunFailed(
                         f"weights do not reach a node of the run, after {2 * MAX_TRIES} tries: "

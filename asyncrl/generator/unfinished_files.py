@@ -58,7 +58,7 @@ class UnfinishedFiles:
         (`copied`). Nothing is saved while an earlier file is unfinished.
         """
         if self._saving is not None and not self._saving.done():
-            logger.warning("%s is not written: an earlier one still is", command.file)
+            logger.warning("%s is not written: an earlier file is still incomplete", command.file)
             return
         self._copied.clear()
         self._first_group = command.first_group

@@ -66,7 +66,7 @@ class FileServer:
             peer, request = await self._hub.receive()
             answer: files.FromServer
             if isinstance(request, files.RemoveFile) and not self._may_remove:
-                answer = files.NotServed(request.number, f"{request.path} is not removed")
+                answer = files.NotServed(request.number, f"this node keeps {request.path}")
             else:
                 answer = await loop.run_in_executor(
                     self._disk, answer_to, self._root, request, dict(self.fetched)
@@ -118,7 +118,7 @@ def _part(root: Path, request: files.ReadFile) -> files.FilePart:
 
 def _removed(root: Path, request: files.RemoveFile) -> files.FileRemoved:
     if not request.path.startswith(UNFINISHED):
-        raise PathRefused(f"{request.path} is not removed")
+        raise PathRefused(f"relays do not remove {request.path}")
     file = open_below(root, request.path)  # so it is a file, behind no link
     try:
         found = os.fstat(file)

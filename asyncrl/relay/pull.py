@@ -305,7 +305,7 @@ class _Node:
             self._puller.pulled_bytes += await self.copying.round()
         except (FileUnavailable, PathRefused, OSError) as error:
             if not self.trouble:
-                logger.warning("files of %s are not copied now: %s", name, error)
+                logger.warning("cannot copy files of %s, trying again: %s", name, error)
             self.trouble = str(error)
             self.copying.connect_again()
             return RETRY_SECONDS

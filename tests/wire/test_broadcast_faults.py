@@ -13,9 +13,9 @@ from broadcast_trainer import CHUNK, SECONDS, holds, read_all, trainer
 
 from asyncrl.wire.weights import reader
 from asyncrl.wire.weights.broadcast import sending
-from asyncrl.wire.weights.layout import ControlCode
 from asyncrl.wire.weights.broadcast.groups import Limits
 from asyncrl.wire.weights.broadcast.store import CheckIn, Refusal
+from asyncrl.wire.weights.layout import ControlCode
 from asyncrl.wire.weights.reader import WeightBuffer
 
 

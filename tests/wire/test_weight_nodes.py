@@ -191,10 +191,10 @@ def test_nobody_answers(cluster: Cluster) -> None:
     cluster.node("dead")
     parent = cluster.parent("a", "dead")
     cluster.nodes["dead"].close()
-    with pytest.raises(WeightsNotReceivedError, match=r"not whole after 1 s .*dead: "):
+    with pytest.raises(WeightsNotReceivedError, match=r"incomplete after 1 s .*dead: "):
         cluster.nodes["a"].fetch(cluster.publish(0), [parent]).result(SECONDS)
     cluster.node("b", Timing(silent_seconds=0.2, stall_seconds=1))
-    with pytest.raises(WeightsNotReceivedError, match=r"nothing came for 1 s .*dead: "):
+    with pytest.raises(WeightsNotReceivedError, match=r"no chunk came for 1 s .*dead: "):
         cluster.nodes["b"].fetch(cluster.publish(1), [parent]).result(SECONDS)
 
 

@@ -58,7 +58,7 @@ def pairs_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Pair]:
     for layer in dict.fromkeys(layer_of(name) for name in given):
         a, b = (None, None) if layer is None else map(given.get, names_of(layer))
         if a is None or b is None:
-            raise WeightsReadError(f"the adapter of {layer or sorted(given)[:3]} is not whole")
+            raise WeightsReadError(f"the adapter of {layer or sorted(given)[:3]} lacks A or B")
         pairs[f"{layer}.weight"] = Pair(a, b)
     return pairs
 

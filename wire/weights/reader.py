@@ -119,7 +119,7 @@ class WeightBuffer:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors by name, valid until the next `read`. Raises WeightsReadError."""
         if self.policy_version is None:
-            raise WeightsReadError("no whole version of the weights has been read")
+            raise WeightsReadError("no complete version of the weights has been read")
         yield from self._tensors
 
     @property

@@ -77,6 +77,6 @@ class Held:
             place[:] = base.chunk(chunk.index)
             delta.apply(place, b"".join(parts))
         if checksum([place.data]) != chunk.checksum:
-            raise FrameRefused(Reason.MALFORMED, f"chunk {chunk.index} has another checksum")
+            raise FrameRefused(Reason.MALFORMED, f"the checksum of chunk {chunk.index} is wrong")
         self.checksums[chunk.index] = chunk.checksum
         self.missing.discard(chunk.index)

@@ -177,10 +177,10 @@ class Receiving:
         if self.done or self.failed:
             return []
         if now - self._began > self._timing.limit_seconds:
-            self._fail(f"not whole after {self._timing.limit_seconds:g} s")
+            self._fail(f"incomplete after {self._timing.limit_seconds:g} s")
             return []
         if now - self._got > self._timing.stall_seconds:
-            self._fail(f"nothing came for {self._timing.stall_seconds:g} s")
+            self._fail(f"no chunk came for {self._timing.stall_seconds:g} s")
             return []
         orders: list[Order | Leave] = []
         for one in (self._own, self._probe.parent if self._probe is not None else self._own):
