@@ -100,8 +100,8 @@ class GeneratorWorker(Worker):
 
     spec: GeneratorSpec
     leave_by: float | None = None
-    """When it is killed if it was ordered to leave (monotonic seconds). Later if the run was paused
-    or had no trainer since."""
+    """Time of its kill after an order to leave (monotonic seconds). Later if the run was paused or
+    had no trainer since."""
     was_overdue: bool = False
     policy_version: int = -1
     slots: int = 0

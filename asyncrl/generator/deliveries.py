@@ -132,8 +132,7 @@ class Deliveries:
                 self._send(held, reward, command)
 
     def _send(self, held: HeldSample, reward: Reward, command: to_generator.Deliver) -> None:
-        step = command.step
-        line = self._trainer.to(command.rank)
+        step, line = command.step, self._trainer.to(command.rank)
         if command.data_address:
             line.move_to(command.data_address)
         value, terms, lineage = reward.value, reward.terms, command.lineage

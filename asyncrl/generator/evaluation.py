@@ -212,9 +212,8 @@ class Evaluation:
 
     async def _report(self, command: to_generator.Evaluate, held: HeldSample) -> None:
         held.close()
-        reward = await held.reward
+        reward, trajectory = await held.reward, held.trajectory
         await self._compared()
-        trajectory = held.trajectory
         is_shown = command.shown_of and reward.verdict != "unscored"
         if self._recorder is not None and is_shown:
             self._recorder.evaluated(held, reward=reward, shown_of=command.shown_of)

@@ -127,9 +127,9 @@ class UserProcess:
             while (frame := take_frame(self._buffer)) is not None:
                 messages.append(self._decoder.decode(frame))
         except FrameRefused as error:
-            raise _refused(error) from error
+            raise refusal(str(error), error.reason) from error
         except ValueError as error:
-            raise _refused(FrameRefused(Reason.TOO_LONG, str(error))) from error
+            raise refusal(str(error), Reason.TOO_LONG) from error
         return messages
 
     def terminate(self) -> None:
@@ -230,15 +230,9 @@ class UserProcess:
         return WorkerLost(how_it_ended(ending))
 
 
-def refusal(text: str) -> WorkerLost:
+def refusal(text: str, reason: Reason = Reason.UNEXPECTED) -> WorkerLost:
     """Return the error of a process that sent a message which no worker sends."""
-    return _refused(FrameRefused(Reason.UNEXPECTED, text))
-
-
-def _refused(error: FrameRefused) -> WorkerLost:
-    return WorkerLost(
-        f"sent a frame that is not a valid answer ({error.reason}: {error}) and was killed"
-    )
+    return WorkerLost(f"sent a frame that is not a valid answer ({reason}: {text}) and was killed")
 
 
 async def _log_output(process: asyncio.subprocess.Process, noun: str) -> None:

@@ -28,7 +28,7 @@ from asyncrl.user_code.supervisor import supervise
 T = TypeVar("T")
 
 _OOM_SCORE_ADJUSTMENT = 500
-"""In -1000 to 1000; processes that the user's code starts inherit it."""
+"""The range is -1000 to 1000; processes that the user's code starts inherit it."""
 
 
 class Channel:

@@ -12,7 +12,10 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepPlan(Message, frozen=True):
-    """The final set of groups that a step trains on: those of one rank of the trainer, if any."""
+    """The groups that a step trains on. Sent once per step, when the set is final.
+
+    Each rank of the trainer receives its own groups, possibly none, and has all of them by then.
+    """
 
     step: int
     groups: tuple[int, ...]

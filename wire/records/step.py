@@ -266,14 +266,13 @@ class StepMetrics(LearnerMetrics, frozen=True):
     """One optimizer step, as the trainer and the controller know it: a line of metrics.jsonl."""
 
     step: int
-    """Index of the step, from 0."""
+    """Index of the step, from 0; `time` is the Unix time of its end, in seconds."""
     time: float
-    """Unix time of its end, in seconds."""
     groups: StepGroups = StepGroups()
     wall_seconds: float = 0.0
     """Training time so far in seconds, including that before a resume."""
     step_seconds: float = 0.0
-    """Time since the previous step ended, in seconds."""
+    """Seconds since the previous step ended."""
     tokens_per_second: Measured = 0.0
     """Response tokens generated per second over the last seconds, all generators together. None:
     lost with a killed controller."""

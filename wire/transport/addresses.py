@@ -49,7 +49,7 @@ class RuntimeDirectory:
         return lock
 
     def restore(self) -> bool:
-        """Return True if it was removed and made again. Raises OSError, FolderNotPrivate."""
+        """Return True if the folder was lost and made again. Raises OSError, FolderNotPrivate."""
         if self._lock is None or (self.path / _LOCK).exists():
             return False
         self.path.mkdir(mode=0o700, exist_ok=True)

@@ -218,11 +218,11 @@ class Episodes:
         recorded: list[IntArray],
     ) -> None:
         session = await self._session(generation, episode)
-        same = min(common(episode.given, actions), len(episode.turns))
-        if same < len(episode.given):
-            await self._go_back(episode, session, same)
+        place = min(common(episode.given, actions), len(episode.turns))
+        if place < len(episode.given):
+            await self._go_back(episode, session, place)
             return
-        action, place = actions[same], same
+        action = actions[place]
         read = episode.context_length(place, len(generation.builder.prompt_tokens))
         episode.given.append(action)  # also if it fails
         result = await self._step(episode, session, place, read)
