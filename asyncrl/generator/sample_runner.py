@@ -209,8 +209,9 @@ class SampleGenerator:
         """Let the environment answer the ended turn; return how the sample ends, if it does."""
         cut_off = None if generation.turn_has_ended(end, self.sampling.max_tokens) else end
         episode = generation.episode
-        is_known = episode is None or not episode.lacks_answers(generation.builder)
-        if cut_off is not None and is_known:
+        if cut_off is not None and (
+            episode is None or not episode.lacks_answers(generation.builder)
+        ):
             return cut_off
         generation.answering = asyncio.create_task(episodes.answer(generation, cut_off))
         try:

@@ -68,7 +68,10 @@ class Held:
                 raise FrameRefused(
                     Reason.PARTS, f"{len(parts)} parts are not a chunk of {len(place)} bytes"
                 )
-            place[:] = np.frombuffer(b"".join(parts), np.uint8)
+            start = 0
+            for part in parts:
+                place[start : start + len(part)] = np.frombuffer(part, np.uint8)
+                start += len(part)
         elif base is None or base.name != chunk.base:
             raise FrameRefused(Reason.UNEXPECTED, f"a delta to version {chunk.base!r}")
         else:
