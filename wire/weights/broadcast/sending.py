@@ -196,11 +196,8 @@ class WeightSender:
         finally:
             self._note(outcome)
         text = "version %d, %d bytes, broadcast to %d engine processes in %.2f s: %s"
-        version, nbytes, seconds = (
-            manifest.policy_version,
-            manifest.nbytes,
-            time.monotonic() - began,
-        )
+        seconds = time.monotonic() - began
+        version, nbytes = manifest.policy_version, manifest.nbytes
         logger.info(text, version, nbytes, len(members), seconds, outcome)
 
     def _group_of(self, members: list[CheckIn]) -> Group:
@@ -252,9 +249,7 @@ class WeightSender:
                     group.begin(own)
                 index = grid.count
         except WeightsReadError as error:
-            logger.info(
-                "the broadcast of version %d ends early: %s", manifest.policy_version, error
-            )
+            logger.info("the broadcast of version %d ends early: %s", version, error)
             last = ControlCode.OVERWRITTEN
         nothing = torch.zeros(1, dtype=torch.int64, device=group.device)
         group.begin(_said(last, version, index, nothing))

@@ -89,9 +89,9 @@ class BroadcastMeeting:
 
     def _is_anyone_missing(self) -> bool:
         known = self._waiting.keys() | self._served
-        return (
-            len(known) < self._expected if self._regulars is None else not self._regulars <= known
-        )
+        if self._regulars is None:
+            return len(known) < self._expected
+        return not self._regulars <= known
 
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,6 @@ _STORE_SECONDS = 10.0
 """Time limit of one call to the store."""
 _POLL_SECONDS = 0.005
 _BACKLOG = 1024
-_UNREACHABLE = "the sender of weights cannot be reached"
 _UNREACHABLE = "the sender of weights cannot be reached"
 
 

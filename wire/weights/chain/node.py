@@ -320,13 +320,13 @@ class WeightNode(ServingThread[NodeFiles]):
         if here is not None:
             future.set_result(Received(here, 0.0, 0, {}))
             return
-        asked, now = (name, tuple(parents)), time.monotonic()
+        asked = name, tuple(parents)
         if self._fetch is not None and self._fetch.asked == asked:
             self._fetch.future.add_done_callback(lambda done: _copy(done, future))
             return
         self._stop(WeightsSupersededError(f"{self.name} fetches version {name} instead"))
         held = self._versions.begin(manifest)
-        base = self._versions.base if deltas else None
+        base, now = self._versions.base if deltas else None, time.monotonic()
         try:
             inlet = Download(self._context, self.name, held, base, parents, self._timing, now)
         except Exception:
