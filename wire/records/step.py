@@ -1,7 +1,7 @@
 """The numbers that leave one process and reach a user: one typed record each.
 
-``` engine ── EngineStats ─► generator ── GeneratorReport ─┐ learner ── LearnerMetrics ─► trainer ──
-StepFinished ──┴─► controller ── StepMetrics ─► everyone ```
+    engine ── EngineStats ─► generator ── GeneratorReport ─┐
+    learner ── LearnerMetrics ─► trainer ── StepFinished ──┴─► controller ── StepMetrics ─► users
 
 An engine fills `EngineStats`, its generator adds its own counts, and the controller adds up the
 reports of all generators. `StepMetrics` is the record of one optimizer step: a line of
