@@ -100,8 +100,8 @@ class GeneratorWorker(Worker):
 
     spec: GeneratorSpec
     leave_by: float | None = None
-    """Time of its kill after an order to leave (monotonic seconds). Later if the run was paused or
-    had no trainer since."""
+    """Time after which it is killed, once it was ordered to leave (monotonic seconds). Extended
+    while the run is paused or lacks a trainer."""
     was_overdue: bool = False
     policy_version: int = -1
     slots: int = 0

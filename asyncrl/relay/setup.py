@@ -171,7 +171,7 @@ REPORT_SECONDS = 1.0
 
 
 class RelayProcess:
-    """Runs the parts, with `reached_at` from bound addresses to those that other nodes use."""
+    """Dispatches commands and reports; `reached_at` maps bound addresses to reachable ones."""
 
     def __init__(
         self,

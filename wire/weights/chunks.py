@@ -69,7 +69,7 @@ def name_of(manifest: WeightManifest) -> str:
 
 
 def trainer_of(manifest: WeightManifest) -> str:
-    """Return the path of a version's files but for their number, which each trainer has alone."""
+    """Return the name of a version's trainer: the path of its files without their number."""
     return manifest.path.rpartition("-")[0]
 
 

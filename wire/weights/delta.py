@@ -52,7 +52,7 @@ def encode(new: Buffer, old: Buffer, word_bytes: int) -> bytes | None:
 
 
 def apply(target: NDArray[np.uint8], body: Buffer) -> None:
-    """Apply a delta to the bytes in `target`. Raises FrameRefused; it may have changed then."""
+    """Apply a delta to the bytes in `target`; they may have changed if it raises FrameRefused."""
     changes = np.frombuffer(body, np.uint8)
     words = _WORDS.get(int(changes[0])) if len(changes) else None
     if words is None or len(target) % 4 or not _apply(np.frombuffer(target, words), changes):
