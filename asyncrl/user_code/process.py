@@ -95,7 +95,7 @@ class UserProcess:
         except TimeoutError as error:
             raise RewardError(
                 f"{program.contents} not loaded within {program.startup_seconds:g} s; check what "
-                "the module does when it is imported, or raise rewards.startup_seconds"
+                "their module does when it is imported, or raise rewards.startup_seconds"
             ) from error
         except WorkerLost as error:
             what = program.contents.rpartition(" ")[0]

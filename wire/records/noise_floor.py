@@ -37,9 +37,13 @@ class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.rejected > self.judged:
-            raise ValueError(f"{self.rejected} rejected tokens, but {self.judged} judged ones")
+            raise ValueError(
+                f"{self.rejected} rejected tokens are more than {self.judged} judged ones"
+            )
         if self.cut_samples > self.samples:
-            raise ValueError(f"{self.cut_samples} cut responses, but {self.samples} samples")
+            raise ValueError(
+                f"{self.cut_samples} cut responses are more than {self.samples} samples"
+            )
 
     def whole_share(self, tokens: int) -> float | None:
         """Return the share of responses of this length that verification keeps whole, 0 to 1.
