@@ -21,9 +21,8 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
-from asyncrl.wire.weights.broadcast.control_codes import Outcome
 from asyncrl.wire.weights.broadcast.sending import WeightSender
-from asyncrl.wire.weights.layout import SHARED_MEMORY, WeightManifest
+from asyncrl.wire.weights.layout import SHARED_MEMORY, Outcome, WeightManifest
 from asyncrl.wire.weights.writer import WeightPublisher
 from benchmarks.harness import table
 from benchmarks.weights_chain import memcpy_seconds, versions

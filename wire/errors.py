@@ -1,19 +1,8 @@
 """Errors of the communication between processes.
 
-WireError                   a socket or shared memory cannot be used
-├── Unreachable             a message was sent to a peer that is not connected
-├── NoReply                 a peer did not answer in time; says what was waited for
-├── FrameRefused            a frame does not fit its socket (`asyncrl.wire.transport.decoding`)
-├── SessionFull             the other end of a session does not acknowledge what it receives
-├── KeyUnusable             a key file is missing, incomplete, or readable by others
-├── AddressTooLong          the path of the socket folder is too long; says which variable to
-    set
-├── FolderNotPrivate        the folder in which processes of a node meet is open to others
-├── PublishError            weights cannot be written to shared memory
-├── GroupBroken             a broadcast stopped: a member has died, or is too slow
-└── WeightsReadError        published weights cannot be read
-    ├── WeightsSupersededError  the trainer overwrote or removed them
-    └── WeightsNotReceivedError they did not arrive from elsewhere in time; says who was asked
+WireError ├── Unreachable, NoReply, SessionFull, KeyUnusable, AddressTooLong, FolderNotPrivate ├──
+FrameRefused (`asyncrl.wire.transport.decoding`) ├── PublishError, GroupBroken └── WeightsReadError
+── WeightsSupersededError, WeightsNotReceivedError
 """
 
 from __future__ import annotations

@@ -28,11 +28,11 @@ from asyncrl.wire.transport.addresses import is_private
 from asyncrl.wire.transport.decoding import FrameDecoder, FrameRefused, Reason
 from asyncrl.wire.transport.keys import HubKeys, LineKeys
 from asyncrl.wire.transport.outbox import MAX_BYTES, Outbox, join, split
-from asyncrl.wire.transport.refusals import Refusals
+from asyncrl.wire.transport.refusals import NO_PASS, Refusals
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _ERROR = FrameRefused(
-    Reason.UNAUTHENTICATED, "its handshake failed: it does not have the run's key, or is no peer"
+    Reason.UNAUTHENTICATED, "its handshake failed: it does not have the run's key, or is not a peer"
 )
 
 
@@ -72,13 +72,11 @@ In = TypeVar("In")
 
 logger = logging.getLogger(__name__)
 
-_NO_PASS = FrameRefused(Reason.UNKNOWN_PEER, "its name and its pass do not belong together")
-
 _HIGH_WATER = 100_000
 """Messages queued per peer before a send fails. The scheduler's bounds stay far below it."""
 HUB_BYTES = 16 << 20
-"""Default for the longest message that a hub accepts. The longest on the control plane lists the
-tensors of a model."""
+"""Longest message that a hub accepts by default. The longest on the control plane lists the tensors
+of a model."""
 LINE_BYTES = 64 << 20
 """Longest message that a hub may send to its peers, which includes whole dataset examples."""
 _CURVE_KEY = 40
@@ -98,8 +96,7 @@ def identify(socket: zmq.Socket[Any], keys: LineKeys) -> None:
 
 def error_of(sending: Awaitable[Any]) -> BaseException | None:
     """Return why a message was not sent. A non-blocking send has ended when it returns."""
-    ended = cast("asyncio.Future[Any]", sending)
-    return ended.exception()
+    return cast("asyncio.Future[Any]", sending).exception()
 
 
 class Hub(Generic[In]):
@@ -149,15 +146,9 @@ class Hub(Generic[In]):
         self._ready: deque[tuple[str, In]] = deque()
         self._outbox = Outbox(self._send_body)
         self._is_relay = is_relay
-        self._sessions = SessionPeers(keys, self.refusals, self._try_to_send)
+        self.sessions = SessionPeers(keys, self.refusals, self._try_to_send)
         self._timer: asyncio.TimerHandle | None = None
         self._unsent: dict[str, float] = {}
-        """Time of the last log line about an unsent message, by peer."""
-
-    @property
-    def sessions(self) -> SessionPeers:
-        """The sessions with peers behind relays."""
-        return self._sessions
 
     @property
     def address(self) -> str:
@@ -183,71 +174,56 @@ class Hub(Generic[In]):
         return True
 
     def send_soon(self, peer: str, message: msgspec.Struct) -> None:
-        """Send to one peer at the end of this turn of the event loop, with what else goes there.
-
-        A message to a peer that is not connected is dropped, and logged.
-        """
+        """Send to one peer at the end of this turn of the event loop; dropped if not connected."""
         self._outbox.add(peer, message)
 
     def _send_body(self, peer: str, body: bytes) -> None:
-        if peer not in self._sessions:
-            self._send_now(peer, body)
-            return
-        if not self._sessions.leaving:
-            asyncio.get_running_loop().call_soon(self._sessions.flush)
-        self._send_in_session(peer, body)
+        if peer in self.sessions:
+            if not self.sessions.leaving:
+                asyncio.get_running_loop().call_soon(self.sessions.flush)
+            self._send_in_session(peer, body)
+        elif (error := self._try_to_send(peer, body)) is not None:
+            now = time.monotonic()
+            if now - self._unsent.get(peer, -_LOG_SECONDS) >= _LOG_SECONDS:
+                self._unsent[peer] = now
+                logger.warning("a message could not be sent to %s: %s", peer, error)
 
     def _send_in_session(self, peer: str, body: bytes) -> None:
         try:
-            self._sessions.send(peer, body, time.monotonic())
+            self.sessions.send(peer, body, time.monotonic())
         except SessionFull as error:
-            self.refusals.cut_off(peer, f"does not take what it is sent: {error}")
+            self.refusals.cut_off(peer, f"does not acknowledge its messages: {error}")
         self._look_after_sessions()
 
     def _look_after_sessions(self) -> None:
-        if self._timer is None and self._sessions.active:
+        if self._timer is None and self.sessions.active:
             self._timer = asyncio.get_running_loop().call_later(_TICK_SECONDS, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
-        self._sessions.tick(time.monotonic())
-        self._sessions.flush()
+        self.sessions.tick(time.monotonic())
+        self.sessions.flush()
         self._look_after_sessions()
 
     def abandon(self, peer: str) -> None:
         """Drop everything that is kept for a peer that is gone for good."""
-        self._sessions.abandon(peer)
+        self.sessions.abandon(peer)
 
     def _try_to_send(self, peer: str, body: bytes) -> BaseException | None:
         """Send a frame; return the error if it was not sent. A session sends it again."""
-        sending = self._socket.send_multipart(
-            [self._keys.identity_of(peer), *split(body)], flags=zmq.NOBLOCK
-        )
-        return error_of(sending)
-
-    def _send_now(self, peer: str, body: bytes) -> None:
-        error = self._try_to_send(peer, body)
-        if error is None:
-            return
-        now = time.monotonic()
-        if now - self._unsent.get(peer, -_LOG_SECONDS) >= _LOG_SECONDS:
-            self._unsent[peer] = now
-            logger.warning("a message could not be sent to %s: %s", peer, error)
+        parts = [self._keys.identity_of(peer), *split(body)]
+        return error_of(self._socket.send_multipart(parts, flags=zmq.NOBLOCK))
 
     async def send(self, peer: str, message: msgspec.Struct | msgspec.Raw) -> None:
-        """Send to one peer. A message that goes to many is encoded once, by its sender (`Raw`).
-
-        Raises Unreachable if no peer of that name is connected.
-        """
+        """Send to one peer, `Raw` if encoded already. Raises Unreachable if it is not connected."""
         self._outbox.flush_peer(peer)
         body = self._encoder.encode(message)
-        if peer in self._sessions:
+        if peer in self.sessions:
             self._send_in_session(peer, body)
-            self._sessions.flush()
+            self.sessions.flush()
         elif (error := self._try_to_send(peer, body)) is not None:
-            raise Unreachable(
-                f"{type(message).__name__} could not be sent to {peer}: {error}"
-            ) from error
+            what = type(message).__name__
+            raise Unreachable(f"{what} could not be sent to {peer}: {error}") from error
 
     def send_to_all(self, peers: Iterable[str], body: msgspec.Raw) -> list[str]:
         """Send to many peers without sessions; return those that are gone or take nothing."""
@@ -281,11 +257,10 @@ class Hub(Generic[In]):
             await asyncio.sleep(0)
 
     async def _receive_frame(self) -> None:
-        """Wait for the next frame, and queue its messages or refuse it."""
         parts = await self._socket.recv_multipart()
         peer = self._keys.name_in(parts[0])
         if peer is None:
-            self.refusals.note("a peer", _NO_PASS)
+            self.refusals.note("a peer", NO_PASS)
         elif self.refusals.is_cut_off(peer):
             self.refusals.drop(peer)
         else:
@@ -305,18 +280,18 @@ class Hub(Generic[In]):
 
     def _receive_bundle(self, relay: str, bundle: bytes) -> None:
         """Queue the messages in a relay's bundle. Raises FrameRefused if it is not a bundle."""
-        for peer, body in self._sessions.take(relay, bundle, time.monotonic()):
+        for peer, body in self.sessions.take(relay, bundle, time.monotonic()):
             try:
                 self._ready.extend((peer, message) for message in self._decoder.decode_all(body))
             except FrameRefused as error:
                 self.refusals.refuse(peer, error)
-        self._sessions.flush()
+        self.sessions.flush()
         self._look_after_sessions()
 
     def close(self) -> None:
         """Close the socket; queued messages are still sent for at most a second."""
         self._outbox.flush()
-        self._sessions.flush()
+        self.sessions.flush()
         if self._timer is not None:
             self._timer.cancel()
         self._handshakes.close()
@@ -366,18 +341,13 @@ class Line(Generic[In]):
         self._address = address
 
     def send_soon(self, message: msgspec.Struct, *, urgent: bool | None = None) -> None:  # noqa: ARG002
-        """Queue a message for the hub at the end of this turn of the event loop, with others.
-
-        `urgent` is used by relays only (`asyncrl.wire.sessions.line`). Raises Unreachable if the
-        queue was full when earlier messages were sent.
-        """
+        """Queue a message; `urgent` is for relays. Raises Unreachable if the queue was full."""
         if self._full is not None:
             raise self._full
         self._outbox.add(self._address, message)
 
     def _send_body(self, _peer: str, body: bytes) -> None:
-        sending = self._socket.send_multipart(split(body), flags=zmq.NOBLOCK)
-        error = error_of(sending)
+        error = error_of(self._socket.send_multipart(split(body), flags=zmq.NOBLOCK))
         if error is not None:
             self._full = Unreachable(f"messages could not be queued for {self._address}: {error}")
 
@@ -385,9 +355,7 @@ class Line(Generic[In]):
         """Queue a message for the hub. Raises Unreachable if the queue is full."""
         self._outbox.flush()
         try:
-            await self._socket.send_multipart(
-                split(self._encoder.encode(message)), flags=zmq.NOBLOCK
-            )
+            await self._socket.send_multipart(split(self._encoder.encode(message)), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             raise Unreachable(
                 f"{type(message).__name__} could not be queued for {self._address}: "
@@ -406,10 +374,7 @@ class Line(Generic[In]):
         return self._ready.popleft()
 
     async def receive_within(self, seconds: float, *, what: str) -> In:
-        """Wait for the next message, at most this long.
-
-        Raises NoReply if nothing came; the message names what was waited for.
-        """
+        """Wait for the next message, at most this long. Raises NoReply, which names `what`."""
         try:
             async with asyncio.timeout(seconds):
                 return await self.receive()

@@ -31,12 +31,17 @@ from asyncrl.monitoring.terminal.run_view import RunView
 from asyncrl.scheduler.scheduler import Scheduler
 from asyncrl.scheduler.view import SchedulerView
 from asyncrl.wire.messages.from_trainer import StepFinished
-from asyncrl.wire.records.environment_counts import EnvironmentCounts
 from asyncrl.wire.records.evaluations import EvaluationRecord, accuracy_of
 from asyncrl.wire.records.noise_floor import NoiseFloor
-from asyncrl.wire.records.on_policy import OnPolicySteps
 from asyncrl.wire.records.reward_counts import RewardCounts
-from asyncrl.wire.records.step import IdleShares, RunResult, StepMetrics, TokenCounts
+from asyncrl.wire.records.step import (
+    EnvironmentCounts,
+    IdleShares,
+    OnPolicySteps,
+    RunResult,
+    StepMetrics,
+    TokenCounts,
+)
 from asyncrl.wire.records.wrong_policy import WrongPolicy
 
 

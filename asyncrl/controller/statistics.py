@@ -13,15 +13,16 @@ from asyncrl.environments.protocol import LABEL
 from asyncrl.monitoring.records.group_account import totals_of
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.scheduler.view import SchedulerView
-from asyncrl.wire.records.on_policy import OnPolicySteps, is_on_policy
 from asyncrl.wire.records.reward_counts import RewardCounts
 from asyncrl.wire.records.step import (
     EngineStats,
     GroupTotals,
+    OnPolicySteps,
     StalenessMetrics,
     StepGroups,
     StepMetrics,
     TokenCounts,
+    is_on_policy,
 )
 
 

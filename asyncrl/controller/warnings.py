@@ -9,8 +9,8 @@ import math
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.engine.config import MAX_TOP_K_LOGPROBS
-from asyncrl.generator.deadlines import deadline_warning
 from asyncrl.generator.lenient_reuse import lenient_warning
+from asyncrl.generator.sample_table import deadline_warning
 from asyncrl.wire.records.noise_floor import NoiseFloor
 from asyncrl.wire.records.step import TokenCounts
 

@@ -15,11 +15,7 @@ of them, and not the whole limit."""
 
 
 class ConditionWait:
-    """Condition variable of the phases of a run. The loops of the controller notify it.
-
-    Conditions are plain functions of the controller's state, re-evaluated after every `notify`, so
-    nothing polls.
-    """
+    """Condition variable of a run's phases, which evaluate their conditions after each `notify`."""
 
     def __init__(self) -> None:
         self.stop_requested = False

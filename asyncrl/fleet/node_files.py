@@ -3,7 +3,7 @@
     relays that are ready ──► one that sees the run's folder copies the files of those that do not
     a file that moves     ──► `bring`: the relay of a node fetches it
 
-Nothing here waits for a disk, and the run waits for no copy but the last one, for a limited time.
+The run waits for no copy but the last one, for a limited time.
 """
 
 from __future__ import annotations
@@ -74,22 +74,18 @@ class NodeFiles:
         """Copy everything that is left, at most this long, after all processes but relays ended.
 
         Other messages that arrive stay in the hub. Then the nodes' folders are removed. Returns a
-        message about what was not copied; empty if all was.
+        message about files that were not copied; empty if all were.
         """
         copier, sources = self._told
         if not self._seen or seconds <= 0:
             return ""
-        left = {
-            source.server.name: "it has no relay now"
-            for source in self._seen.values()
-            if source not in sources
-        }
+        gone = [source for source in self._seen.values() if source not in sources]
+        left = {source.server.name: "its node has no relay" for source in gone}
         if sources:
             self._send(copier, to_relay.FinishPull(seconds))
             finished = await _wait_for_the_end(hub, seconds + 5.0)
-            if finished is None:
-                finished = {one.server.name: f"{copier} did not answer" for one in sources}
-            left |= finished
+            silent = {one.server.name: f"{copier} did not answer" for one in sources}
+            left |= silent if finished is None else finished
         for source in sources:
             if source.server.name not in left:
                 self._send(source.server.name, to_relay.RemoveFiles())
@@ -97,8 +93,8 @@ class NodeFiles:
             return ""
         listed = "; ".join(f"{name}: {why}" for name, why in sorted(left.items()))
         return (
-            f"not all files of these nodes were copied to {self._run} ({listed}). What is missing "
-            "is on those nodes, in asyncrl-RUN-ID of the folder of temporary files"
+            f"not all files of these nodes were copied to {self._run} ({listed}). The rest is "
+            "still on those nodes, in asyncrl-RUN-ID of the folder of temporary files"
         )
 
     async def bring(self, path: str, *, to: str | None, of: str | None = None) -> str:
@@ -114,8 +110,7 @@ class NodeFiles:
         having = [one for one in ([theirs] if theirs else []) + homes if one is not target]
         if target is None or not having:
             return "" if target is not None and _sees_the_run(target) else "its node has no relay"
-        self._attempt += 1
-        attempt = self._attempt
+        attempt = self._attempt = self._attempt + 1
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._attempts[attempt] = answer
         # A separate name: a second connection of the same name would end the first, which copies.
@@ -137,10 +132,9 @@ class NodeFiles:
         return [reason for reason in await asyncio.gather(*wanted) if reason]
 
     async def share(self, file: str, generator: str) -> None:
-        """Bring a generator's file to the run's folder and to all nodes that do not see that.
+        """Bring a generator's file, absolute and in the run's folder, there and to all other nodes.
 
-        `file` is absolute, in the run's folder. If it cannot be brought, samples are generated
-        again.
+        If it cannot be brought, samples are generated again.
         """
         if not self._seen:
             return

@@ -85,11 +85,8 @@ class WeightFetching:
     def note_relays(self, nodes: set[str | None]) -> set[str]:
         """Find relays that are ready or lost; return the nodes of lost ones that need weights."""
         ready = {node: one for node, one in self._relays.by_node().items() if node in nodes}
-        lost = {
-            node
-            for node, name in self._ready.items()
-            if node not in ready or ready[node].name != name
-        }
+        names = {node: one.name for node, one in ready.items()}
+        lost = {node for node, name in self._ready.items() if names.get(node) != name}
         for node in lost:
             del self._ready[node]
             self._routes.relay_lost(node)
@@ -104,20 +101,16 @@ class WeightFetching:
     def arrived(self, relay: RelayWorker, message: from_relay.WeightsHere) -> None:
         """Note that a version is on a node."""
         for name, why in message.left.items():
-            logger.info("%s left %s: %s", relay.name, name, why)
-        self._obey(
-            self._routes.arrived(relay.name, message.attempt, message.manifest, set(message.left))
-        )
+            logger.info("%s stopped fetching from %s: %s", relay.name, name, why)
+        left = set(message.left)
+        self._obey(self._routes.arrived(relay.name, message.attempt, message.manifest, left))
 
     def failed(self, relay: RelayWorker, message: from_relay.WeightsFailed) -> None:
         """Note that a relay cannot serve or fetch a version."""
         level = logging.INFO if message.superseded else logging.WARNING
         logger.log(level, "%s: %s", relay.name, message.reason)
-        self._obey(
-            self._routes.failed(
-                relay.name, message.attempt, message.reason, superseded=message.superseded
-            )
-        )
+        reason, superseded = message.reason, message.superseded
+        self._obey(self._routes.failed(relay.name, message.attempt, reason, superseded=superseded))
 
     def again(self) -> None:
         """Retry after some time."""
@@ -137,7 +130,7 @@ class WeightFetching:
                     )
                     self._send(relay, to_relay.FetchWeights(manifest, asked, attempt))
                 case GiveUp(relay, reason):
-                    self._cut_off(relay, f"it does not get the weights: {reason}")
+                    self._cut_off(relay, f"it cannot get the weights: {reason}")
                 case Hopeless(_, reason):
                     raise RunFailed(
                         f"weights do not reach a node of the run, after {2 * MAX_TRIES} tries: "
@@ -206,10 +199,7 @@ class Installations:
         rebuild_kv: bool = False,
         verify: tuple[Verify, ...] = (),
     ) -> None:
-        """Make a generator install this version or a newer one. Ignored while there is no trainer.
-
-        A waiting request of the same generator is joined with this one.
-        """
+        """Make a generator install this version or a newer one, unless there is no trainer."""
         trainer = self._trainer
         if trainer is None:
             return
@@ -246,11 +236,8 @@ class Installations:
             self._tell(request, self._trainer.offered)
             return False
         else:
-            logger.warning(
-                "version %d did not reach %s by broadcast: relays fetch it",
-                request.told.policy_version,
-                worker.name,
-            )
+            text = "version %d did not reach %s by broadcast, so relays fetch it"
+            logger.warning(text, request.told.policy_version, worker.name)
         self._ask_for(request, request.told)
         request.told = None
         if self._trainer is not None:
@@ -270,7 +257,6 @@ class Installations:
 
     @property
     def _relays_fetch(self) -> bool:
-        """True if relays fetch: broadcasts are fetched only for generators that missed them."""
         if self._trainer is None or self._trainer.offered.broadcast is None:
             return True
         return any(one.told is None for one in self._requests.values())
@@ -345,10 +331,8 @@ class Installations:
 
     def _tell(self, request: _Request, weights: WeightManifest) -> None:
         request.told = weights
-        self.send(
-            request.worker.name,
-            InstallWeights(weights, request.rebuild_kv, request.lineage, request.verify),
-        )
+        message = InstallWeights(weights, request.rebuild_kv, request.lineage, request.verify)
+        self.send(request.worker.name, message)
 
     def _ask_for(self, request: _Request, told: WeightManifest) -> None:
         """Handle an unreadable file: unless another has replaced it, ask the relay for it."""

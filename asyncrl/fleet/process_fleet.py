@@ -110,7 +110,7 @@ class Fleet:
         return sorted(found, key=lambda one: one.index)
 
     def free_indices(self, count: int) -> list[int]:
-        """The lowest indices that no living generator has."""
+        """Return the lowest indices that no living generator has."""
         taken = {one.index for one in self.every_generator if not one.is_gone}
         return [index for index in range(len(taken) + count) if index not in taken][:count]
 
@@ -192,10 +192,7 @@ class Fleet:
         rebuild_kv: bool = False,
         verify: tuple[to_generator.Verify, ...] = (),
     ) -> None:
-        """Make a generator install this version or a newer one, as soon as it is on its node.
-
-        Ignored while there is no trainer.
-        """
+        """Make a generator install this version or a newer one; ignored without a trainer."""
         self.installations.note(self.trainer, self.lineage)
         self.installations.install(
             self._generators[generator], version, rebuild_kv=rebuild_kv, verify=verify
@@ -208,7 +205,7 @@ class Fleet:
         self.installations.look(self.trainer, self.lineage, nodes)
 
     def generators(self) -> list[GeneratorWorker]:
-        """Generators that can take work now."""
+        """Return the generators that can take work now."""
         return [worker for worker in self.every_generator if worker.state == "ready"]
 
     @property
@@ -237,7 +234,7 @@ class Fleet:
         return worker is not None and worker.is_ready and not worker.is_gone
 
     def unready(self) -> str:
-        """Names of the living processes that cannot take work yet."""
+        """Return the names of the living processes that cannot take work yet."""
         return ", ".join(worker.name for worker in self.alive if not worker.is_ready)
 
     def what_starts(self) -> str:
@@ -245,11 +242,11 @@ class Fleet:
         return what_starts(self.alive)
 
     def everyone(self) -> Iterable[TrainerRank | GeneratorWorker]:
-        """All trainers and generators that were ever started, lost ones included."""
+        """Return all trainers and generators that were ever started, lost ones included."""
         return self._workers.values()
 
     def metrics_targets(self) -> dict[str, Target]:
-        """Metrics endpoint of each process."""
+        """Return the metrics endpoint of each process."""
         return {
             worker.name: Target(worker.metrics_port, worker.handle.address)
             for worker in [*self.alive, *self.relays.alive]
@@ -272,7 +269,7 @@ class Fleet:
         return [] if self._ending else self.relays.start_missing(nodes)
 
     def deaths(self, *, is_held: bool = False) -> list[tuple[Worker, str]]:
-        """Processes that died since the last call, each once, and how. Kills silent ones.
+        """Return processes that died since the last call, each once, and how. Kills silent ones.
 
         Time in which this was not called does not count as silence. None after `kill_all`. With
         `is_held` the run is paused or has no trainer, so leaving generators cannot finish or
@@ -295,20 +292,14 @@ class Fleet:
                 self._hub.abandon(worker.name)
                 found.append((worker, reason))
                 self.relays.note_lost(worker)
-        if any(worker.is_gone for worker in self.ranks):
-            self._end_trainer()
+        if any(worker.is_gone for worker in self.ranks):  # the others are killed, and not reported
+            for rank in [one for one in self.ranks if not one.is_gone]:
+                rank.is_gone = True
+                rank.handle.end(by_force=True)
+                self._hub.abandon(rank.name)
         return found
 
-    def _end_trainer(self) -> None:
-        """Kill the ranks of a trainer that has lost one. They are not reported as well."""
-        for worker in self.ranks:
-            if not worker.is_gone:
-                worker.is_gone = True
-                worker.handle.end(by_force=True)
-                self._hub.abandon(worker.name)
-
     def _forgive(self, now: float, missed: float, *, is_held: bool) -> None:
-        """Do not count the time since the last call as silence or delay, if it was neither."""
         if missed > _LATE_SECONDS:
             # The controller was suspended (Ctrl-Z) or blocked (a slow disk): it could not receive
             # anything; that is not the silence of others.
@@ -320,22 +311,16 @@ class Fleet:
                     one.leave_by += missed
 
     def without_room(self) -> list[GeneratorWorker]:
-        """Generators without a node for a while, each once."""
+        """Return generators without a node for a while, each once."""
         late = time.monotonic() - _ROOM_SECONDS
-        found = [
-            one
-            for one in self.ordered
-            if one.waits_for_room and one.started < late and not one.is_said_to_wait
-        ]
+        waiting = [one for one in self.ordered if one.waits_for_room and one.started < late]
+        found = [one for one in waiting if not one.is_said_to_wait]
         for worker in found:
             worker.is_said_to_wait = True
         return found
 
     def restart(self, lost: GeneratorWorker) -> str | None:
-        """Start a generator in place of a lost one and return its name.
-
-        None if the run ends or `launcher.max_restarts` are used up.
-        """
+        """Start a generator in place of a lost one; return its name, None if not allowed."""
         if not self._may_replace(with_machine=lost.handle.lost_with_machine):
             return None
         base = lost.name.split(".")[0]

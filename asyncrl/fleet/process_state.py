@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Iterable, Sequence
@@ -99,15 +100,13 @@ class GeneratorWorker(Worker):
 
     spec: GeneratorSpec
     leave_by: float | None = None
-    """When it is killed if it was ordered to leave (monotonic seconds). Later if the run was paused
-    or had no trainer since."""
+    """Time after which it is killed, once it was ordered to leave (monotonic seconds). Extended
+    while the run is paused or lacks a trainer."""
     was_overdue: bool = False
     policy_version: int = -1
-    """Version of its weights; -1 if unknown."""
     slots: int = 0
     report: from_generator.GeneratorReport | None = None
     reported: float = 0.0
-    """Time of its last report, in monotonic seconds."""
 
     @property
     def index(self) -> int:
@@ -149,11 +148,8 @@ class RelayWorker(Worker):
 
 def what_starts(workers: Iterable[Worker]) -> str:
     """Describe the processes that are not ready, and what each logged last."""
-    logged = [
-        f"{one.name} (its log ends with: {one.handle.log_tail(1)})"
-        for one in workers
-        if not one.is_ready
-    ]
+    starting = (one for one in workers if not one.is_ready)
+    logged = [f"{one.name} (its log ends with: {one.handle.log_tail(1)})" for one in starting]
     return f"{', '.join(logged)} to become ready (launcher.startup_seconds)"
 
 
@@ -176,7 +172,7 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
         worker.was_overdue = True
         return (
             f"did not leave within {limits.leave_seconds:.0f} s (launcher.leave_seconds) and was "
-            "killed; what it had is generated again"
+            "killed; its samples are generated again"
         )
     if worker.waits_for_room:
         worker.has_waited = True
@@ -222,9 +218,8 @@ def _without_room(worker: Worker, now: float, limits: LauncherConfig) -> str | N
 
 
 def _how_it_ended(code: int) -> str:
-    if code < 0:
-        try:
-            return f"was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"was killed by signal {-code}"
-    return f"ended with exit code {code}"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"

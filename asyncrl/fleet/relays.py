@@ -19,7 +19,6 @@ from asyncrl.launch.interface import Launcher
 from asyncrl.wire import RunKey
 
 _PAUSE_SECONDS = 1.0
-"""Shortest time between two starts of a relay on one node."""
 _NOT_READY_SECONDS = 5.0
 """The same if the last one was never ready: its node may be gone, which is soon known."""
 
@@ -44,7 +43,6 @@ class Relays:
         self._of_nodes: dict[str, list[RelayWorker]] = {}
         """All relays that each node ever had, the current one last."""
         self._started: dict[str, float] = {}
-        """When the last relay of each node was started (monotonic seconds)."""
         self._restarts: dict[str, int] = {}
 
     @property
@@ -67,11 +65,11 @@ class Relays:
         return workers[-1] if workers and not workers[-1].is_gone else None
 
     def names_on(self, node: str) -> list[str]:
-        """Names of all relays that a node ever had."""
+        """Return the names of all relays that a node ever had."""
         return [worker.name for worker in self._of_nodes.get(node, ())]
 
     def by_node(self) -> dict[str, RelayWorker]:
-        """The relay of each node that has a ready one."""
+        """Return the relay of each node that has a ready one."""
         found = {node: workers[-1] for node, workers in self._of_nodes.items()}
         return {node: one for node, one in found.items() if one.state == "ready"}
 
@@ -109,7 +107,7 @@ class Relays:
             if sum(self._restarts.values()) >= limit:
                 raise RunFailed(
                     f"{lost.name} was lost, and {self.config.cluster_key}.max_relay_restarts "
-                    f"({limit}) does not allow another; its last words:\n{lost.handle.log_tail()}"
+                    f"({limit}) allows no other; its log ends with:\n{lost.handle.log_tail()}"
                 )
             self._restarts[node] = self._restarts.get(node, 0) + 1
             name = f"{name}.{len(earlier)}"

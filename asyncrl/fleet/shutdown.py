@@ -74,12 +74,12 @@ def raise_if_late(killed: Mapping[str, float], left: str) -> None:
     """Raise WaitTimeout if processes had to be killed, or files were left on other nodes."""
     said = [left] if left else []
     if killed:
-        said.insert(
-            0,
+        late = (
             f"{', '.join(killed)} did not end within {max(killed.values()):.0f} s and were "
-            "killed (the limit is {STOP_SECONDS:g} s, the trainer's more by twice "
-            "launcher.checkpoint_seconds)",
+            f"killed (the limit is {STOP_SECONDS:g} s, for the trainer twice "
+            "launcher.checkpoint_seconds more)"
         )
+        said = [late, *said]
     if said:
         raise WaitTimeout(". ".join(said))
 
@@ -88,10 +88,7 @@ def raise_if_late(killed: Mapping[str, float], left: str) -> None:
 async def attended(
     hub: Hub[Any], relays: Relays, is_over: Callable[[], bool], workers: Sequence[Worker]
 ) -> AsyncIterator[None]:
-    """Receive ending processes' messages in the block, and replace the relays that they use.
-
-    `is_over` returns True when no process may be started any more.
-    """
+    """Receive ending processes' messages, and replace their relays until `is_over` is True."""
 
     async def attend() -> None:
         async with asyncio.TaskGroup() as tasks:

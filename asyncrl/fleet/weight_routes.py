@@ -89,7 +89,6 @@ class _Node:
     here: WeightManifest | None = None
     """Manifest of the newest complete file on it."""
     version: str = ""
-    """Name of that version (`asyncrl.wire.weights.chunks.name_of`)."""
     fetching: str = ""
     attempt: int = -1
     waits: bool = False
@@ -109,13 +108,11 @@ class WeightRoutes:
     _attempts: int = 0
 
     def manifest_at(self, node: str) -> WeightManifest | None:
-        """The current trainer's newest weights that processes of a node can read, if any."""
+        """Return the current trainer's newest weights that processes of a node can read, if any."""
         if self._newest is None or node == self._home:
             return self._newest
         one = self._nodes.get(node)
-        if one is None or one.here is None or not one.version:
-            return None
-        return one.here
+        return one.here if one is not None and one.version else None
 
     def relay_ready(self, node: str, relay: RelayPlace) -> list[Order]:
         """Note a node's relay, a first one or a replacement."""
@@ -194,11 +191,8 @@ class WeightRoutes:
         return orders
 
     def _asked(self, relay: str, attempt: int) -> str | None:
-        """Return the node whose relay got this order last."""
-        for node, one in self._nodes.items():
-            if (one.relay.name, one.attempt) == (relay, attempt):
-                return node
-        return None
+        asked = ((node, (one.relay.name, one.attempt)) for node, one in self._nodes.items())
+        return next((node for node, order in asked if order == (relay, attempt)), None)
 
     def _drop_all(self) -> None:
         for one in self._nodes.values():
@@ -212,7 +206,6 @@ class WeightRoutes:
         return [Serve(home.relay.name, self._newest, home.attempt)]
 
     def _fetch_all(self) -> list[Order]:
-        """Each node asks those before it in the row."""
         orders: list[Order] = []
         for node in self._row:
             if node in self._nodes:
@@ -231,7 +224,7 @@ class WeightRoutes:
         return [Fetch(one.relay.name, self._newest, parents, one.attempt)]
 
     def _parents(self, node: str) -> tuple[tuple[str, str], ...]:
-        """Nodes that have the newest version, nearest first; then the source.
+        """Return nodes that have the newest version, nearest first; then the source.
 
         Nodes before this one may also be fetching it: no two nodes wait for each other.
         """

@@ -112,10 +112,7 @@ def slots_of(state: GeneratorState) -> dict[str, int]:
 
 
 class Activity:
-    """Records a generator's timeline and slot-seconds. Used from one event loop.
-
-    The timeline's owner flushes and closes it.
-    """
+    """Records a generator's timeline, which its owner closes, and slot-seconds. Not thread-safe."""
 
     def __init__(
         self, timeline: Timeline, metrics: GeneratorMetrics, slots_file: Path | None = None

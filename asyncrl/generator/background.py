@@ -10,10 +10,7 @@ logger = logging.getLogger("asyncrl.generator")
 
 
 class BackgroundTasks:
-    """Tasks that run beside a process's loops. If one fails, the process ends with its error.
-
-    Errors after that, or after `end`, are ignored: they follow from closing what tasks use.
-    """
+    """Tasks beside a process's loops. The first error of one, before `end`, ends the process."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()

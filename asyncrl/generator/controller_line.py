@@ -23,11 +23,7 @@ class ControllerLine:
     async def send(
         self, message: from_generator.FromGenerator, *, urgent: bool | None = None
     ) -> None:
-        """Queue a message; those of one event loop iteration travel together.
-
-        `urgent`: a device waits for it; by default decided by its type
-        (`asyncrl.wire.sessions.end`). Raises Unreachable if the queue is full.
-        """
+        """Queue a message, by default urgent by its type. Raises Unreachable if too many wait."""
         self.line.send_soon(message, urgent=urgent)
 
     async def receive(self) -> to_generator.ToGenerator:
@@ -37,8 +33,5 @@ class ControllerLine:
     async def report_failed_sample(self, sample: SampleId, error: Exception) -> None:
         """Report and log why a sample cannot be generated or rewarded."""
         logger.error("sample %s failed: %s", sample, error)
-        await self.send(
-            from_generator.SampleFailed(
-                self.generator, sample, str(error), user_error=isinstance(error, UserError)
-            )
-        )
+        by_user = isinstance(error, UserError)
+        await self.send(from_generator.SampleFailed(self.generator, sample, str(error), by_user))

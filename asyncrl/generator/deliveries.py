@@ -59,8 +59,8 @@ class _Unacknowledged:
     rank: int
     times: int = 1
     patience: float = field(default_factory=lambda: RESEND_SECONDS)
-    """Seconds until it is resent, doubled each time: the socket keeps what it cannot send, so
-    messages to a trainer that does not read take memory."""
+    """Seconds until it is resent, doubled each time: the socket keeps messages that it cannot send,
+    so those to a trainer that does not read take memory."""
 
 
 class Deliveries:
@@ -117,7 +117,7 @@ class Deliveries:
             held = self._held.get(sample)
             try:
                 if held is None:
-                    raise AsyncrlError("this generator does not hold it; was it discarded?")
+                    raise AsyncrlError("this generator does not hold the sample")
                 ready.append((held, await held.reward))
             except AsyncrlError as error:
                 if command.lineage >= self._lineage:
@@ -132,16 +132,12 @@ class Deliveries:
                 self._send(held, reward, command)
 
     def _send(self, held: HeldSample, reward: Reward, command: to_generator.Deliver) -> None:
-        step = command.step
-        line = self._trainer.to(command.rank)
+        step, line = command.step, self._trainer.to(command.rank)
         if command.data_address:
             line.move_to(command.data_address)
+        value, terms, lineage = reward.value, reward.terms, command.lineage
         delivery = encode_trajectory(
-            held.trajectory,
-            reward=reward.value,
-            step=step,
-            terms=reward.terms,
-            lineage=command.lineage,
+            held.trajectory, reward=value, step=step, terms=terms, lineage=lineage
         )
         now = time.monotonic()
         self._unacknowledged[held.trajectory.id] = _Unacknowledged(delivery, now, now, command.rank)
@@ -166,7 +162,13 @@ class Deliveries:
                         self._send_again(waiting)
                     else:
                         await self._acknowledged(answer.sample, waiting)
-            self._resend()
+            now = time.monotonic()
+            for sample, late in self._unacknowledged.items():
+                if now - late.sent > late.patience:
+                    text = "the trainer did not acknowledge sample %s; sending it again"
+                    logger.warning(text, sample)
+                    late.patience *= 2
+                    self._send_again(late)
 
     async def _acknowledged(self, sample: SampleId, waiting: _Unacknowledged) -> None:
         del self._unacknowledged[sample]
@@ -178,16 +180,6 @@ class Deliveries:
             from_generator.SampleDelivered(self._controller.generator, sample),
             urgent=not self._unacknowledged,  # a step may wait for it
         )
-
-    def _resend(self) -> None:
-        now = time.monotonic()
-        for sample, waiting in self._unacknowledged.items():
-            if now - waiting.sent > waiting.patience:
-                logger.warning(
-                    "the trainer did not acknowledge sample %s; sending it again", sample
-                )
-                waiting.patience *= 2
-                self._send_again(waiting)
 
     def _send_again(self, waiting: _Unacknowledged) -> None:
         waiting.sent = time.monotonic()

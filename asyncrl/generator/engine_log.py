@@ -1,7 +1,7 @@
 """The log of a generator's engine, `RUN/engine/NAME.jsonl`: one line per report.
 
-The simulator fits its cost model to these lines (docs/modes.md). Counters grow within one
-process; those of a replaced generator restart at 0.
+The simulator fits its cost model to these lines (docs/modes.md). Counters grow within one process;
+those of a replaced generator restart at 0.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ class EngineLog:
     def append(self, report: GeneratorReport) -> None:
         """Write a line with the counters of this report."""
         now = time.time()  # noqa: TID251 - for its record
-        self._writer.append(
-            [EngineRecord(now, report.engine, report.rewards_waiting, self._lengths)]
-        )
+        record = EngineRecord(now, report.engine, report.rewards_waiting, self._lengths)
+        self._writer.append([record])
         self._lengths = []
 
     def close(self) -> None:

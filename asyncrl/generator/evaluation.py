@@ -69,13 +69,11 @@ class Evaluation:
         self._changed = asyncio.Event()
         self._held_seconds = 0.0
         self._holding_since: float | None = None
-        """Monotonic seconds."""
 
     @property
     def running(self) -> int:
         """Held-out samples in generation or being scored, without waiting ones."""
-        waiting = sum(one.generation is None for one in self._fixed)
-        return len(self._tasks) - waiting
+        return len(self._tasks) - sum(one.generation is None for one in self._fixed)
 
     @property
     def in_generation(self) -> list[SampleGeneration]:
@@ -103,11 +101,9 @@ class Evaluation:
 
     async def abandon(self, round_number: int | None = None) -> None:
         """Forget every unreported held-out sample, or those of one round."""
-        tasks = (
-            list(self._tasks)
-            if round_number is None
-            else [one.task for one in self._fixed if one.round == round_number and one.task]
-        )
+        tasks = list(self._tasks)
+        if round_number is not None:
+            tasks = [one.task for one in self._fixed if one.round == round_number and one.task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -121,11 +117,9 @@ class Evaluation:
             target, generation = one.fixed.policy_version, one.generation
             if target < version:
                 await self._miss(one, f"installed version {version} without {target} before it")
-            elif (
-                target == version
-                and generation is not None
-                and generation.request_verification(one.fixed.verify_seed, version)
-            ):
+                continue
+            seed = one.fixed.verify_seed
+            if target == version and generation and generation.request_verification(seed, version):
                 self._generator.interrupt(generation)
 
     async def finish_before(self, version: int, is_paused: Callable[[], bool]) -> None:
@@ -159,19 +153,17 @@ class Evaluation:
         return [one for one in self._fixed if one.fixed.policy_version == present]
 
     async def _miss(self, one: _HeldOut, reason: str) -> None:
-        """Give up the samples of this one's round, and report that once."""
-        name = self._controller.generator
-        await self._controller.send(
-            from_generator.EvaluationMissed(name, one.round, f"{name} {reason}")
-        )
+        await self._report_missed(one.round, reason)
         await self.abandon(one.round)
 
+    async def _report_missed(self, round_number: int, reason: str) -> None:
+        name = self._controller.generator
+        missed = from_generator.EvaluationMissed(name, round_number, f"{name} {reason}")
+        await self._controller.send(missed)
+
     async def _evaluate(self, command: to_generator.Evaluate) -> None:
-        """Generate a held-out sample and report its reward. Raises AsyncrlError or EngineError."""
-        held = await self._generator.generate(
-            SampleGeneration(_id(command), command.prompt, command.seed, purpose="eval")
-        )
-        await self._report(command, held)
+        sample = SampleGeneration(_id(command), command.prompt, command.seed, purpose="eval")
+        await self._report(command, await self._generator.generate(sample))
 
     async def _evaluate_fixed(self, command: to_generator.Evaluate, one: _HeldOut) -> None:
         target = one.fixed.policy_version
@@ -179,20 +171,12 @@ class Evaluation:
             await self._is_installed(target)
         ahead = target - self._version()
         if ahead < 0:  # the command came too late
-            name = self._controller.generator
-            reason = f"{name} has installed version {self._version()} after {target}"
-            await self._controller.send(
-                from_generator.EvaluationMissed(name, command.round, reason)
+            await self._report_missed(
+                command.round, f"has installed version {self._version()} after {target}"
             )
             return
-        first = SampleGeneration(
-            _id(command),
-            command.prompt,
-            command.seed,
-            priority=ahead,
-            purpose="eval",
-            order=AFTER_DUE,
-        )
+        sample = _id(command), command.prompt, command.seed
+        first = SampleGeneration(*sample, priority=ahead, purpose="eval", order=AFTER_DUE)
         held = await self._generate(one, first)
         while held.trajectory.oldest_version < target:
             try:
@@ -228,9 +212,8 @@ class Evaluation:
 
     async def _report(self, command: to_generator.Evaluate, held: HeldSample) -> None:
         held.close()
-        reward = await held.reward
+        reward, trajectory = await held.reward, held.trajectory
         await self._compared()
-        trajectory = held.trajectory
         is_shown = command.shown_of and reward.verdict != "unscored"
         if self._recorder is not None and is_shown:
             self._recorder.evaluated(held, reward=reward, shown_of=command.shown_of)

@@ -154,6 +154,5 @@ def _compared(kept: KeptTokens, verdict: TokenChunk) -> NoiseFloor:
 
 
 def _hash(*parts: object) -> int:
-    """63-bit hash, used as a seed of nothing else."""
     text = ":".join(str(part) for part in ("noise floor", *parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -31,7 +31,6 @@ from asyncrl.engine.protocol import Engine, SamplingParams, ScoreRequest
 from asyncrl.generator.activity import GeneratorState
 from asyncrl.generator.background import BackgroundTasks
 from asyncrl.generator.controller_line import ControllerLine
-from asyncrl.generator.deadlines import Deadlines
 from asyncrl.generator.deliveries import Deliveries, TrainerLines
 from asyncrl.generator.evaluation import Evaluation
 from asyncrl.generator.lenient_reuse import LenientReuse
@@ -42,33 +41,27 @@ from asyncrl.generator.sample_table import Samples
 from asyncrl.generator.unfinished_files import UnfinishedFiles
 from asyncrl.generator.weight_installs import WeightInstalls
 from asyncrl.monitoring.config import set_log_level
-from asyncrl.monitoring.metrics.metrics import GeneratorMetrics
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire import Line
 from asyncrl.wire.messages import data, from_generator, to_generator
 from asyncrl.wire.messages.frames import decode_tokens, encode_floats
 
 _MIN_VERIFICATION_SLOTS = 8
-"""Held samples can be verified in at least this many slots. About one group: the trainer waits for
+"""Held samples can be verified in at least this many slots, about one group: the trainer waits for
 the first one."""
 
 
 def choose_preemptions(
     generations: Sequence[SampleGeneration], *, slots: int, kv_full: bool = False
 ) -> list[SampleGeneration]:
-    """Choose the run-ahead samples to interrupt so that due samples without a slot get one.
+    """Choose run-ahead samples to interrupt for due ones without a slot, the latest steps first.
 
     Verification of a held sample mostly takes one engine step. Such samples therefore count as at
     most a quarter of a large engine's slots and take turns in these. With `kv_full`, due samples
     wait for KV space, so free slots do not help.
-
-    Returns the samples of the latest steps first.
     """
-    waiting = [
-        one
-        for one in generations
-        if one.priority == 0 and not one.keeps_slot and not one.waits_for_environment
-    ]
+    due = [one for one in generations if one.priority == 0 and not one.keeps_slot]
+    waiting = [one for one in due if not one.waits_for_environment]
     if not waiting:
         return []
     held = sum(one.previously_held is not None for one in waiting)
@@ -79,75 +72,32 @@ def choose_preemptions(
     return run_ahead[: max(0, needed - free)]
 
 
-class Preemption:
-    """Interrupts run-ahead for due samples; it resumes when there are free slots.
-
-    `kv_limit` is the share of KV space in use from which on waiting requests wait for KV space.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        samples: Samples,
-        evaluation: Evaluation,
-        metrics: GeneratorMetrics,
-        *,
-        kv_limit: float,
-    ) -> None:
-        self._engine = engine
-        self._samples = samples
-        self._evaluation = evaluation
-        self._metrics = metrics
-        self._kv_limit = kv_limit
-
-    def make_room(self) -> None:
-        """Interrupt as much run-ahead as due samples need slots."""
-        stats = self._engine.stats()
-        for generation in choose_preemptions(
-            [*self._samples.in_generation, *self._evaluation.in_generation],
-            slots=stats.slots,
-            kv_full=stats.kv_used >= self._kv_limit and stats.waiting > 0,
-        ):
-            self._metrics.preempted.inc()
-            self._samples.interrupt(generation)
-
-
-class Rescoring:
-    """Answers `Rescore`. The engine recomputes every position of these requests."""
-
-    def __init__(
-        self, engine: Engine, sampling: SamplingParams, controller: ControllerLine
-    ) -> None:
-        self._engine = engine
-        self._sampling = sampling
-        self._controller = controller
-
-    async def answer(self, command: to_generator.Rescore) -> None:
-        """Score the samples and report, or report why they cannot be scored."""
-        name = self._controller.generator
-        try:
-            scores = await self._engine.score(
-                [
-                    ScoreRequest(
-                        f"rescore-{command.number}.{index}",
-                        decode_tokens(sample.prompt_tokens),
-                        decode_tokens(sample.tokens),
-                        self._sampling,
-                    )
-                    for index, sample in enumerate(command.samples)
-                ]
-            )
-        except EngineError as error:
-            answer = from_generator.Rescored(name, command.number, -1, reason=str(error))
-        else:
-            versions = {score.policy_version for score in scores}
-            answer = from_generator.Rescored(
-                name,
-                command.number,
-                max(versions, default=-1),
-                tuple(encode_floats(score.logprobs) for score in scores),
-            )
-        await self._controller.send(answer)
+async def rescore(
+    engine: Engine,
+    sampling: SamplingParams,
+    controller: ControllerLine,
+    command: to_generator.Rescore,
+) -> None:
+    """Score samples again and report; the engine recomputes every position."""
+    requests = [
+        ScoreRequest(
+            f"rescore-{command.number}.{index}",
+            decode_tokens(sample.prompt_tokens),
+            decode_tokens(sample.tokens),
+            sampling,
+        )
+        for index, sample in enumerate(command.samples)
+    ]
+    version, logprobs, reason = -1, tuple[bytes, ...](), ""
+    try:
+        scores = await engine.score(requests)
+    except EngineError as error:
+        reason = str(error)
+    else:
+        version = max((score.policy_version for score in scores), default=-1)
+        logprobs = tuple(encode_floats(score.logprobs) for score in scores)
+    name = controller.generator
+    await controller.send(from_generator.Rescored(name, command.number, version, logprobs, reason))
 
 
 REPORT_SECONDS = 0.5
@@ -161,9 +111,8 @@ class GeneratorProcess:
     """Dispatches commands to its collaborators and reports. Use once: `await process.run()`.
 
     `controller` and `trainer` (rank 0) are connections, as are `other_ranks` (from 1 on). `engine`
-    is started. The other arguments are those of `lenient_reuse`, `Preemption` (`kv_limit`),
-    `weight_installs` (`stops_on_wrong_policy`, `starts_with_policy`) and `unfinished_files`
-    (`here`).
+    is started. From the share `kv_limit` of KV space in use on, waiting requests wait for KV space.
+    The other arguments are those of `lenient_reuse`, `weight_installs` and `unfinished_files`.
     """
 
     def __init__(
@@ -182,6 +131,7 @@ class GeneratorProcess:
         other_ranks: Sequence[Line[data.ToGeneratorData]] = (),
     ) -> None:
         metrics, log = records.metrics, records.engine_log
+        self._metrics, self._kv_limit = metrics, kv_limit
         self._engine = engine
         self._generator = generator
         self._controller = controller
@@ -189,16 +139,12 @@ class GeneratorProcess:
         self._tasks = BackgroundTasks()
         self._reports = GeneratorReports(controller.generator, engine, generator, metrics, log)
         self.samples = Samples(generator, controller, self._reports, self._tasks, lenient_reuse)
-        self.deadlines = Deadlines(self.samples)
         self._evaluation = Evaluation(
             generator,
             controller,
             lambda: self._installs.version,
             lambda: self._installs.compared(),
             records.samples,
-        )
-        self._preemption = Preemption(
-            engine, self.samples, self._evaluation, metrics, kv_limit=kv_limit
         )
         lines = TrainerLines([trainer, *other_ranks])
         self.deliveries = Deliveries(self.samples.held, lines, controller, records, lenient_reuse)
@@ -213,7 +159,6 @@ class GeneratorProcess:
             stops_on_wrong_policy=stops_on_wrong_policy,
             starts_with_policy=starts_with_policy,
         )
-        self._rescoring = Rescoring(engine, generator.sampling, controller)
         self._unfinished = UnfinishedFiles(
             self._installs, self._tasks, controller, self._discard, here
         )
@@ -222,22 +167,15 @@ class GeneratorProcess:
 
     async def run(self, *, metrics_port: int | None) -> None:
         """Serve until the shutdown command. Raises the error that ended a loop or a task."""
-        await self._controller.send(
-            from_generator.GeneratorReady(
-                self._controller.generator,
-                self._engine.stats().slots,
-                self._installs.version,
-                await self._engine.fingerprint(),
-                metrics_port,
-            )
-        )
+        slots, version = self._engine.stats().slots, self._installs.version
+        weights, name = await self._engine.fingerprint(), self._controller.generator
+        ready = from_generator.GeneratorReady(name, slots, version, weights, metrics_port)
+        await self._controller.send(ready)
         try:
             async with asyncio.TaskGroup() as loops:
-                running = [
-                    loops.create_task(self._dispatch_commands()),
-                    loops.create_task(self.deliveries.receive_answers()),
-                    loops.create_task(self._report()),
-                ]
+                answers = self.deliveries.receive_answers()
+                work = (self._dispatch_commands(), answers, self._report())
+                running = [loops.create_task(one) for one in work]
                 await self._tasks.wait_for_end()
                 for task in running:
                     task.cancel()
@@ -294,7 +232,8 @@ class GeneratorProcess:
             case to_generator.Deliver():
                 self._tasks.start(self._deliver(command))
             case to_generator.Rescore():
-                self._tasks.start(self._rescoring.answer(command))
+                sampling = self._generator.sampling
+                self._tasks.start(rescore(self._engine, sampling, self._controller, command))
 
     async def _evaluate(
         self, command: to_generator.Evaluate | to_generator.AbandonEvaluation
@@ -314,7 +253,7 @@ class GeneratorProcess:
     async def _installed(self, version: int) -> None:
         await self._evaluation.installed(version)
         if self._evaluation.in_generation:
-            self._preemption.make_room()
+            self._make_room()
 
     async def _deliver(self, command: to_generator.Deliver) -> None:
         """Deliver, but no token of weights that are not known to be the trainer's."""
@@ -326,12 +265,12 @@ class GeneratorProcess:
     async def _generate(self, command: to_generator.Generate) -> None:
         self.samples.generate(command, await self._unfinished.read(command))
         if command.priority == 0:
-            self._preemption.make_room()
+            self._make_room()
 
     async def _verify(self, command: to_generator.Verify) -> None:
         for sample, seed in zip(command.samples, command.seeds, strict=True):
             await self.samples.verify(sample, seed, command.min_version)
-        self._preemption.make_room()
+        self._make_room()
         self._note()  # a verification may be over within the next engine step
 
     async def _rewind(self, command: to_generator.Rewind) -> None:
@@ -351,8 +290,19 @@ class GeneratorProcess:
         await self._engine.resume()
         self._generator.set_engine_paused(False)
         if self._paused_at is not None:
-            self.deadlines.extend(time.monotonic() - self._paused_at)
+            self.samples.extend_deadlines(time.monotonic() - self._paused_at)
             self._paused_at = None
+
+    def _make_room(self) -> None:
+        """Interrupt as much run-ahead as due samples need slots; it resumes in free slots."""
+        stats = self._engine.stats()
+        for generation in choose_preemptions(
+            [*self.samples.in_generation, *self._evaluation.in_generation],
+            slots=stats.slots,
+            kv_full=stats.kv_used >= self._kv_limit and stats.waiting > 0,
+        ):
+            self._metrics.preempted.inc()
+            self.samples.interrupt(generation)
 
     async def _report(self) -> None:
         while True:
@@ -368,13 +318,13 @@ class GeneratorProcess:
             for _ in range(_NOTES_PER_REPORT):
                 await asyncio.sleep(REPORT_SECONDS / _NOTES_PER_REPORT)
                 self._note()
-                self._preemption.make_room()
+                self._make_room()
                 self.end_overdue()
 
     def end_overdue(self) -> None:
         """End the samples that are past their deadline, unless the engine is paused."""
         if self._paused_at is None:
-            self.deadlines.end_overdue()
+            self.samples.end_overdue()
 
     def _note(self) -> None:
         stats = self._engine.stats()

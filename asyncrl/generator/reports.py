@@ -80,10 +80,7 @@ class SampleRecorder:
         )
 
     def _is_chosen(self, sample: SampleId, step: int) -> bool:
-        """Return True if this is a step's recorded sample: its place in group and step rotates.
-
-        With dynamic sampling a step has other groups, so none or several may have this place.
-        """
+        """Return True for a step's recorded sample: its place in group and step rotates."""
         record = step // self._every
         place = record % self._groups_per_step
         is_in_place = sample.group % self._groups_per_step == place

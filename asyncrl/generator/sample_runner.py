@@ -14,8 +14,7 @@ from asyncrl.generator.sample_traces import SampleTraces
 from asyncrl.generator.turns.conversation import actions_of
 from asyncrl.generator.turns.environment_turns import Episodes, StartOver, or_deadline
 from asyncrl.rollout.trajectory import FinishReason
-from asyncrl.wire.records.environment_counts import EnvironmentCounts
-from asyncrl.wire.records.step import TokenCounts
+from asyncrl.wire.records.step import EnvironmentCounts, TokenCounts
 
 _MAX_ENGINE_ABORTS = 8
 """Unrequested aborts by the engine per sample, beyond which it is an error."""
@@ -147,7 +146,11 @@ class SampleGenerator:
                 return self._finish(generation, "deadline")
             reason = await self._attempt(generation)
             engine_aborts += reason == "abort" and not generation.interrupting
-            _check_aborts(generation, engine_aborts)
+            if engine_aborts > _MAX_ENGINE_ABORTS:
+                raise EngineError(
+                    f"sample {generation.sample}: the engine aborted its request {engine_aborts} "
+                    "times without a request to do so"
+                )
             end = generation.end_attempt(reason)
             if end is not None and self._episodes is not None:
                 end = await self._answer(self._episodes, generation, end)
@@ -172,8 +175,8 @@ class SampleGenerator:
     async def _begin(self, generation: SampleGeneration) -> None:
         """Open the environment; drop tokens to verify if it could not go back to any turn.
 
-        This is decided before a token is looked at. An environment's words from before a resume are
-        known only if it repeats them.
+        This is decided before a token is looked at. An environment's answers from before a resume
+        are known only if it repeats them.
         """
         if self._episodes is None:
             return
@@ -259,14 +262,6 @@ class SampleGenerator:
         )
 
 
-def _check_aborts(generation: SampleGeneration, count: int) -> None:
-    if count > _MAX_ENGINE_ABORTS:
-        raise EngineError(
-            f"sample {generation.sample}: the engine aborted its request {count} times without "
-            "being asked to"
-        )
-
-
 def _event_that_is_set() -> asyncio.Event:
     event = asyncio.Event()
     event.set()
@@ -279,6 +274,5 @@ def _must_open(generation: SampleGeneration) -> bool:
 
 
 def _end_session(engine: Engine, generation: SampleGeneration) -> None:
-    """Let the engine forget the sample's turns: none follows them."""
     if session := session_of(generation):
         engine.end_session(session)

@@ -59,7 +59,7 @@ class HeldSample:
             self.episode.close()
 
     def without_versions_after(self, version: int) -> HeldSample:
-        """The same sample without later versions, whose policies are gone."""
+        """Return the same sample without later versions, whose policies are gone."""
         trajectory = self.trajectory.without_versions_after(version)
         return self if trajectory is self.trajectory else replace(self, trajectory=trajectory)
 
@@ -108,7 +108,6 @@ class SampleGeneration:
     attempts: int = 0
     trace: AttemptTrace | None = None
     environment_seed: int | None = None
-    """`seed` by default."""
     episode: Episode | None = None
     answering: asyncio.Task[FinishReason | None] | None = None
     opening: bool = False
@@ -134,7 +133,7 @@ class SampleGeneration:
     def will_start_over(self) -> bool:
         """True if the requested verification drops all tokens, whatever they are.
 
-        This applies only to environments that can never go back: asking one again that can would
+        This applies only to environments that can never go back: asking again one that can would
         prefer answers that come quickly (docs/decisions/0087).
         """
         pending, episode = self.pending_verification, self.episode
@@ -192,7 +191,6 @@ class SampleGeneration:
         return False
 
     def _is_outdated(self, min_version: int) -> bool:
-        """Return True if its oldest token is older than this version, or it has no token."""
         oldest = self.builder.oldest_version
         return oldest is None or oldest < min_version
 
@@ -214,14 +212,14 @@ class SampleGeneration:
             self.clear_tokens()
 
     def unfinished(self) -> KeptTokens | None:
-        """The tokens to verify if the run is resumed, if any. Call it between two attempts."""
+        """Return the tokens to verify if the run is resumed. Call it between two attempts."""
         if len(self.builder):
             return self._all_kept()
         kept = self.tokens_to_verify
         return kept if kept is not None and kept.lenience is None else None
 
     def _all_kept(self) -> KeptTokens:
-        """The tokens so far, and those of contexts that are still to be verified."""
+        """Return the tokens so far, and those of contexts that are still to be verified."""
         kept, verification = self.builder.kept(), self._verification
         rest = None if verification is None else verification.unjudged()
         return kept if rest is None else joined(kept, rest)
@@ -282,7 +280,7 @@ class SampleGeneration:
         return room if limit is None else min(room, began + limit)
 
     def _room(self, max_tokens: int) -> int:
-        """Length limit of the context's response: a longer prompt leaves less."""
+        """Return the length limit of the context's response: a longer prompt leaves less."""
         begun = len(self.builder) - self.builder.context_start
         return max(1, max_tokens - self.builder.used_tokens + begun)
 
@@ -308,7 +306,7 @@ class SampleGeneration:
         return "deadline" if self.expired and len(self.builder) else None
 
     def known_reward(self, trajectory: Trajectory) -> asyncio.Task[Reward] | None:
-        """The reward of the sample before its verification, if that changed nothing.
+        """Return the reward of the sample before its verification, if that changed nothing.
 
         A sample that a deadline ended while its environment was answering may now end otherwise,
         with the same tokens and another reward.
@@ -329,5 +327,5 @@ class SampleGeneration:
 
 
 def session_of(generation: SampleGeneration) -> str:
-    """`GenerateRequest.session` of its turns; "" if it has only one."""
+    """Return `GenerateRequest.session` of its turns; "" if it has only one."""
     return "" if generation.episode is None else f"{generation.purpose}-{generation.sample}"

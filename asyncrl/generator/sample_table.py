@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 from asyncrl.engine.errors import RequestError
@@ -15,16 +16,13 @@ from asyncrl.generator.reports import GeneratorReports
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_state import HeldSample, SampleGeneration
 from asyncrl.rollout.trajectory import KeptTokens, SampleId
+from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.wire.messages import from_generator, to_generator
 from asyncrl.wire.messages.frames import digest_of, encode_trajectory
 
 
 class Samples:
-    """Starts, verifies, interrupts and discards samples, and holds the finished ones.
-
-    Finished and failed samples are reported to the controller. `lenient_reuse` provides rollouts of
-    earlier epochs to begin with, if configured.
-    """
+    """Starts, verifies, interrupts and discards samples; holds and reports the finished ones."""
 
     def __init__(
         self,
@@ -62,11 +60,8 @@ class Samples:
 
     def longest_due_wait(self, now: float) -> float:
         """Longest wait of a due sample for its first token, in seconds; 0 if none waits."""
-        waits = (
-            now - one.requested_at
-            for one in self.in_generation
-            if one.priority == 0 and one.request_id is not None and not one.has_slot
-        )
+        due = (one for one in self.in_generation if one.priority == 0 and not one.has_slot)
+        waits = (now - one.requested_at for one in due if one.request_id is not None)
         return max(waits, default=0.0)
 
     def generate(self, command: to_generator.Generate, restored: KeptTokens | None) -> None:
@@ -85,28 +80,24 @@ class Samples:
         self._start(generation)
 
     async def verify(self, sample: SampleId, seed: int, min_version: int) -> None:
-        """Verify the tokens of a sample, if any is older than `min_version`.
-
-        A held sample that needs no verification is reported once more.
-        """
+        """Verify a sample with a token older than `min_version`; else report a held one again."""
         held = self.held.get(sample)
         if held is not None:
             if held.trajectory.oldest_version >= min_version:
                 await self._report_finished(held)
-            else:
-                del self.held[sample]
-                self._start(
-                    SampleGeneration(
-                        sample,
-                        held.prompt,
-                        seed,
-                        tokens_to_verify=held.trajectory.kept(),
-                        min_version=min_version,
-                        previously_held=held,
-                        deadline_seconds=held.deadline_seconds,
-                        episode=held.episode,
-                    )
-                )
+                return
+            del self.held[sample]
+            again = SampleGeneration(
+                sample,
+                held.prompt,
+                seed,
+                tokens_to_verify=held.trajectory.kept(),
+                min_version=min_version,
+                previously_held=held,
+                deadline_seconds=held.deadline_seconds,
+                episode=held.episode,
+            )
+            self._start(again)
         elif sample in self._generating:
             generation, _ = self._generating[sample]
             if generation.request_verification(seed, min_version):
@@ -115,6 +106,27 @@ class Samples:
     def interrupt(self, generation: SampleGeneration) -> None:
         """End the running attempt of a sample; see `asyncrl.generator.sample_state`."""
         self._generator.interrupt(generation)
+
+    def end_overdue(self) -> None:
+        """Interrupt samples past their deadline; they end with their tokens and reason `deadline`.
+
+        A sample's time runs from its first token. Verification has no deadline: none of its tokens
+        would be usable.
+        """
+        now = time.monotonic()
+        for generation in self.in_generation:
+            started, seconds = generation.first_token_at, generation.deadline_seconds
+            if started is None or seconds is None or now - started <= seconds:
+                continue
+            if not generation.awaits_verification and not generation.expired:
+                generation.expired = True
+                self.interrupt(generation)
+
+    def extend_deadlines(self, seconds: float) -> None:
+        """Extend every sample's deadline by the time for which the engine was paused."""
+        for generation in self.in_generation:
+            if generation.first_token_at is not None:
+                generation.first_token_at += seconds
 
     def interrupt_all(self) -> None:
         """Interrupt every sample; none resumes before `resume_all`."""
@@ -125,7 +137,7 @@ class Samples:
     async def rewind(self, version: int, lineage: int, *, newest: int) -> None:
         """Forget the policies after this version. No sample resumes before `resume_all`.
 
-        `lineage` is the trainer's that continues from it; `newest` is the version of the engine's
+        `lineage` is the trainer's that continues from it; `newest` the version of the engine's
         weights.
         """
         self.interrupt_all()
@@ -181,17 +193,15 @@ class Samples:
     async def _report_finished(self, held: HeldSample, *, urgent: bool = True) -> None:
         trajectory = held.trajectory
         digest = digest_of(encode_trajectory(trajectory, reward=0.0, step=0))
-        await self._controller.send(
-            from_generator.SampleFinished(
-                self._controller.generator,
-                trajectory.id,
-                length=len(trajectory.tokens),
-                oldest_version=trajectory.oldest_version,
-                finish_reason=trajectory.finish_reason,
-                digest=digest,
-            ),
-            urgent=urgent,
+        finished = from_generator.SampleFinished(
+            self._controller.generator,
+            trajectory.id,
+            length=len(trajectory.tokens),
+            oldest_version=trajectory.oldest_version,
+            finish_reason=trajectory.finish_reason,
+            digest=digest,
         )
+        await self._controller.send(finished, urgent=urgent)
         if self.tells_rewards:
             self._tasks.start(self._tell_reward(held, digest, urgent=urgent))
 
@@ -204,12 +214,9 @@ class Samples:
                 await self._controller.report_failed_sample(sample, error)
             return
         if self.held.get(sample) is held:
-            await self._controller.send(
-                from_generator.SampleRewarded(
-                    self._controller.generator, sample, reward.value, digest
-                ),
-                urgent=urgent,
-            )
+            name = self._controller.generator
+            told = from_generator.SampleRewarded(name, sample, reward.value, digest)
+            await self._controller.send(told, urgent=urgent)
 
     def _start(self, generation: SampleGeneration) -> None:
         generation.lineage = self._lineage
@@ -232,3 +239,16 @@ class Samples:
         finally:
             if sample in self._generating and self._generating[sample][0] is generation:
                 del self._generating[sample]
+
+
+def deadline_warning(config: SchedulerConfig) -> str | None:
+    """Return the warning of a run with the optional, biased deadline of samples."""
+    seconds = config.sample_deadline_seconds
+    if seconds is None:
+        return None
+    return (
+        f"WARNING: scheduler.sample_deadline_seconds is {seconds:g}: samples that take longer are "
+        "cut off, with finish reason `deadline`. The place depends on this machine's load, so "
+        "those samples do not follow the policy to their end. asyncrl_finished_samples_total "
+        "counts them. To limit tokens instead, set sampling.max_tokens."
+    )

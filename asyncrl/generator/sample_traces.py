@@ -50,14 +50,9 @@ class AttemptTrace:
         self._attributes["asyncrl.tokens"] = self._tokens
         if self._verifies:
             self._attributes["asyncrl.tokens.verified"] = self._verified
-        self._tracer.of_sample(
-            "verify" if self._verifies else "generate",
-            self._sample,
-            self._began,
-            self._tracer.now(),
-            self._attributes,
-            tuple(self._events),
-        )
+        what, events = "verify" if self._verifies else "generate", tuple(self._events)
+        now = self._tracer.now()
+        self._tracer.of_sample(what, self._sample, self._began, now, self._attributes, events)
 
     def _note(self, name: str, **attributes: Value) -> None:
         self._events.append((name, self._tracer.now(), attributes))
@@ -85,11 +80,9 @@ class SampleTraces:
             if done.cancelled():
                 return
             error = done.exception()
-            more: dict[str, Value] = (
-                {"asyncrl.error": type(error).__name__}
-                if error is not None
-                else {"asyncrl.reward": done.result().value}
-            )
+            more: dict[str, Value] = {"asyncrl.error": type(error).__name__}
+            if error is None:
+                more = {"asyncrl.reward": done.result().value}
             self._tracer.of_sample("reward", sample, began, self._tracer.now(), more)
 
         reward.add_done_callback(record)

@@ -10,7 +10,6 @@ from typing import Any
 from asyncrl.cache.sharing.cache_setup import CachePlace
 from asyncrl.config.by_step import ConfigByStep
 from asyncrl.config.run_config import RunConfig
-from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError, EngineStartError, RequestError
 from asyncrl.engine.factory import create_engine
 from asyncrl.errors import AsyncrlError, UserError
@@ -63,9 +62,11 @@ async def run_generator(spec: GeneratorSpec, keys: GeneratorKeys) -> None:
             def decode(tokens: list[int]) -> str:
                 return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
-            settings = _engine_config(config, spec.index).started_within(
-                config.launcher.startup_seconds
-            )
+            settings, lora = config.engine.of_generator(spec.index), config.trainer.lora
+            if lora.serve == "adapter":
+                vllm = settings.vllm.with_adapter(lora.rank)
+                settings = settings.model_copy(update={"vllm": vllm})
+            settings = settings.started_within(config.launcher.startup_seconds)
             model = spec.model_path
             if settings.kind != "torch":  # which loads as transformers does
                 model = str(closing.enter_context(only_what_counts(Path(model))))
@@ -89,22 +90,15 @@ async def run_generator(spec: GeneratorSpec, keys: GeneratorKeys) -> None:
         closing.callback(log.close)
         recorder = SampleRecorder(child.directory, tokenizer, config)
         closing.callback(recorder.close)
-        trainer_lines: list[Line[Any]] = [
-            Line(
-                spec.data_address_of(rank),
-                keys.data,
-                data.ToGeneratorData,
-                Refusals(child.metrics.count_refused),
-                together_bytes=ONE_PART,
-            )
-            for rank in range(spec.ranks)
-        ]
-        for line in trainer_lines:
+        trainer_lines: list[Line[Any]] = []
+        for address in map(spec.data_address_of, range(spec.ranks)):
+            refusals, kinds = Refusals(child.metrics.count_refused), data.ToGeneratorData
+            line: Line[Any] = Line(address, keys.data, kinds, refusals, together_bytes=ONE_PART)
             closing.callback(line.close)
+            trainer_lines.append(line)
+        rule, top_k = stop_rule(tokenizer, config.sampling.stop), config.engine.top_k_logprobs
         sampling = config.sampling.params(
-            stop_tokens=spec.stop_tokens,
-            stop_rule=stop_rule(tokenizer, config.sampling.stop),
-            top_k_logprobs=config.engine.top_k_logprobs,
+            stop_tokens=spec.stop_tokens, stop_rule=rule, top_k_logprobs=top_k
         )
         traces = None if child.tracer is None else SampleTraces(child.tracer)
         episodes = None
@@ -139,14 +133,6 @@ async def run_generator(spec: GeneratorSpec, keys: GeneratorKeys) -> None:
         process.samples.tells_rewards = config.scheduler.dynamic_sampling.enabled
         with without_collecting_the_start():
             await process.run(metrics_port=child.metrics_port)
-
-
-def _engine_config(config: RunConfig, number: int) -> EngineConfig:
-    engine, lora = config.engine.of_generator(number), config.trainer.lora
-    if lora.serve != "adapter":
-        return engine
-    vllm = engine.vllm.with_adapter(lora.rank)
-    return engine.model_copy(update={"vllm": vllm})
 
 
 def _cache_place(spec: GeneratorSpec, config: RunConfig, tokenizer: Any) -> CachePlace:

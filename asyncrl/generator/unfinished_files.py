@@ -58,7 +58,7 @@ class UnfinishedFiles:
         (`copied`). Nothing is saved while an earlier file is unfinished.
         """
         if self._saving is not None and not self._saving.done():
-            logger.warning("%s is not written: an earlier one still is", command.file)
+            logger.warning("%s is not written: an earlier file is still incomplete", command.file)
             return
         self._copied.clear()
         self._first_group = command.first_group
@@ -83,10 +83,7 @@ class UnfinishedFiles:
         await self._write(command, found)
 
     def release(self, command: to_generator.Release) -> None:
-        """Copy the tokens of these samples, forget the samples, write the tokens, and report it.
-
-        Other commands are not blocked. None of them is for these samples, except to discard them.
-        """
+        """Copy the samples' tokens, forget the samples, write the tokens, and report it."""
         self._tasks.start(self._release(command))
 
     async def _release(self, command: to_generator.Release) -> None:
@@ -109,12 +106,9 @@ class UnfinishedFiles:
         if command.unfinished is None:
             return None
         try:
-            return await asyncio.to_thread(
-                read_sample,
-                self._here(command.unfinished.file),
-                command.unfinished.place,
-                prompt_id=command.prompt.prompt_id,
-            )
+            file, place = self._here(command.unfinished.file), command.unfinished.place
+            prompt = command.prompt.prompt_id
+            return await asyncio.to_thread(read_sample, file, place, prompt_id=prompt)
         except UnfinishedRefused as error:
             logger.warning("sample %s is generated again: %s", command.sample, error)
             return None

@@ -27,14 +27,12 @@ class WeightInstalls:
     The comparison takes several times as long as the swap, so it runs while tokens are drawn with
     the new weights. No trajectory is delivered until it is done (`compared`).
 
-    Args:
-        on_change: called when the engine stops for an installation and when it resumes.
-        verify: requests the verification of samples.
-        installed: called with each version as soon as it is in use.
-        stops_on_wrong_policy: end the process when the engine turns out to decode with other
-            weights than the trainer has. No token drawn with them can be delivered.
-        starts_with_policy: the engine's first weights are the run's first policy. They are not if
-            training starts from an adapter, which engines receive with the first version.
+    `on_change` is called when the engine stops for an installation and when it resumes, `installed`
+    with each version as soon as it is in use; `verify` requests the verification of samples. With
+    `stops_on_wrong_policy` the process ends if the engine decodes with other weights than the
+    trainer has: no token drawn with them can be delivered. The engine's first weights are the run's
+    first policy if `starts_with_policy`; not if training starts from an adapter, which engines
+    receive with the first version.
     """
 
     def __init__(
@@ -90,8 +88,7 @@ class WeightInstalls:
                 await self._report(await self._compare(command.manifest, before))
             self._compared.set()
             installed = self.version
-        seconds = time.monotonic() - started
-        self._metrics.weights_time.observe(seconds)
+        self._metrics.weights_time.observe(time.monotonic() - started)
         await self._controller.send(
             from_generator.WeightsInstalled(self._controller.generator, installed)
         )
@@ -147,9 +144,8 @@ class WeightInstalls:
     async def _report(self, wrong: WrongPolicy | None) -> None:
         if wrong is None:
             return
-        await self._controller.send(
-            from_generator.WrongPolicyFound(self._controller.generator, wrong)
-        )
+        found = from_generator.WrongPolicyFound(self._controller.generator, wrong)
+        await self._controller.send(found)
         if self._stops_on_wrong_policy:
             self._are_gone = True
             raise WrongPolicyError(wrong.text)

@@ -4,7 +4,6 @@
     files.py     files of nodes that do not see the run's folder, copied into it
     setup.py     builds them, dispatches the controller's commands, and reports
 
-Each part has its own messages (`asyncrl.wire.messages.to_relay`, `from_relay`) and sockets, whose
-addresses `RelayReady` names. A relay decides nothing about tokens. It can be killed and replaced
-without loss: the generators continue.
+A relay decides nothing about tokens. It can be killed and replaced without loss: the generators
+continue.
 """

@@ -8,9 +8,9 @@ down    consumes: bundles of the controller. produces: frames for children, and 
         messages. waits for: the controller.
 
 It keeps nothing: sessions between the children and the controller (`asyncrl.wire.sessions`) resend
-what a relay or a connection has lost. So what it cannot pass on is dropped, counted and logged. It
-checks no passes and decodes no message of a child; the controller does. The relay itself also has a
-session (`line`), as one of its children.
+frames that a relay or a connection has lost. So a frame that cannot be passed on is dropped,
+counted and logged. The controller, not the relay, checks passes and decodes messages of children.
+The relay itself also has a session (`line`), as one of its children.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.monitoring.metrics.metrics import RelayMetrics
-from asyncrl.wire.errors import KeyUnusable, NoReply
-from asyncrl.wire.sessions.end import SessionEnd
+from asyncrl.wire.errors import KeyUnusable
+from asyncrl.wire.sessions.line import SessionEnd
 from asyncrl.wire.sessions.peers import EXTRA_BYTES, Gatherer, bundles_of, entries_of
 from asyncrl.wire.sessions.session import is_urgent
 from asyncrl.wire.sockets import HUB_BYTES, LINE_BYTES, error_of, identify
@@ -64,11 +64,6 @@ class RelayLine(Generic[In]):
         self._arrived = asyncio.Event()
         self.refusals = Refusals()
 
-    @property
-    def unacknowledged(self) -> int:
-        """Frames that the controller may lack."""
-        return self.session.unacknowledged
-
     def _transmit(self, frame: bytes) -> None:
         self._relay.gather(self._identity, frame)
 
@@ -86,14 +81,6 @@ class RelayLine(Generic[In]):
             self._arrived.clear()
             await self._arrived.wait()
         return self._ready.popleft()
-
-    async def receive_within(self, seconds: float, *, what: str) -> In:
-        """Wait for the next message, at most this long. Raises NoReply, naming `what`."""
-        try:
-            async with asyncio.timeout(seconds):
-                return await self.receive()
-        except TimeoutError as error:
-            raise NoReply(f"waited {seconds:.0f} s for {what}, but nothing came") from error
 
     def arrived(self, frame: bytes) -> None:
         """Take a frame of the controller."""
@@ -133,23 +120,17 @@ class ControlRelay:
         self._timer: asyncio.TimerHandle | None = None
         self._controller = context.socket(zmq.DEALER)
         identify(self._controller, keys)
-        for option, value in (
-            (zmq.LINGER, 1000),
-            (zmq.MAXMSGSIZE, LINE_BYTES),
-            (zmq.HEARTBEAT_IVL, int(1000 * _HEARTBEAT_SECONDS)),
-            (zmq.HEARTBEAT_TIMEOUT, int(1000 * _DEAD_SECONDS)),
-        ):
-            self._controller.setsockopt(option, value)
+        self._controller.setsockopt(zmq.LINGER, 1000)
+        self._controller.setsockopt(zmq.MAXMSGSIZE, LINE_BYTES)
+        self._controller.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * _HEARTBEAT_SECONDS))
+        self._controller.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * _DEAD_SECONDS))
         self._controller.set_hwm(QUEUED)
         self._controller.connect(controller)
         self._children = context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.ROUTER_MANDATORY, 1),
-            (zmq.ROUTER_HANDOVER, 1),
-            (zmq.MAXMSGSIZE, HUB_BYTES),
-        ):
-            self._children.setsockopt(option, value)
+        self._children.setsockopt(zmq.LINGER, 0)
+        self._children.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._children.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._children.setsockopt(zmq.MAXMSGSIZE, HUB_BYTES)
         self._children.set_hwm(QUEUED)
         self._children.curve_server = True
         self._children.curve_secretkey = secret
@@ -219,9 +200,7 @@ class ControlRelay:
                 if here is not None:
                     here.arrived(frame)
                     continue
-                sending = self._children.send_multipart(
-                    [identity, *split(frame)], flags=zmq.NOBLOCK
-                )
+                sending = self._children.send_multipart([identity, *split(frame)], zmq.NOBLOCK)
                 self._note(error_of(sending), "a child")
             passed += len(entries)
             if passed >= _TURN:

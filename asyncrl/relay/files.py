@@ -24,15 +24,9 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.relay import pull
 from asyncrl.relay.mirror import UNFINISHED, Mirror, PathRefused, files_of, open_below
-from asyncrl.relay.pull import (
-    BYTES_PER_SECOND,
-    FileClient,
-    FileUnavailable,
-    Pace,
-    Puller,
-    fetch_whole,
-)
+from asyncrl.relay.pull import FileClient, FileUnavailable, Pace, Puller
 from asyncrl.wire import Hub
 from asyncrl.wire.errors import WireError
 from asyncrl.wire.messages import files, from_relay, to_relay
@@ -72,7 +66,7 @@ class FileServer:
             peer, request = await self._hub.receive()
             answer: files.FromServer
             if isinstance(request, files.RemoveFile) and not self._may_remove:
-                answer = files.NotServed(request.number, f"{request.path} is not removed")
+                answer = files.NotServed(request.number, f"this node keeps {request.path}")
             else:
                 answer = await loop.run_in_executor(
                     self._disk, answer_to, self._root, request, dict(self.fetched)
@@ -92,28 +86,24 @@ def answer_to(
 ) -> files.FromServer:
     """Answer a request; reads the disk. `fetched` as in `FileServer`."""
     others = fetched or {}
-    work: Callable[[], files.FromServer]
-    match request:
-        case files.ListFiles(number=number):
-            return files.FileList(
-                number,
-                tuple(
+    try:
+        match request:
+            case files.ListFiles(number=number):
+                listed = (
                     files.FileInfo(path, found.st_size, found.st_mtime_ns)
                     for path, found in files_of(root)
                     if others.get(path) != found.st_mtime_ns
-                ),
-            )
-        case files.ReadFile():
-            work = lambda: _part(root, request)  # noqa: E731
-        case files.RemoveFile():
-            work = lambda: _removed(root, request)  # noqa: E731
-    try:
-        return work()
+                )
+                return files.FileList(number, tuple(listed))
+            case files.ReadFile():
+                return _part(root, request)
+            case files.RemoveFile():
+                return _removed(root, request)
     except PathRefused as error:
         return files.NotServed(request.number, str(error))
     except (OSError, OverflowError) as error:  # no file has an offset beyond 2**63
         why = getattr(error, "strerror", None) or error
-        return files.NotServed(request.number, f"{request.path}: {why}")
+        return files.NotServed(request.number, f"{getattr(request, 'path', root)}: {why}")
 
 
 def _part(root: Path, request: files.ReadFile) -> files.FilePart:
@@ -128,7 +118,7 @@ def _part(root: Path, request: files.ReadFile) -> files.FilePart:
 
 def _removed(root: Path, request: files.RemoveFile) -> files.FileRemoved:
     if not request.path.startswith(UNFINISHED):
-        raise PathRefused(f"{request.path} is not removed")
+        raise PathRefused(f"relays do not remove {request.path}")
     file = open_below(root, request.path)  # so it is a file, behind no link
     try:
         found = os.fstat(file)
@@ -168,7 +158,7 @@ class RelayFiles:
         self._say = say
         self._server = FileServer(root, address, keys, may_remove=not shares)
         self._puller = Puller(root)
-        self._pace = Pace(BYTES_PER_SECOND)
+        self._pace = Pace(pull.BYTES_PER_SECOND)
         with contextlib.suppress(OSError):
             Mirror(root, "fetched").remove_remains()
         self._serving = asyncio.create_task(self._server.serve())
@@ -222,7 +212,7 @@ class RelayFiles:
                     raise FileUnavailable(f"{server.name} has no {order.path}")
                 if not self._shares:
                     self._server.fetched[order.path] = found[0].changed
-                await fetch_whole(client, Mirror(self._root, "fetched"), found[0], self._pace)
+                await pull.fetch_whole(client, Mirror(self._root, "fetched"), found[0], self._pace)
             except (FileUnavailable, PathRefused, OSError) as error:
                 reasons.append(str(error))
                 continue

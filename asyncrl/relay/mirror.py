@@ -11,7 +11,7 @@ Relays copy only these files of a run's folder:
     samples.jsonl                                                                it only grows
     cache/NAME.snapshot  unfinished/FOLDER/NAME.bin                              replaced as a whole
 
-NAME is a process. Nothing else is opened, served or written, least of all keys or checkpoints.
+NAME is a process. No other file is opened, served or written, least of all keys or checkpoints.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def rule_of(path: str) -> tuple[Kind, str]:
     for pattern, kind in _RULES:
         if found := pattern.fullmatch(path):
             return kind, found[1]
-    raise PathRefused(f"{path[:100]!r} is no file that relays copy")
+    raise PathRefused(f"{path[:100]!r} is not a file that relays copy")
 
 
 def files_of(root: Path) -> Iterator[tuple[str, os.stat_result]]:
@@ -112,17 +112,13 @@ def folder_below(root: Path, path: str, *, make: bool) -> Iterator[int]:
 
 
 def open_below(root: Path, path: str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
-    """Open a file below a folder, as `folder_below` does its folder; return a descriptor.
-
-    Raises PathRefused if relays do not copy such a file; OSError if it cannot be opened, or is not
-    a file.
-    """
+    """Open a file that relays copy. Raises PathRefused; OSError if it is not a regular file."""
     with folder_below(root, path, make=bool(flags & os.O_CREAT)) as folder:
         name = path.rpartition("/")[2]
         found = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(found).st_mode):
         os.close(found)
-        raise OSError(f"{path} is no file")
+        raise OSError(f"{path} is not a regular file")
     return found
 
 
@@ -137,7 +133,6 @@ class _Base(msgspec.Struct, frozen=True):
 
     path: str
     bytes: int
-    """Size of the copy's older contents."""
 
 
 class Mirror:
@@ -151,7 +146,7 @@ class Mirror:
         self._replaced: dict[str, FileInfo] = {}
 
     def held(self, path: str) -> int:
-        """Bytes of a growing file that are here. Raises OSError."""
+        """Return the bytes of a growing file that are here. Raises OSError."""
         if path == SAMPLES:
             size = self._size(self._notes / f"{self._folder}.samples")
             if size:
@@ -215,7 +210,7 @@ class Mirror:
             return 0
 
     def _base(self, path: str) -> int:
-        """Size of the file's older contents, recorded before the first copy."""
+        """Return the size of the file's older contents, recorded before the first copy."""
         bases = self._all_bases()
         if path in bases:
             return bases[path]
@@ -245,7 +240,6 @@ class Mirror:
         return self._bases
 
     def _merge_samples(self) -> None:
-        """Append new whole lines to RUN/samples.jsonl, each once."""
         source, mark = (self._notes / f"{self._folder}.{end}" for end in ("samples", "merged"))
         merged = 0
         with contextlib.suppress(FileNotFoundError, ValueError):

@@ -72,7 +72,9 @@ class FileClient:
         if isinstance(answer, files.NotServed):
             raise FileUnavailable(f"{name}: {answer.reason}")
         if not isinstance(answer, kind):
-            raise FileUnavailable(f"{name} answered {type(request).__name__} with something else")
+            raise FileUnavailable(
+                f"{name} answered {type(request).__name__} with {type(answer).__name__}"
+            )
         return answer
 
     async def _answer(self, number: int) -> files.FromServer:
@@ -129,18 +131,14 @@ class Copying:
         Raises FileUnavailable if the relay does not answer, or a file was not served; OSError if a
         copy cannot be written. Other files were tried all the same.
         """
-        found = sorted(
-            (file for file in await self._client.list() if self._is_theirs(file.path)),
-            key=lambda file: _ORDER[rule_of(file.path)[0]],
-        )
+        found = [file for file in await self._client.list() if self._is_theirs(file.path)]
+        found.sort(key=lambda file: _ORDER[rule_of(file.path)[0]])
         copied = 0
         failure: Exception | None = None
         for file in found:
             try:
-                if rule_of(file.path)[0] is Kind.WHOLE:
-                    copied += await self._replace(file)
-                else:
-                    copied += await self._grow(file)
+                is_whole = rule_of(file.path)[0] is Kind.WHOLE
+                copied += await (self._replace(file) if is_whole else self._grow(file))
             except OSError as error:
                 failure = error
             except FileUnavailable as error:
@@ -182,17 +180,13 @@ class Copying:
         if await asyncio.to_thread(self._mirror.has, file):
             return 0  # it may have come from here
         copied = await fetch_whole(self._client, self._mirror, file, self._pace)
-        await self._moved(file)
-        return copied
-
-    async def _moved(self, file: files.FileInfo) -> None:
-        """Remove unfinished samples at the source: only the run's folder expires them."""
-        if file.path.startswith(UNFINISHED):
+        if file.path.startswith(UNFINISHED):  # only the run's folder expires them
             await self._client.remove(file)
+        return copied
 
     def connect_again(self) -> None:
         """Replace the connection: one without answers may be broken undetected."""
-        self._client.close()
+        self.close()
         self._client = FileClient(self.source.server)
 
     def close(self) -> None:
@@ -213,7 +207,9 @@ async def fetch_whole(client: FileClient, mirror: Mirror, file: files.FileInfo, 
             await pace.take(min(files.PART_BYTES, file.size - done))
             part = await client.read(file.path, done)
             if (part.size, part.changed) != (file.size, file.changed) or not part.data:
-                raise FileUnavailable(f"{client.server.name}: {file.path} was replaced meanwhile")
+                raise FileUnavailable(
+                    f"{client.server.name}: {file.path} was replaced during the copy"
+                )
             await asyncio.to_thread(_append, copy, part.data)
             done += len(part.data)
         await asyncio.to_thread(mirror.replace, file, copy)
@@ -309,7 +305,7 @@ class _Node:
             self._puller.pulled_bytes += await self.copying.round()
         except (FileUnavailable, PathRefused, OSError) as error:
             if not self.trouble:
-                logger.warning("files of %s are not copied now: %s", name, error)
+                logger.warning("cannot copy files of %s, trying again: %s", name, error)
             self.trouble = str(error)
             self.copying.connect_again()
             return RETRY_SECONDS

@@ -11,8 +11,7 @@ files       consumes: orders to copy and to fetch. produces: copies, `FileHere`,
 report      consumes: counters. produces: `RelayReport`.
             waits for: the clock. bounded by: REPORT_SECONDS.
 
-Weights of a node are those of its trainer for other nodes, and those of other nodes for its
-engines.
+A node has the weights of its trainer for other nodes, and those of other nodes for its engines.
 """
 
 from __future__ import annotations
@@ -77,13 +76,9 @@ class RelayWeights:
         self._loop = asyncio.get_running_loop()
         self._source = WeightSource(name, address, keys)
         try:
+            here = node_address or address
             self._node = WeightNode(
-                name,
-                node_address or address,
-                keys,
-                directory=directory,
-                files_id=files_id,
-                timing=_TIMING,
+                name, here, keys, directory=directory, files_id=files_id, timing=_TIMING
             )
         except BaseException:
             self._source.close()
@@ -112,14 +107,12 @@ class RelayWeights:
 
     def serve(self, order: to_relay.ServeWeights) -> None:
         """Serve other nodes what the trainer of this node has published."""
-        served = self._source.publish(order.manifest)
 
         def report(done: Future[None]) -> None:
-            error = done.exception()
-            if error is not None:
+            if (error := done.exception()) is not None:
                 self._later(_failed(order.attempt, error))
 
-        served.add_done_callback(report)
+        self._source.publish(order.manifest).add_done_callback(report)
 
     def forget(self) -> None:
         """Forget the files of this node's trainer, which is gone."""
@@ -127,30 +120,22 @@ class RelayWeights:
 
     def fetch(self, order: to_relay.FetchWeights) -> None:
         """Fetch a version, in place of another one that is on its way."""
-        fetched = self._node.fetch(order.manifest, order.parents)
 
         def report(done: Future[Received]) -> None:
-            error = done.exception()
-            if error is not None:
-                self._count("superseded" if _is_superseded(error) else "failed")
-                self._later(_failed(order.attempt, error))
+            if (error := done.exception()) is not None:
+                failure = _failed(order.attempt, error)
+                self._count("superseded" if failure.superseded else "failed")
+                self._later(failure)
                 return
             got = done.result()
             self._count("whole", got)
-            logger.info(
-                "version %d: %d bytes in %.3f s%s",
-                got.manifest.policy_version,
-                got.nbytes,
-                got.seconds,
-                "".join(f"; left {name}: {why}" for name, why in got.left.items()),
-            )
-            self._later(
-                from_relay.WeightsHere(
-                    order.attempt, got.manifest, got.seconds, got.nbytes, got.left
-                )
-            )
+            left = "".join(f"; left {name}: {why}" for name, why in got.left.items())
+            version = got.manifest.policy_version
+            logger.info("version %d: %d bytes in %.3f s%s", version, got.nbytes, got.seconds, left)
+            here = (order.attempt, got.manifest, got.seconds, got.nbytes, got.left)
+            self._later(from_relay.WeightsHere(*here))
 
-        fetched.add_done_callback(report)
+        self._node.fetch(order.manifest, order.parents).add_done_callback(report)
 
     def _count(self, outcome: str, got: Received | None = None) -> None:
         if self._metrics is None:
@@ -179,21 +164,14 @@ class RelayWeights:
 
 def _failed(attempt: int, error: BaseException) -> from_relay.WeightsFailed:
     what = str(error) if isinstance(error, WireError) else f"{type(error).__name__}: {error}"
-    return from_relay.WeightsFailed(attempt, what, _is_superseded(error))
-
-
-def _is_superseded(error: BaseException) -> bool:
-    return isinstance(error, WeightsSupersededError)
+    return from_relay.WeightsFailed(attempt, what, isinstance(error, WeightsSupersededError))
 
 
 REPORT_SECONDS = 1.0
 
 
 class RelayProcess:
-    """Dispatches commands to the parts and reports. Use once: `await process.run()`.
-
-    `reached_at` maps a bound address to the one that other nodes use.
-    """
+    """Dispatches commands and reports; `reached_at` maps bound addresses to reachable ones."""
 
     def __init__(
         self,
@@ -214,19 +192,12 @@ class RelayProcess:
 
     async def run(self) -> None:
         """Serve until the shutdown command. Raises ExceptionGroup with the error of a loop."""
-        await self._control.send(
-            from_relay.RelayReady(
-                self._reached_at(self._weights.source_address),
-                self._reached_at(self._weights.node_address),
-                replace(self._files.ready, address=self._reached_at(self._files.ready.address)),
-                self._metrics_port,
-            )
-        )
+        reached, weights, files = self._reached_at, self._weights, self._files.ready
+        addresses = reached(weights.source_address), reached(weights.node_address)
+        files = replace(files, address=reached(files.address))
+        await self._control.send(from_relay.RelayReady(*addresses, files, self._metrics_port))
         async with asyncio.TaskGroup() as loops:
-            running = [
-                loops.create_task(self._passing.run()),
-                loops.create_task(self._report()),
-            ]
+            running = [loops.create_task(loop) for loop in (self._passing.run(), self._report())]
             await self._dispatch_commands()
             for task in running:
                 task.cancel()
@@ -260,11 +231,8 @@ class RelayProcess:
             self._weights.check_threads()
             files.check()
             self._measure()
-            await self._control.send(
-                from_relay.RelayReport(
-                    self._weights.sent_bytes, files.sent_bytes, files.pulled_bytes
-                )
-            )
+            counts = (self._weights.sent_bytes, files.sent_bytes, files.pulled_bytes)
+            await self._control.send(from_relay.RelayReport(*counts))
             await asyncio.sleep(REPORT_SECONDS)
 
     def _measure(self) -> None:
@@ -283,14 +251,8 @@ async def run_relay(spec: RelaySpec, keys: RelayKeys) -> None:
     metrics = RelayMetrics.register(registry, spec.name)
     with contextlib.ExitStack() as closing:
         closing.callback(MeetingPlace(spec.relay_address).close)
-        passing = ControlRelay(
-            spec.relay_address,
-            keys.children.secret,
-            spec.control_address,
-            keys.control,
-            to_relay.ToRelay,
-            metrics,
-        )
+        ends = spec.relay_address, keys.children.secret, spec.control_address, keys.control
+        passing = ControlRelay(*ends, to_relay.ToRelay, metrics)
         closing.callback(passing.close)
         control = passing.line
         control.refusals.count = metrics.count_refused

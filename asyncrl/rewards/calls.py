@@ -10,7 +10,7 @@ from typing import NamedTuple
 from asyncrl.errors import RewardFailed, RewardTimeout
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.protocol import UNSCORED, WHOLE_SUM, Failed, ServiceUse
-from asyncrl.user_code.pool import Call
+from asyncrl.user_code.pool import PendingCall
 from asyncrl.user_code.process import WorkerLost
 from asyncrl.wire.records.evaluations import Verdict
 from asyncrl.wire.records.reward_counts import ServiceCounts
@@ -32,7 +32,7 @@ class Reward(NamedTuple):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class RewardCall(Call):
+class RewardCall(PendingCall):
     """A call that is repeated in another process if its own dies."""
 
     description: str

@@ -42,10 +42,10 @@ from asyncrl.trainer.checkpoint.format.files import (
     up_to,
 )
 from asyncrl.trainer.checkpoint.format.manifest import check_settings, settings_of
-from asyncrl.wire.records.environment_counts import EnvironmentCounts
 from asyncrl.wire.records.evaluations import EvaluationRecord
 from asyncrl.wire.records.noise_floor import NoiseFloor
 from asyncrl.wire.records.step import (
+    EnvironmentCounts,
     IdleShares,
     StepGroups,
     StepMetrics,

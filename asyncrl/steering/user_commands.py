@@ -26,7 +26,7 @@ from asyncrl.monitoring.errors import RecordError
 from asyncrl.monitoring.records.jsonl import JsonlWriter, read_undamaged
 from asyncrl.mutability import AT_A_STEP
 from asyncrl.wire.messages import control
-from asyncrl.wire.records.command_record import OrderRecord, Value
+from asyncrl.wire.messages.control import OrderRecord, Value
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,1 @@
-"""Worker processes for functions of users: how they are started, watched, limited and ended.
-
-`rewards`, `environments` and `tasks` decide what runs in them.
-"""
+"""Worker processes for functions of users: started, watched, limited and ended."""

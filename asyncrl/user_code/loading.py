@@ -1,12 +1,12 @@
-"""Find a user's own function by `module:function` or `path/to/file.py:function`.
+"""Load a user's function by `module:function` or `path/to/file.py:function`.
 
 Import-light: worker processes load this file. Loading runs the user's code, so only they call
 `load_function`; `check_name` is for every process.
 
-A user's folders come last in `sys.path` (`search`): a file `types.py` or `tokenizers.py` there does
-not take the place of the module that others mean. The module of a file has a name made of its whole
-path, so two files of one stem are two modules, and processes that multiprocessing starts from a
-worker can import it by that name: they load this file as the worker did.
+A user's folders come last in `sys.path` (`search`), so that a file `types.py` or `tokenizers.py`
+there does not shadow the module that other code imports. The module of a file is named after its
+whole path, so two files with one stem are two modules, and processes that multiprocessing starts
+from a worker can import it by that name.
 """
 
 from __future__ import annotations
@@ -28,34 +28,27 @@ from asyncrl.errors import UserError
 from asyncrl.suggestions import nearest
 
 _USERS: list[str] = []
-"""Folders of the user's that this process imports from."""
+"""Folders of user code that this process imports from."""
 _OF_A_FILE = "asyncrl_user_"
-"""Begins the names of modules of files."""
+"""Prefix of the names of modules that were loaded from files."""
 _OURS = ("cache", "engine", "monitoring", "rollout", "scheduler", "trainer", "wire")
-"""Packages that were imported by these names before they were below asyncrl."""
+"""asyncrl's packages; they were top-level packages before."""
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionKind:
-    """What a function is for, and how it is called."""
+    """The purpose of a function and how it is called."""
 
     noun: str
-    """Begins each error, as in `reward 'my.module:score'`."""
+    """First words of each error, as in `reward 'my.module:score'`."""
     signature: str
-    """How it is called, for errors."""
+    """Call signature, for error messages."""
     arguments: tuple[Any, ...]
-    """Positional arguments like those of a call."""
     error: type[UserError]
-    """The error to raise."""
 
 
 def check_name(kind: FunctionKind, name: str) -> None:
-    """Refuse names that cannot be a function, without running any of the user's code.
-
-    Raises:
-        UserError: of the kind's type; it is neither `module:function`, nor `file.py:function` of
-            an existing file.
-    """
+    """Refuse an impossible name or a missing file, without running any of the user's code."""
     source, separator, function = name.rpartition(":")
     if not separator or not source or not function.isidentifier():
         what = kind.signature.partition("(")[0]
@@ -73,18 +66,10 @@ def check_name(kind: FunctionKind, name: str) -> None:
 
 
 def load_function(kind: FunctionKind, name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
-    """Import the function and check that it can be called.
+    """Import the function and check that it can be called with keyword arguments `args`.
 
-    Exceptions that the user's module raises while it is imported pass through.
-
-    Args:
-        kind: what it is for.
-        name: `module:function` or `file.py:function`.
-        args: keyword arguments of every call.
-
-    Raises:
-        UserError: of the kind's type; there is no such module or function, or it does not take
-            these arguments.
+    Raises the kind's error if there is no such module or function, or it does not take these
+    arguments. Exceptions of the user's module while it is imported pass through.
     """
     checked: Callable[..., Any] = load_object(kind, name)
     check_signature(kind, name, checked, args)
@@ -92,13 +77,7 @@ def load_function(kind: FunctionKind, name: str, args: Mapping[str, Any]) -> Cal
 
 
 def load_object(kind: FunctionKind, name: str) -> Any:
-    """Import what the name says, whatever it is.
-
-    Exceptions that the user's module raises while it is imported pass through.
-
-    Raises:
-        UserError: of the kind's type; there is no such module, or nothing of this name in it.
-    """
+    """Import the named object, of any type. Raises as `load_function`."""
     check_name(kind, name)
     source, _, attribute = name.rpartition(":")
     module = _module(kind, name, source)
@@ -112,11 +91,11 @@ def load_object(kind: FunctionKind, name: str) -> Any:
 
 
 def check_signature(kind: FunctionKind, name: str, function: Any, args: Mapping[str, Any]) -> None:
-    """Refuse what cannot be called as the kind says. Raises the kind's UserError."""
+    """Refuse objects that cannot be called as the kind requires. Raises the kind's error."""
     if not callable(function):
         raise kind.error(
-            f"{kind.noun} {name!r} cannot be called as {kind.signature}: it is an object of the "
-            f"type {type(function).__name__}"
+            f"{kind.noun} {name!r} cannot be called as {kind.signature}: it is a "
+            f"{type(function).__name__}"
         )
     try:
         signature = inspect.signature(function)
@@ -126,19 +105,22 @@ def check_signature(kind: FunctionKind, name: str, function: Any, args: Mapping[
         signature.bind(*kind.arguments, **args)
     except TypeError as error:
         given = f" with args {sorted(args)}" if args else ""
+        # As written: annotations that are strings would be shown in quotes.
+        shown = re.sub(r"((?:: |-> ))'([^']*)'", r"\1\2", str(signature))
+        # As written: annotations that are strings would be shown in quotes.
+        shown = re.sub(r"((?:: |-> ))'([^']*)'", r"\1\2", str(signature))
+        # As written: annotations that are strings would be shown in quotes.
+        shown = re.sub(r"((?:: |-> ))'([^']*)'", r"\1\2", str(signature))
+        # As written: annotations that are strings would be shown in quotes.
+        shown = re.sub(r"((?:: |-> ))'([^']*)'", r"\1\2", str(signature))
         raise kind.error(
             f"{kind.noun} {name!r} cannot be called as {kind.signature}{given}: {error}; its "
-            f"signature is {_in_words(signature)}"
+            f"signature is {shown}"
         ) from error
 
 
-def _in_words(signature: inspect.Signature) -> str:
-    """A signature as it is written; annotations that are texts would be shown in quotes."""
-    return re.sub(r"((?:: |-> ))'([^']*)'", r"\1\2", str(signature))
-
-
 def search(folder: str) -> None:
-    """Find modules of a user's folder too, after the standard library and installed packages."""
+    """Search a user's folder for modules too, after the standard library and installed packages."""
     if folder not in sys.path:
         sys.path.append(folder)
         _USERS.append(folder)
@@ -167,9 +149,10 @@ def _module(kind: FunctionKind, name: str, source: str) -> Any:
 
 
 def _refuse_taken_neighbours(kind: FunctionKind, name: str, file: Path) -> None:
-    """Refuse a file that imports a module next to it, if another folder of the user's has it too.
+    """Refuse a file that imports a neighbouring module which another user folder has too.
 
-    A process has one module of a name, and the first folder's was meant by another file.
+    A process can import one module of a name, and the first folder's is not the one this file
+    means.
     """
     try:
         nodes = list(ast.walk(ast.parse(file.read_bytes())))
@@ -183,7 +166,7 @@ def _refuse_taken_neighbours(kind: FunctionKind, name: str, file: Path) -> None:
             if ours and other and not ours.samefile(other):
                 raise kind.error(
                     f"{kind.noun} {name!r}: it imports {module}, which is {ours} next to it, and "
-                    f"also {other}. A process can have one of them: rename one"
+                    f"also {other}. A process can import only one of them: rename one"
                 )
 
 
@@ -193,20 +176,20 @@ def _file_of(folder: Path, module: str) -> Path | None:
 
 
 def _refuse_two_meanings(kind: FunctionKind, name: str, source: str) -> None:
-    """Refuse a module that lies in the user's folder and is something else elsewhere."""
+    """Refuse a module that exists in the user's folder and, as something else, elsewhere."""
     top = source.partition(".")[0]
     here = Path.cwd().resolve()
     own = _file_of(here, top)
     spec = importlib.util.find_spec(top) if own else None
     if spec is not None and (not spec.has_location or Path(spec.origin or "").resolve() != own):
         raise kind.error(
-            f"{kind.noun} {name!r}: {top} is {own}, and also {spec.origin}, which comes first. "
+            f"{kind.noun} {name!r}: {top} is {own}, but {spec.origin} is imported first. "
             "Name the file (path/to/file.py:...), or rename it"
         )
 
 
 def _name_of(path: str) -> str:
-    """The name of a file's module: an identifier that `_path_of` takes back.
+    """Return the module name of a file: an identifier that `_path_of` inverts.
 
     >>> _name_of("/home/me/rewards.py")
     'asyncrl_user__2fhome_2fme_2frewards_2epy'
@@ -219,7 +202,7 @@ def _name_of(path: str) -> str:
 
 
 def _path_of(name: str) -> str:
-    """The file of a module of this name.
+    """Return the file of a module of this name.
 
     >>> _path_of(_name_of("/home/ä b/c_d.py"))
     '/home/ä b/c_d.py'
@@ -230,7 +213,7 @@ def _path_of(name: str) -> str:
 
 
 class _FilesByName:
-    """Finds the modules of users' files."""
+    """Finds the modules of user files by name."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:

@@ -1,14 +1,14 @@
 """A pool of processes that run user code: calls with deadlines, and lanes that send them.
 
-    caller ──► Call ──► Lane ──► UserProcess ══► supervisor ──► worker: the user's code
+    caller ──► PendingCall ──► Lane ──► UserProcess ══► supervisor ──► worker: the user's code
 
 run         consumes: calls of the queue, the worker's answers. produces: answers, failures,
             calls that are put back. waits for: calls, then the worker.
             bounded by: the time limit of each call, `startup_seconds` per start.
 
-A lane serves one process and replaces it when it ends. Its subclass says which calls it may send
-and what becomes of those that the process leaves without an answer: a reward's call is repeated
-(`rewards.pool`), an environment's session is lost (`environments.workers.lane`).
+A lane serves one process and replaces it when it ends. Its subclass decides which calls to send,
+and handles calls that the process leaves unanswered: a reward's call is repeated (`rewards.pool`),
+an environment's session is lost (`environments.workers.lane`).
 """
 
 from __future__ import annotations
@@ -29,41 +29,40 @@ from asyncrl.user_code.process import Program, UserProcess, WorkerLost
 log = logging.getLogger(__name__)
 
 _LATE_SECONDS = 0.05
-"""A last look at the worker's answers before a call is overdue: the event loop may have been busy
+"""Last wait for the worker's answers before a call is overdue: the event loop may have been busy
 while they came."""
 _RETRY_SECONDS = 1.0
-"""Time between two starts of a process that could not be started."""
+"""Pause after a failed start of a process."""
 _SUSPENDED_SECONDS = 1.0
 """A wait that ends this much too late means that this process, and perhaps the worker, was
 suspended."""
 _MAX_FORGOTTEN_WAITS = 3
-"""In a row: an event loop that is late again and again is busy."""
+"""Consecutive late waits that are excused; an event loop that is late more often is busy."""
 _LOGGED = 10
 """Events of each kind that are logged one by one."""
 
 
 def is_logged(count: int) -> bool:
-    """Whether an event is logged: the first of its kind, then the 2^n-th."""
+    """Return True for the first `_LOGGED` events of a kind, then for each 2^n-th."""
     return count <= _LOGGED or count.bit_count() == 1
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class PendingCall:
     """A call and the future that receives its answer."""
 
     number: int
     """Unique within a pool; the worker's answers carry it."""
     frame: bytes
-    """The call as it is sent."""
     seconds: float
-    """Longest time from its beginning to its answer."""
+    """Longest time from the call's beginning to its answer."""
     answer: asyncio.Future[Any]
     """Done also if the caller was cancelled."""
     alone: bool = False
-    """No other call may be sent to its process before it is answered."""
+    """True if no other call may run in its process at the same time."""
 
     def settle(self, result: object) -> None:
-        """Give the caller its result. A call that was cancelled has no caller any more."""
+        """Set the answer; an exception is raised in the caller. Ignored if it was cancelled."""
         with contextlib.suppress(asyncio.InvalidStateError):
             if isinstance(result, Exception):
                 self.answer.set_exception(result)
@@ -71,69 +70,61 @@ class Call:
                 self.answer.set_result(result)
 
 
-C = TypeVar("C", bound=Call)
+C = TypeVar("C", bound=PendingCall)
 
 
 class Lane(Generic[C]):
-    """Serves one worker process. Used from one event loop.
+    """Serves one worker process of a program. Used from one event loop.
 
-    Args:
-        program: what the process runs.
-        answers: union of the messages that it sends.
-        queue: calls that were not sent; lanes may share it.
+    `answers` is the union of the messages that the process sends; `queue` has the unsent calls, and
+    lanes may share it.
     """
 
     def __init__(self, program: Program, answers: Any, queue: deque[C]) -> None:
         self.process = UserProcess(program, answers)
         self.queue = queue
         self.sent: dict[int, C] = {}
-        """Calls that the process has and has not answered, by number."""
+        """Unanswered calls of the process, by number."""
         self.due: dict[int, float] = {}
-        """Of those that have begun: when they are overdue."""
+        """Times at which calls that have begun are overdue."""
         self.ready = False
-        """Whether the process runs."""
         self.error: RewardError | None = None
-        """Why no process can be started."""
         self.replaced = 0
-        """Processes that have ended, or were ended, and were replaced."""
+        """Number of processes that have ended and were replaced."""
         self._heard = 0.0
         self._forgotten_waits = 0
         self._patience: asyncio.Timeout | None = None
 
     def _room(self) -> int:
-        """How many calls may be sent now."""
+        """Return how many calls may be sent now."""
         raise NotImplementedError
 
     def _note_sent(self, call: C) -> None:
-        """A call is sent now."""
+        """Note that a call is sent now."""
 
     def _take_in(self, message: Any) -> None:
-        """Take in an answer. Raises WorkerLost if it answers nothing that was sent."""
+        """Take an answer. Raises WorkerLost if it belongs to no sent call."""
         raise NotImplementedError
 
     def _give_up_overdue(self) -> None:
-        """A call is overdue: settle or put back every call; the process is replaced."""
+        """Settle or put back every call, as one is overdue; the process is then replaced."""
         raise NotImplementedError
 
     def _lose(self, lost: WorkerLost) -> None:
-        """The process has ended: settle or put back every call."""
+        """Settle or put back every call: the process has ended."""
         raise NotImplementedError
 
     def _is_worn_out(self) -> bool:
-        """Whether the process is to be replaced; then every call has been settled."""
+        """Return True if the process must be replaced; then every call has been settled."""
         return False
 
     async def _wait_to_start(self, error: RewardError) -> None:
-        """Wait after a start that has failed."""
+        """Wait after a failed start."""
         del error
         await asyncio.sleep(_RETRY_SECONDS)
 
     async def start(self) -> None:
-        """Start the worker; again if its process dies while it loads.
-
-        Raises:
-            RewardError: the user's code cannot be loaded, or the process died at every attempt.
-        """
+        """Start the worker, again if it dies while it loads. Raises RewardError if that fails."""
         program = self.process.program
         for attempt in range(1, program.max_attempts + 1):
             try:
@@ -160,7 +151,7 @@ class Lane(Generic[C]):
         self._look_after(self._seconds_left())
 
     def take(self, most: int) -> list[C]:
-        """Take calls from the front of the queue; one that must be alone waits until it is."""
+        """Remove up to `most` calls from the queue; one that must be alone waits until it is."""
         taken: list[C] = []
         if self.sent and next(iter(self.sent.values())).alone:
             return taken
@@ -176,7 +167,7 @@ class Lane(Generic[C]):
         return taken
 
     def _look_after(self, seconds: float) -> None:
-        """Have `run` look at its calls again after so many seconds, if not earlier."""
+        """Make `run` check its calls after this time at the latest."""
         patience = self._patience
         if patience is not None and not patience.expired():
             when = asyncio.get_running_loop().time() + seconds
@@ -184,7 +175,7 @@ class Lane(Generic[C]):
                 patience.reschedule(when)
 
     def forget(self, number: int) -> None:
-        """The process does not have this call any more."""
+        """Drop a call that the process no longer has."""
         self.sent.pop(number, None)
         self.due.pop(number, None)
 
@@ -209,11 +200,7 @@ class Lane(Generic[C]):
                     await self._wait_to_start(error)
 
     async def close(self, grace_seconds: float = 0.0) -> None:
-        """End the worker. `run` has been cancelled; calls are left as they are.
-
-        Args:
-            grace_seconds: longest time for it to end by itself.
-        """
+        """Kill the worker, or let it end within `grace_seconds`; calls stay as they are."""
         if grace_seconds:
             await self.process.finish(grace_seconds)
         else:
@@ -221,7 +208,7 @@ class Lane(Generic[C]):
         self.ready = False
 
     async def _serve(self) -> None:
-        """Feed the worker and take in its answers until it is to be replaced. Raises WorkerLost."""
+        """Send calls and take answers until the worker must be replaced. Raises WorkerLost."""
         last_look = math.inf
         while not self._is_worn_out():
             self.feed()
@@ -234,12 +221,12 @@ class Lane(Generic[C]):
             for message in messages:
                 self._take_in(message)
             # Also while others are answered: they would hide a call that never is.
-            if time.monotonic() >= last_look and self._is_overdue():
+            if time.monotonic() >= last_look and self._seconds_left() <= 0:
                 self._give_up_overdue()
                 return
 
     async def _messages(self, seconds: float) -> list[Any]:
-        """What the worker sends next; nothing if it sends nothing in time. Raises WorkerLost."""
+        """Return the worker's next messages; empty if none comes in time. Raises WorkerLost."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         patience = self._patience = asyncio.timeout(None if seconds == math.inf else seconds)
@@ -250,7 +237,7 @@ class Lane(Generic[C]):
             now = loop.time()
             late = now - (patience.when() or now)
             if late > _SUSPENDED_SECONDS and self._forgotten_waits < _MAX_FORGOTTEN_WAITS:
-                # Every call gets the time of this wait again: nobody knows when the worker ran.
+                # Every call gets the time of this wait again: the worker may not have run.
                 self._forgotten_waits += 1
                 self._heard += now - began
                 self.due = {number: due + now - began for number, due in self.due.items()}
@@ -261,26 +248,19 @@ class Lane(Generic[C]):
         return messages
 
     def _seconds_left(self) -> float:
-        """Until the first call is overdue; before one has begun, it counts from the last sign."""
+        """Time until the first call is overdue, from the last message if none has begun yet."""
         if self.due:
             return min(self.due.values()) - time.monotonic()
         if not self.sent:
             return math.inf
         return self._heard + next(iter(self.sent.values())).seconds - time.monotonic()
 
-    def _is_overdue(self) -> bool:
-        return self._seconds_left() <= 0
-
 
 L = TypeVar("L", bound=Lane[Any])
 
 
 class Pool(Generic[L]):
-    """Some lanes that are started and closed together.
-
-    Args:
-        lanes: of one kind.
-    """
+    """Lanes that are started and closed together."""
 
     def __init__(self, lanes: Sequence[L]) -> None:
         self._lanes = lanes
@@ -296,11 +276,7 @@ class Pool(Generic[L]):
         self._loops = [asyncio.create_task(lane.run()) for lane in self._lanes]
 
     async def close(self, grace_seconds: float = 0.0) -> None:
-        """End the workers; calls in progress fail. Idempotent.
-
-        Args:
-            grace_seconds: longest wait for them to end by themselves.
-        """
+        """End the workers after `grace_seconds`; calls in progress fail. Idempotent."""
         loops, self._loops = self._loops, []
         for task in loops:
             task.cancel()

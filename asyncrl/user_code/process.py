@@ -22,60 +22,48 @@ from asyncrl.wire.transport.decoding import FrameDecoder, FrameRefused, Reason
 log = logging.getLogger(__name__)
 
 _LINE_CHARACTERS = 2000
-"""Longest line of a worker's output that is logged."""
+"""Longest logged line of a worker's output."""
 _END_SECONDS = 2 * KILL_SECONDS + 5.0
 """Longest wait for a supervisor that kills its worker."""
 _OUTPUT_SECONDS = 1.0
 """Longest wait for the rest of the output of a process that has ended."""
 _CHUNK = 1 << 16
 _OUTPUT_LINES = 20
-"""Last lines of its output that an error message quotes."""
+"""Last lines of the output that an error message quotes."""
 
 
 class WorkerLost(RewardError):  # noqa: N818 - says what happened
-    """The process has ended, or what it sent is no message."""
+    """The process has ended, or sent an invalid message."""
 
     def __init__(self, message: str, *, too_many: bool = False) -> None:
         super().__init__(message)
         self.too_many = too_many
-        """Whether it was killed because it had started too many processes."""
+        """True if it was killed because it had started too many processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a process runs, and how messages speak of it."""
+    """The command of a process, and its names in messages."""
 
     command: tuple[str, ...]
     """An interpreter and a main module, which makes a `user_code.worker.Channel` first."""
     title: str
-    """What logs call the process, with an article: `a reward worker`."""
+    """Name of the process in logs, with an article: `a reward worker`."""
     contents: str
-    """What it loads, and a verb: `the rewards (a, b) were`."""
+    """The code that it loads, and a verb: `the rewards (a, b) were`."""
     setup: bytes
-    """The first frame that it is sent."""
     startup_seconds: float
     max_processes: int
     max_attempts: int
-    """How often it is started if it dies while it loads."""
-
-    @property
-    def noun(self) -> str:
-        """The title without its article."""
-        return self.title.partition(" ")[2]
+    """Starts before giving up, if it dies while it loads."""
 
 
 class UserProcess:
-    """A process below a supervisor, which can be started again after its end.
-
-    Args:
-        program: what it runs.
-        answers: union of the messages that it sends after the answer to its setup.
-    """
+    """A process below a supervisor, which sends `answers`, and can be started again."""
 
     def __init__(self, program: Program, answers: Any) -> None:
         self.program = program
         self.loaded = Ready()
-        """Its answer to the setup."""
         self._decoder: FrameDecoder[Any] = FrameDecoder(
             Ready | Refused | answers, max_bytes=MAX_FRAME
         )
@@ -85,11 +73,10 @@ class UserProcess:
         self._buffer = bytearray()
 
     async def start(self) -> None:
-        """Start a new process and load what it runs.
+        """Start a new process and load the program.
 
-        Raises:
-            WorkerLost: the process ended while it loaded.
-            RewardError: something cannot be loaded, or not within the startup's time.
+        Raises WorkerLost if the process ended while it loaded, RewardError if something cannot be
+        loaded, or not in time.
         """
         await self.kill()
         await self._spawn()
@@ -118,16 +105,15 @@ class UserProcess:
                 await self.kill()
 
     def send(self, frames: Iterable[bytes]) -> None:
-        """Send calls, encoded. If the process has ended, `receive` says so."""
+        """Send encoded calls. If the process has ended, `receive` reports it."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(b"".join(frames))
 
     async def receive(self) -> list[Any]:
         """Wait for answers; may be cancelled without losing any. Empty if only a part has come.
 
-        Raises:
-            WorkerLost: the process has ended, or its frames cannot be decoded; the text says how
-                it ended and follows "the process".
+        Raises WorkerLost if the process has ended or its frames cannot be decoded; the text
+        describes the end and follows "the process".
         """
         process = self._process
         if process is None or process.stdout is None:
@@ -141,20 +127,20 @@ class UserProcess:
             while (frame := take_frame(self._buffer)) is not None:
                 messages.append(self._decoder.decode(frame))
         except FrameRefused as error:
-            raise _refused(error) from error
+            raise refusal(str(error), error.reason) from error
         except ValueError as error:
-            raise _refused(FrameRefused(Reason.TOO_LONG, str(error))) from error
+            raise refusal(str(error), Reason.TOO_LONG) from error
         return messages
 
     def terminate(self) -> None:
-        """Have the supervisor kill the process and everything it has started. Does not wait."""
+        """Make the supervisor kill the process and everything it has started. Does not wait."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
                 self._process.send_signal(signal.SIGCONT)  # it may be suspended
 
     async def finish(self, seconds: float) -> None:
-        """Close its input and let it end by itself; after so many seconds it is killed."""
+        """Close the input and wait for the process to end; kill it after this time."""
         process = self._process
         if process is not None and process.stdin is not None:
             process.stdin.close()
@@ -164,7 +150,7 @@ class UserProcess:
         await self.kill()
 
     async def kill(self) -> None:
-        """End the process and everything it has started. Idempotent, also if it is cancelled."""
+        """Kill the process and everything it has started. Idempotent, also if it is cancelled."""
         process = self._process
         if process is None:
             return
@@ -174,7 +160,8 @@ class UserProcess:
                 async with asyncio.timeout(_END_SECONDS):
                     await process.wait()
             except TimeoutError:
-                log.warning("the supervisor of %s %d did not end", self.program.title, process.pid)
+                text = "the supervisor of %s (process %d) did not end and is killed"
+                log.warning(text, self.program.title, process.pid)
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
@@ -215,10 +202,12 @@ class UserProcess:
             raise WorkerLost(f"could not be started: {error}") from error
         finally:
             os.close(status)
-        self._output = asyncio.create_task(_log_output(self._process, self.program.noun))
+        self._output = asyncio.create_task(
+            _log_output(self._process, self.program.title.partition(" ")[2])
+        )
 
     async def _how_it_ended(self) -> WorkerLost:
-        """The error of a process whose output has ended; the text follows "the process"."""
+        """Return the error of a process whose output has ended."""
         process = self._process
         if process is None:
             return WorkerLost("was killed")
@@ -241,17 +230,13 @@ class UserProcess:
         return WorkerLost(how_it_ended(ending))
 
 
-def refusal(text: str) -> WorkerLost:
-    """The error of a process that sent a message which no worker sends."""
-    return _refused(FrameRefused(Reason.UNEXPECTED, text))
-
-
-def _refused(error: FrameRefused) -> WorkerLost:
-    return WorkerLost(f"wrote a frame that is no answer ({error.reason}: {error}) and was killed")
+def refusal(text: str, reason: Reason = Reason.UNEXPECTED) -> WorkerLost:
+    """Return the error of a process that sent a message which no worker sends."""
+    return WorkerLost(f"sent a frame that is not a valid answer ({reason}: {text}) and was killed")
 
 
 async def _log_output(process: asyncio.subprocess.Process, noun: str) -> None:
-    """Log what the user's functions print; the supervisor limits how much that is."""
+    """Log the output of the user's functions, whose rate the supervisor limits."""
     if process.stderr is None:
         return
     rest = b""
@@ -272,7 +257,7 @@ def _log_lines(noun: str, pid: int, lines: list[bytes]) -> None:
 
 
 def read_ending(status: int) -> Ending | None:
-    """What the supervisor has written to this pipe, which must not block; None if it was lost."""
+    """Read the supervisor's report from this non-blocking pipe; None if it was lost."""
     try:
         return msgspec.msgpack.decode(os.read(status, _CHUNK), type=Ending)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -280,7 +265,7 @@ def read_ending(status: int) -> Ending | None:
 
 
 def how_it_ended(ending: Ending) -> str:
-    """How it exited, what it had started, and the end of its output, after "the process"."""
+    """Describe the exit, killed processes and the end of the output, to follow "the process"."""
     how = how_it_exited(ending.exit_code)
     if ending.exit_code == -signal.SIGKILL and ending.out_of_memory:
         how += ", by the kernel because the machine's or the container's memory was full"
@@ -291,7 +276,7 @@ def how_it_ended(ending: Ending) -> str:
 
 
 def how_it_exited(exit_code: int) -> str:
-    """An exit code, negative for a signal."""
+    """Describe an exit code, negative for a signal."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     with contextlib.suppress(ValueError):

@@ -1,11 +1,11 @@
-"""The processes that descend from one process: found and killed, however they were started.
+"""Finds and kills all processes that descend from one, however they were started.
 
-A process that has made itself a subreaper (`become_subreaper`) inherits the orphans among its
-descendants: a child whose parent has exited, with or without `setsid`, stays below it.
-Import-light: a worker's supervisor loads this file.
+A subreaper (`become_subreaper`) becomes the parent of orphans among its descendants, so a child
+whose parent has exited stays below it, with or without `setsid`. Import-light: a worker's
+supervisor loads this file.
 
-`psutil.Process.children` would leave processes out. It drops children that look older than their
-parent, by times to which it adds the boot time, read anew for each process; the kernel's boot time
+`psutil.Process.children` would miss processes: it drops children that look older than their parent,
+by times to which it adds the boot time, read anew for each process, and the kernel's boot time
 moves by a second when the clock is corrected. It also reads all of /proc for each walk, where the
 kernel lists children, and a sandbox walks every 20 ms.
 """
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int, signal_number: int) -> None:
-    """Have the kernel send this process a signal when its parent ends; exit if it has ended."""
+    """Send this process a signal when its parent ends; exit if the parent has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent:
@@ -36,7 +36,7 @@ def end_with_parent(parent: int, signal_number: int) -> None:
 
 
 def end_process(status: int) -> NoReturn:
-    """End as Python does, but keep what was imported: to clear torch takes 2 s of CPU."""
+    """Exit as Python does, but keep imported modules: clearing torch takes 2 s of CPU."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - waits for threads
         atexit._run_exitfuncs()  # noqa: SLF001
@@ -48,18 +48,18 @@ def end_process(status: int) -> NoReturn:
 
 _PR_SET_CHILD_SUBREAPER = 36
 _STOP_ROUNDS = 50
-"""Most walks over the tree until all of it is stopped."""
+"""Longest sequence of walks over the tree until all of it is stopped."""
 _PAUSE_SECONDS = 0.002
 
 
 def become_subreaper() -> None:
-    """Have orphaned descendants become children of this process. Does nothing outside Linux."""
+    """Make this process the parent of orphaned descendants. Does nothing outside Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants(root: int) -> list[int]:
-    """Process ids below `root`, parents before children; a snapshot. Empty outside Linux."""
+    """Return the process ids below `root`, parents before children; empty outside Linux."""
     children = _children if _KERNEL_LISTS_CHILDREN else _children_by_parent()
     found: list[int] = []
     level = [root]
@@ -80,7 +80,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _children_by_parent() -> Callable[[int], list[int]]:
-    """The same from a list of all processes, for kernels without CONFIG_PROC_CHILDREN."""
+    """Return a lookup from a list of all processes, for kernels without CONFIG_PROC_CHILDREN."""
     by_parent: dict[int, list[int]] = {}
     with contextlib.suppress(OSError):
         for folder in Path("/proc").iterdir():
@@ -111,11 +111,8 @@ def reap() -> list[tuple[int, int]]:
 def kill_descendants(seconds: float) -> list[tuple[int, int]]:
     """Kill everything below this process, until nothing is left or the time is up.
 
-    Each round first stops all that it finds, until a walk finds nothing new, so that nothing forks
-    between the walk and the kill.
-
-    Returns:
-        Process ids and wait statuses of this process's children that have ended.
+    Each round stops all processes that it finds until a walk finds no new one, so that none forks
+    between the walk and the kill. Returns as `reap`.
     """
     deadline = time.monotonic() + seconds
     ended: list[tuple[int, int]] = []
@@ -144,7 +141,7 @@ def _send(pid: int, number: int) -> None:
 
 
 def out_of_memory_kills() -> int:
-    """Processes that the kernel has killed for memory on this machine; 0 if it does not say."""
+    """Return how many processes the kernel has killed for memory on this machine; 0 if unknown."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

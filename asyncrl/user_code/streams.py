@@ -1,7 +1,7 @@
-"""Frames on the standard streams of a process that runs user code, and what errors quote of it.
+"""Frames on the standard streams of a process that runs user code, and texts that errors quote.
 
-A frame is four bytes of length (little-endian) and then MessagePack. The first that a pool's worker
-is sent is its setup, which it answers with `Ready` or `Refused`. Import-light: workers and the
+A frame is four bytes of length (little-endian) and then MessagePack. A pool first sends a worker
+its setup, which the worker answers with `Ready` or `Refused`. Import-light: workers and the
 processes of `task.map` and of chat templates load this file.
 """
 
@@ -16,15 +16,13 @@ from typing import BinaryIO
 import msgspec
 
 TRACEBACK_LINES = 8
-"""Lines of the user's traceback that an error message quotes."""
 MESSAGE_CHARACTERS = 4000
-"""Longest message about a failure."""
 _OWN_CODE = f"{Path(__file__).parents[1]}{os.sep}"
-"""Where the frames are that call the user's code."""
+"""Folder of the frames that call the user's code."""
 
 
 def last_lines() -> str:
-    """The end of the traceback of the exception that is being handled, from the user's code on."""
+    """Return the end of the traceback of the exception being handled, from the user's code on."""
     error = sys.exception()
     if error is None:
         raise RuntimeError("no exception is being handled")
@@ -41,7 +39,7 @@ def last_lines() -> str:
 
 
 def bounded(text: str) -> str:
-    """A message that can be encoded and is not too long."""
+    """Return the text shortened to `MESSAGE_CHARACTERS`, with unencodable characters escaped."""
     text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) <= MESSAGE_CHARACTERS:
         return text
@@ -53,9 +51,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """The user's code is loaded."""
 
     asynchronous: bool = False
-    """Rewards: one function is async, so several calls may run at once."""
+    """Rewards: at least one function is async, so several calls may run at once."""
     notes: list[str] = []
-    """What a user should know of an environment, a sentence each."""
+    """Notes for the user about an environment, a sentence each."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -65,23 +63,19 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 MAX_FRAME = 64 << 20
-"""Most bytes of a frame's MessagePack."""
+"""Longest MessagePack of a frame, in bytes."""
 
 _HEAD_BYTES = 4
 
 
 def pack(message: object) -> bytes:
-    """One frame, its length included. Raises what msgspec raises if it cannot be encoded."""
+    """Return one frame, its length included. Raises what msgspec raises if it cannot be encoded."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(_HEAD_BYTES, "little") + body
 
 
 def take_frame(buffer: bytearray) -> bytes | None:
-    """Remove the first frame from what was received; None if it is not whole yet.
-
-    Raises:
-        ValueError: it is longer than `MAX_FRAME`.
-    """
+    """Remove the first frame; None if it is incomplete. Raises ValueError if it is too long."""
     if len(buffer) < _HEAD_BYTES:
         return None
     length = int.from_bytes(buffer[:_HEAD_BYTES], "little")
@@ -96,10 +90,7 @@ def take_frame(buffer: bytearray) -> bytes | None:
 
 
 class Streams:
-    """The process's ends of the streams, out of reach of the user's print and input.
-
-    The user's own output goes to the supervisor.
-    """
+    """The process's ends of the streams, out of reach of the user's print and input."""
 
     def __init__(self) -> None:
         self._inbox: BinaryIO = os.fdopen(os.dup(0), "rb")
@@ -111,7 +102,7 @@ class Streams:
         os.dup2(2, 1)
 
     def read(self) -> bytes | None:
-        """The next frame; None at the end of the stream, or if it is broken."""
+        """Return the next frame; None at the end of the stream, or if it is broken."""
         head = self._inbox.read(_HEAD_BYTES)
         length = int.from_bytes(head, "little")
         if len(head) < _HEAD_BYTES or length > MAX_FRAME:
@@ -120,7 +111,7 @@ class Streams:
         return body if len(body) == length else None
 
     def send(self, message: object) -> None:
-        """Send a message. A fork of this process that a function has returned from ends here."""
+        """Send a message. A fork of this process exits instead."""
         if os.getpid() != self._process:
             os._exit(0)
         self._outbox.write(pack(message))

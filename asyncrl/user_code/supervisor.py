@@ -1,26 +1,23 @@
-"""The supervisor of a reward worker: a small process above it that outlives it.
+"""The supervisor of a worker: a small process above it that outlives it.
 
-    pool ── starts ──► supervisor ── forks ──► worker ── starts ──► what the user's functions start
+    pool ── starts ──► supervisor ── forks ──► worker ── starts ──► processes of user functions
 
-It is forked before any of the user's code is loaded. It
+It forks the worker before any of the user's code is loaded. It
 
-- relays what the worker prints, at a limited rate, so that a function never waits for a full pipe;
-- counts the processes that the worker has started and kills the worker if they are too many;
+- relays the worker's output at a limited rate, so that a function never blocks on a full pipe;
+- counts the worker's processes and kills the worker if there are too many;
 - kills all of them when the worker ends, when the pool asks (SIGTERM), or when the pool's process
-  dies (SIGTERM too, by the kernel): by control group where that is allowed, and by a sweep over its
-  own descendants, whose orphans it inherits as a subreaper;
-- then says how the worker itself ended.
+  dies (the kernel sends SIGTERM): by control group where that is allowed, and by a sweep over its
+  descendants, whose orphans it inherits as a subreaper;
+- reports how the worker itself ended.
 
-What a function leaves running after it has returned (a server that caches something) is kept until
-the worker ends. Import-light: it is part of the worker's start.
+Processes that a function leaves running (a server that caches something) run until the worker ends.
 
-A control group for one reward worker, where the system allows one (cgroup v2).
-
-A control group holds every descendant of the worker whatever it does, and `cgroup.kill` ends all of
-them at once. Making one needs write access below this process's own group: as root, in a systemd
-unit with `Delegate=yes`, or in a container with a writable /sys/fs/cgroup. Elsewhere, and with
-ASYNCRL_CONTROL_GROUPS=0 in the environment, the subreaper and the sweep of `process_tree` do the
-same work. Import-light: a worker's supervisor loads this file.
+A control group (cgroup v2) holds every descendant of the worker whatever it does, and `cgroup.kill`
+ends all of them at once. Making one needs write access below this process's group: as root, in a
+systemd unit with `Delegate=yes`, or in a container with a writable /sys/fs/cgroup. Elsewhere, and
+with ASYNCRL_CONTROL_GROUPS=0 in the environment, the subreaper and the sweep of `process_tree` do
+the same work. Import-light: a worker's start includes it.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ from asyncrl.user_code.process_tree import (
 )
 
 SWITCH = "ASYNCRL_CONTROL_GROUPS"
-"""Environment variable; "0": make no control groups."""
+"""Environment variable; "0" disables control groups."""
 _PREFIX = "asyncrl-reward-"
 _POLL_SECONDS = 0.005
 
@@ -60,12 +57,12 @@ class ControlGroup:
 
     @classmethod
     def of(cls, owner: int) -> ControlGroup | None:
-        """The group of this supervisor; None if there is no cgroup v2 to use. Makes nothing."""
+        """Return the group of this supervisor, not created; None without cgroup v2."""
         own = None if os.environ.get(SWITCH) == "0" else _own_group()
         return None if own is None else cls(own / f"{_PREFIX}{owner}")
 
     def create(self, max_processes: int) -> bool:
-        """Make the group; False where that is not allowed. Removes what dead owners have left."""
+        """Create the group and remove those of dead owners; False where that is not allowed."""
         try:
             _remove_abandoned(self._folder.parent)
             self._folder.mkdir()
@@ -80,7 +77,7 @@ class ControlGroup:
         return True
 
     def join(self) -> None:
-        """Move this process into the group; its children will be in it too."""
+        """Move this process, and so its later children, into the group."""
         with contextlib.suppress(OSError):
             (self._folder / "cgroup.procs").write_text("0")
 
@@ -101,7 +98,7 @@ class ControlGroup:
 
 
 def _own_group() -> Path | None:
-    """The folder of this process's cgroup v2; None if there is none."""
+    """Return the folder of this process's cgroup v2; None if there is none."""
     with contextlib.suppress(OSError):
         groups = Path("/proc/self/cgroup").read_text().splitlines()
         relative = next((line[3:] for line in groups if line.startswith("0::")), None)
@@ -113,7 +110,7 @@ def _own_group() -> Path | None:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove empty groups whose supervisor has ended. Groups with processes cannot be removed."""
+    """Remove empty groups whose supervisor has ended."""
     for folder in parent.glob(f"{_PREFIX}*"):
         owner = folder.name.removeprefix(_PREFIX)
         if not Path(f"/proc/{owner}").exists() or owner == str(os.getpid()):
@@ -122,15 +119,15 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 BURST_BYTES = 64 * 1024
-"""A worker may log this much at once."""
+"""Output of a worker that is logged at once."""
 BYTES_PER_SECOND = 1024
-"""And this much on average: 84 MiB a day."""
+"""Output that is logged on average: 84 MiB a day."""
 TAIL_BYTES = 4 * 1024
-"""The end of the output that error messages quote from, whether or not it was logged."""
+"""End of the output, logged or not, that error messages quote from."""
 
 
 class OutputLimit:
-    """Decides which part of a worker's output is logged, and keeps the end of all of it.
+    """Limits the logged part of a worker's output, and keeps the end of all of it.
 
     Example:
         >>> limit = OutputLimit(now=0.0)
@@ -146,12 +143,11 @@ class OutputLimit:
         self._budget = float(BURST_BYTES)
         self._now = now
         self.left_out = 0
-        """Bytes left out since the last sentence that said so."""
+        """Bytes left out since the last notice."""
         self.tail = b""
-        """The last `TAIL_BYTES` bytes."""
 
     def admit(self, chunk: bytes, now: float) -> bytes:
-        """What of a chunk is to be logged; a sentence comes before it if bytes were left out."""
+        """Return the part of a chunk to log, after a notice if bytes were left out before it."""
         self.tail = (self.tail + chunk)[-TAIL_BYTES:]
         grown = self._budget + (now - self._now) * BYTES_PER_SECOND
         self._budget, self._now = min(float(BURST_BYTES), grown), now
@@ -165,7 +161,7 @@ class OutputLimit:
         return notice + shown
 
     def notice(self) -> bytes:
-        """The sentence about what was left out since the last one; empty if nothing was."""
+        """Return a notice about bytes left out since the last one; empty if there were none."""
         left_out, self.left_out = self.left_out, 0
         if not left_out:
             return b""
@@ -176,38 +172,35 @@ class OutputLimit:
 
 
 LOOK_SECONDS = 0.2
-"""Time between two counts of the processes below a worker."""
+"""Interval of counting the processes below a worker."""
 _HURRIED_SECONDS = 0.01
-"""The same once there are many."""
+"""The same if there are many."""
 KILL_SECONDS = 10.0
-"""Longest time for killing everything below a worker."""
+"""Longest time for killing all processes below a worker."""
 _CHUNK = 1 << 16
 _LAST_CHUNKS = 64
-"""Most chunks of output that are read once every process has ended."""
+"""Longest output, in chunks, that is read once every process has ended."""
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """How a worker ended, by its supervisor."""
+    """The supervisor's report of a worker's end."""
 
     exit_code: int
-    """Of the worker itself; negative: it was ended by this signal."""
+    """Exit code of the worker; negative for a signal."""
     leftover: int = 0
-    """Processes that it had started and that were killed after it."""
+    """Processes that the worker had started and that were killed after it."""
     too_many: int = 0
-    """If not 0, the worker was killed because it had started this many processes."""
+    """Number of processes for which the worker was killed; 0 if it was not."""
     out_of_memory: bool = False
-    """Whether the kernel killed a process of this machine for memory while the worker ran."""
+    """True if the kernel killed a process of this machine for memory while the worker ran."""
     output: str = ""
-    """The end of what it and the functions printed."""
 
 
 def supervise(parent: int, status: int, max_processes: int) -> None:
-    """Fork. Returns in the worker; the supervisor ends here, after the worker and all below it.
+    """Fork, and return in the worker; the supervisor exits here, after all processes below it.
 
-    Args:
-        parent: process id of the pool's process.
-        status: descriptor that the `Ending` is written to.
-        max_processes: most processes that the worker and all that it has started may be.
+    `parent` is the process id of the pool's process, `status` the descriptor to write the `Ending`
+    to, and `max_processes` the limit for the worker and all that it has started.
     """
     end_with_parent(parent, signal.SIGTERM)
     become_subreaper()
@@ -246,11 +239,8 @@ def _end(_number: int, _frame: FrameType | None) -> None:
 
 @dataclass(slots=True)
 class _Supervisor:
-    """Watches one worker to its end."""
-
     worker: int
     output: int
-    """Where the worker's output is read."""
     status: int
     group: ControlGroup | None
     max_processes: int
@@ -267,7 +257,10 @@ class _Supervisor:
             self._watch()
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         leftover = self._kill_all()
-        self._relay_rest()
+        for _ in range(_LAST_CHUNKS):
+            if not select.select([self.output], [], [], 0)[0] or not self._relay():
+                break
+        self._log(self.limit.notice())
         ending = Ending(
             exit_code=self.exit_code,
             leftover=leftover,
@@ -280,7 +273,6 @@ class _Supervisor:
         os._exit(0)
 
     def _watch(self) -> None:
-        """Relay output until the worker has ended or has too many processes."""
         waiting: list[int] = [self.output]
         pidfd = os.pidfd_open(self.worker) if sys.platform == "linux" else -1
         if pidfd >= 0:
@@ -300,7 +292,6 @@ class _Supervisor:
                 pause = _HURRIED_SECONDS if processes > self.max_processes // 4 else LOOK_SECONDS
 
     def _collect(self, ended: list[tuple[int, int]]) -> bool:
-        """Note the worker's exit code if it is among those that have ended."""
         for pid, wait_status in ended:
             if pid == self.worker:
                 self.exit_code = os.waitstatus_to_exitcode(wait_status)
@@ -308,7 +299,7 @@ class _Supervisor:
         return False
 
     def _kill_all(self) -> int:
-        """Kill everything below; returns how many processes that were, the worker not counted."""
+        """Kill everything below; return how many processes that were, without the worker."""
         with contextlib.suppress(PermissionError):  # only root may: for the race with a fork bomb
             os.setpriority(os.PRIO_PROCESS, 0, -10)
         leftover = len(set(descendants(os.getpid())) - {self.worker})
@@ -321,7 +312,7 @@ class _Supervisor:
         return leftover
 
     def _relay(self) -> bool:
-        """Pass on what is there now; False at the end of the output."""
+        """Pass on the output that is there; False at its end."""
         try:
             chunk = os.read(self.output, _CHUNK)
         except BlockingIOError:
@@ -330,14 +321,8 @@ class _Supervisor:
             self._log(self.limit.admit(chunk, time.monotonic()))
         return bool(chunk)
 
-    def _relay_rest(self) -> None:
-        for _ in range(_LAST_CHUNKS):
-            if not select.select([self.output], [], [], 0)[0] or not self._relay():
-                break
-        self._log(self.limit.notice())
-
     def _log(self, text: bytes) -> None:
-        """Write to the pool, which may be busy: what does not fit its pipe is left out."""
+        """Write to the pool; if it is busy, output that does not fit the pipe is left out."""
         while text:
             try:
                 text = text[os.write(2, text) :]

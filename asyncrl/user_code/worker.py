@@ -1,8 +1,8 @@
-"""A worker process of a pool, from the inside: `python -m MODULE PARENT STATUS PROCESSES`.
+"""A pool's worker process, from the inside: `python -m MODULE PARENT STATUS PROCESSES`.
 
 The user's code runs here, below a supervisor (`user_code.supervisor`): a process that hangs can be
-killed with all that it has started, and one that crashes takes nothing with it. What the user's
-code prints goes to the supervisor; frames have descriptors of their own. Import-light (no torch, no
+killed with all processes that it has started, and one that crashes harms no other. The user's
+output goes to the supervisor; frames have separate descriptors. Import-light (no torch, no
 pydantic), so that a killed worker is replaced in a fraction of a second.
 """
 
@@ -28,15 +28,11 @@ from asyncrl.user_code.supervisor import supervise
 T = TypeVar("T")
 
 _OOM_SCORE_ADJUSTMENT = 500
-"""Of -1000 to 1000; processes that the user's code starts inherit it."""
+"""The range is -1000 to 1000; processes that the user's code starts inherit it."""
 
 
 class Channel:
-    """Forks below a supervisor; in the worker, what it speaks to its pool by.
-
-    Args:
-        incoming: union of the messages that the pool sends.
-    """
+    """Forks below a supervisor; in the worker, the connection with `incoming` messages."""
 
     def __init__(self, incoming: Any) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash must not fill the disk
@@ -54,12 +50,10 @@ class Channel:
         return None if frame is None else self._decoder.decode(frame)
 
     def load(self, search_path: str, what: str, load: Callable[[], T]) -> T | None:
-        """Load the user's code; None if that fails, and the pool has been told why.
+        """Load the user's code by calling `load`; on failure report to the pool and return None.
 
-        Args:
-            search_path: folder that the user's modules are imported from.
-            what: is loaded, for the error.
-            load: loads it.
+        Modules are also imported from the folder `search_path`. `what` names the code in the
+        report.
         """
         search(search_path)
         try:
@@ -71,7 +65,7 @@ class Channel:
         return None
 
     async def messages(self) -> AsyncIterator[Any]:
-        """The messages as they arrive, up to the end of the stream."""
+        """Yield the messages as they arrive, up to the end of the stream."""
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Any] = asyncio.Queue()
 

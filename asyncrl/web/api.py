@@ -31,7 +31,7 @@ from asyncrl.web.feed import Feed
 from asyncrl.web.sections import NAMES, ORDER_BYTES, newest_samples, recent_spans
 from asyncrl.web.step_file import StepFile
 from asyncrl.wire.messages import control
-from asyncrl.wire.records.command_record import OrderRecord
+from asyncrl.wire.messages.control import OrderRecord
 
 
 class EventStream(Response):

@@ -17,7 +17,7 @@ from asyncrl.steering.control_socket import open_line, send_order
 from asyncrl.wire import Line
 from asyncrl.wire.errors import WireError
 from asyncrl.wire.messages import control
-from asyncrl.wire.records.on_policy import OnPolicySteps, is_on_policy
+from asyncrl.wire.records.step import OnPolicySteps, is_on_policy
 
 ASK_SECONDS = 1.0
 """Minimum interval between requests to the controller, for any number of watchers."""

@@ -29,7 +29,7 @@ from asyncrl.monitoring.report.sections import orders, samples, settings
 from asyncrl.monitoring.report.time_line import MAX_LANES, recent_time_line, time_line
 from asyncrl.monitoring.report.work import work
 from asyncrl.web.step_file import StepFile
-from asyncrl.wire.records.command_record import OrderRecord
+from asyncrl.wire.messages.control import OrderRecord
 
 RECENT_SECONDS = 120.0
 TIMELINE_BYTES = 1 << 18

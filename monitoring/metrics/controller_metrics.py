@@ -20,8 +20,7 @@ from asyncrl.monitoring.metrics.instruments import By, Total, counter, gauge, hi
 from asyncrl.monitoring.metrics.process_metrics import ProcessMetrics
 from asyncrl.monitoring.records.phases import ENOUGH
 from asyncrl.wire.records.evaluations import EvaluationRecord, accuracy_of
-from asyncrl.wire.records.on_policy import OnPolicySteps
-from asyncrl.wire.records.step import Measured, StepMetrics
+from asyncrl.wire.records.step import Measured, OnPolicySteps, StepMetrics
 from asyncrl.wire.records.wrong_policy import Cause
 
 # ruff: noqa: RUF009 - the calls below make dataclass fields; ruff cannot see that through a helper

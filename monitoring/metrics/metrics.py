@@ -38,7 +38,7 @@ from asyncrl.monitoring.metrics.occupancy import SlotPiece, SlotUse
 from asyncrl.monitoring.metrics.process_metrics import CommonMetrics, ProcessMetrics
 from asyncrl.wire.messages.from_trainer import CheckpointFault
 from asyncrl.wire.records.step import LearnerMetrics, Measured
-from asyncrl.wire.weights.broadcast.control_codes import Outcome
+from asyncrl.wire.weights.layout import Outcome
 
 # ruff: noqa: RUF009 - the calls below make dataclass fields; ruff cannot see that through a helper
 

@@ -20,7 +20,7 @@ from asyncrl.monitoring.records.metrics_log import read_evaluations, read_metric
 from asyncrl.monitoring.records.samples import SampleRecord, read_samples, trained_on
 from asyncrl.monitoring.records.spans import Span, read_spans
 from asyncrl.monitoring.report.series import finite, independent_trials
-from asyncrl.wire.records.command_record import OrderRecord
+from asyncrl.wire.messages.control import OrderRecord
 from asyncrl.wire.records.evaluations import EvaluationRecord
 from asyncrl.wire.records.step import Measured, RunResult, StepMetrics, TokenCounts
 

@@ -22,10 +22,9 @@ from asyncrl.monitoring.report.sections import section
 from asyncrl.monitoring.report.series import smooth, ticks, wilson
 from asyncrl.monitoring.terminal.evaluation_text import incomplete
 from asyncrl.monitoring.terminal.formatting import brief, counted, percent
-from asyncrl.wire.records.environment_counts import EnvironmentCounts
 from asyncrl.wire.records.evaluations import SetEvaluation
 from asyncrl.wire.records.reward_counts import RewardCounts
-from asyncrl.wire.records.step import Measured, StepMetrics
+from asyncrl.wire.records.step import EnvironmentCounts, Measured, StepMetrics
 
 _RIGHT = 28
 _NAMED = 3

@@ -26,8 +26,7 @@ from asyncrl.monitoring.report.work import work
 from asyncrl.monitoring.terminal.evaluation_text import incomplete
 from asyncrl.monitoring.terminal.formatting import UNKNOWN, count, duration, number, percent
 from asyncrl.wire.records.noise_floor import NoiseFloor
-from asyncrl.wire.records.on_policy import OnPolicySteps, is_on_policy
-from asyncrl.wire.records.step import Measured, StepMetrics
+from asyncrl.wire.records.step import Measured, OnPolicySteps, StepMetrics, is_on_policy
 from asyncrl.wire.transport.atomic_files import write_atomically
 
 LENIENT = (

@@ -138,6 +138,6 @@ def test_a_module_of_the_users_that_is_another_one_elsewhere_is_refused(
 ) -> None:
     (tmp_path / "random.py").write_text("def f(example):\n    return example\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"random is .*/random\.py, and also .* Name the file"):
+    with pytest.raises(DataError, match=r"random is .*/random\.py, but .* first. Name the file"):
         load_function(MAP, "random:f", {})
     assert load_function(MAP, "random.py:f", {})({}) == {}

@@ -11,11 +11,10 @@ from typing import Any
 import msgspec
 import torch
 
-from asyncrl.wire.weights.broadcast.control_codes import Outcome
 from asyncrl.wire.weights.broadcast.groups import Limits
 from asyncrl.wire.weights.broadcast.sending import WeightSender
 from asyncrl.wire.weights.fingerprint import fingerprint
-from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.layout import Outcome, WeightManifest
 from asyncrl.wire.weights.reader import WeightBuffer
 from asyncrl.wire.weights.writer import WeightPublisher
 

@@ -13,9 +13,9 @@ from broadcast_trainer import CHUNK, SECONDS, holds, read_all, trainer
 
 from asyncrl.wire.weights import reader
 from asyncrl.wire.weights.broadcast import sending
-from asyncrl.wire.weights.broadcast.control_codes import ControlCode
 from asyncrl.wire.weights.broadcast.groups import Limits
 from asyncrl.wire.weights.broadcast.store import CheckIn, Refusal
+from asyncrl.wire.weights.layout import ControlCode
 from asyncrl.wire.weights.reader import WeightBuffer
 
 
@@ -34,7 +34,7 @@ def test_a_member_that_takes_each_chunk_slowly_holds_up_nobody_for_long(
     closing.callback(hurry.set)
 
     def slowly(self: reader._Landing, span: slice, device: torch.device) -> torch.Tensor | None:
-        if self._memory is slow._memory:
+        if self.memory is slow._memory:
             hurry.wait(0.1)
         return room(self, span, device)
 
@@ -55,7 +55,7 @@ def test_an_error_of_the_receiver_leaves_the_group(
     room = reader._Landing.room
 
     def failing(self: reader._Landing, span: slice, device: torch.device) -> torch.Tensor | None:
-        if self._memory is full._memory and span.start >= 3 * CHUNK:
+        if self.memory is full._memory and span.start >= 3 * CHUNK:
             raise MemoryError("there is no room")
         return room(self, span, device)
 
@@ -93,7 +93,7 @@ def test_a_word_of_another_version_or_chunk_breaks_the_broadcast(
     buffer.read(of.publish(1))
     assert holds(buffer, 1)
     assert of.outcomes_are("broken")
-    assert f"said word 1 of version {version} before chunk {index}, where word 1" in caplog.text
+    assert f"announced 1 of version {version} before chunk {index} instead of 1" in caplog.text
 
 
 def test_what_dead_members_left_at_the_desk_is_deleted(

@@ -92,7 +92,7 @@ def test_overwritten_while_reading(
         monkeypatch.setattr(os, "preadv", meanwhile)
         with pytest.raises(WeightsSupersededError, match="holds version 3"):
             buffer.read(manifest)
-        with pytest.raises(WeightsReadError, match="no whole version"):
+        with pytest.raises(WeightsReadError, match="no complete version"):
             next(buffer.tensors())
 
 
@@ -281,5 +281,5 @@ def test_a_version_overtaken_while_it_is_converted_is_refused(
         with pytest.raises(WeightsSupersededError, match="holds version 3"):
             buffer.read(manifest)
         assert calls[0] > 3
-        with pytest.raises(WeightsReadError, match="no whole version"):
+        with pytest.raises(WeightsReadError, match="no complete version"):
             next(buffer.tensors())

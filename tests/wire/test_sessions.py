@@ -364,9 +364,9 @@ def test_a_late_frame_of_a_lost_relay_does_not_take_the_route_back() -> None:
     world.replace_relay(late=True)
     world.child_sends(0)
     world.hand_up(1, 9)
-    assert world.peers.relay_of("generator-0") == "relay-0.1"
+    assert world.peers._peers["generator-0"].relay == "relay-0.1"
     world.hand_up(0, 9)
-    assert world.peers.relay_of("generator-0") == "relay-0.1"
+    assert world.peers._peers["generator-0"].relay == "relay-0.1"
 
 
 def test_urgency_is_read_without_decoding() -> None:

@@ -27,11 +27,10 @@ from asyncrl.wire.errors import WeightsReadError, WeightsSupersededError
 from asyncrl.wire.records.wrong_policy import compare_weights
 from asyncrl.wire.weights import reader
 from asyncrl.wire.weights.broadcast import sending
-from asyncrl.wire.weights.broadcast.control_codes import Outcome
 from asyncrl.wire.weights.broadcast.groups import GlooGroup, Limits, backend_of
 from asyncrl.wire.weights.broadcast.sending import WeightSender
 from asyncrl.wire.weights.fingerprint import fingerprint
-from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.layout import Outcome, WeightManifest
 from asyncrl.wire.weights.reader import WeightBuffer
 from asyncrl.wire.weights.writer import WeightPublisher
 
@@ -92,7 +91,7 @@ def test_a_version_that_is_overwritten_meanwhile_arrives_at_nobody(
     for error in read_all(pool, buffers, manifest):
         assert isinstance(error, WeightsSupersededError)
         assert "overwritten while they were broadcast" in str(error)
-    with pytest.raises(WeightsReadError, match="no whole version"):
+    with pytest.raises(WeightsReadError, match="no complete version"):
         list(buffers[0].tensors())
     assert read_all(pool, buffers, newest[0]) == [None, None]
     assert all(holds(buffer, 4) for buffer in buffers)
@@ -127,7 +126,7 @@ def test_a_member_that_stops_is_left_behind_and_holds_up_nobody(
     room = reader._Landing.room
 
     def slow(self: reader._Landing, span: slice, device: torch.device) -> torch.Tensor | None:
-        if self._memory is stopped._memory:
+        if self.memory is stopped._memory:
             assert go_on.wait(SECONDS)
         return room(self, span, device)
 

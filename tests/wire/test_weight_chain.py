@@ -67,7 +67,7 @@ def test_a_node_without_any_link_says_whom_it_asked() -> None:
     assert world.whole(3)
     receiving = world.nodes["n2"].receiving
     assert receiving is not None
-    assert receiving.failed.startswith("not whole after 6 s (")
+    assert receiving.failed.startswith("incomplete after 6 s (")
     assert "n1: silent for" in receiving.failed or "n1: asked" in receiving.failed
     assert not receiving.superseded
 

@@ -18,10 +18,8 @@ Others:
     files           relays that request the files of a node from each other
     control         CLI -> controller and back
 
-The control plane carries decisions and a few numbers per sample. Tokens go straight from the
-generator to the trainer, so the controller's load does not grow with the length of answers.
-
-Messages are msgspec structs tagged with their class name, in MessagePack. Unknown tags and wrong
-types raise `msgspec.ValidationError` at the receiver. Arrays are raw bytes
+The control plane carries decisions and a few numbers per sample; tokens go straight from the
+generator to the trainer. Messages are msgspec structs tagged with their class name, in MessagePack.
+Unknown tags and wrong types raise `msgspec.ValidationError` at the receiver. Arrays are raw bytes
 (`wire.messages.frames`).
 """

@@ -1,7 +1,7 @@
 """Messages between nodes about weights. A chunk's bytes follow its message in the same frame.
 
-A child requests single chunks and has a bounded number of them outstanding, so a slow child does
-not fill its parent's memory.
+A child has a bounded number of requested chunks outstanding, so a slow child does not fill its
+parent's memory.
 """
 
 from __future__ import annotations

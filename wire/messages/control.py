@@ -10,6 +10,24 @@ WATCH_SECONDS = 60.0
 """A watcher repeats its `WatchRequest` within this time; otherwise it is forgotten."""
 
 
+Value = bool | int | float | str | None
+
+
+class OrderRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """An order of the user that changed a run: a line of orders.jsonl."""
+
+    order: str
+    arguments: dict[str, bool | int | float | str]
+    step: int
+    """Steps trained when it took effect: the step of this number is the first one with it."""
+    time: float
+    """Unix time, in seconds."""
+    effect: str
+    before: Value | msgspec.UnsetType = msgspec.UNSET
+    """The configured value without this `set` or `scale`. A resume that names this value again
+    repeats an old command, and does not take the order back."""
+
+
 class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of requests and replies."""
 
@@ -75,7 +93,7 @@ class Accepted(Message, frozen=True):
 
     message: str
     step: int | None = None
-    """Steps trained when a recorded order took effect (`records.command_record.OrderRecord`)."""
+    """Steps trained when a recorded order took effect (`OrderRecord`)."""
 
 
 class Refused(Message, frozen=True):
@@ -84,15 +102,6 @@ class Refused(Message, frozen=True):
     reason: str
 
 
-Request = (
-    StatusRequest
-    | WatchRequest
-    | StopRequest
-    | PauseRequest
-    | ResumeRequest
-    | ScaleRequest
-    | DrainRequest
-    | CheckpointRequest
-    | SetRequest
-)
+_Change = PauseRequest | ResumeRequest | ScaleRequest | SetRequest
+Request = StatusRequest | WatchRequest | StopRequest | DrainRequest | CheckpointRequest | _Change
 Reply = StatusReply | ViewReply | Accepted | Refused

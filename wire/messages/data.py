@@ -49,10 +49,7 @@ class Received(Message, frozen=True):
 
 
 class SendAgain(Message, frozen=True):
-    """The trainer takes this sample now; before its order, there was no room for it.
-
-    Only a delivery that the trainer has not acknowledged is sent again.
-    """
+    """The trainer takes this unacknowledged sample now; before its order there was no room."""
 
     sample: SampleId
     lineage: int = 0

@@ -10,7 +10,6 @@ from asyncrl.wire.transport.decoding import Count
 from asyncrl.wire.transport.keys import LineKeys
 
 PART_BYTES = 1 << 20
-"""Longest part of a file in one answer."""
 FilePath = Annotated[str, msgspec.Meta(min_length=1, max_length=300)]
 """Relative to the folder, with forward slashes; `asyncrl.relay` decides which are served."""
 
@@ -21,7 +20,6 @@ class Server(msgspec.Struct, frozen=True):
     name: str
     address: str
     keys: LineKeys
-    """Keys with which one other relay connects to it."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):

@@ -23,7 +23,6 @@ _UINT64 = "<u8"
 _UINT8 = "u1"
 
 DIGEST_BYTES = 16
-"""Size of a trajectory's digest, in a report and in an order."""
 
 _TOKEN_BYTES = 64
 """Bytes of a response token in a separate segment; without it, 9."""
@@ -93,10 +92,7 @@ def encode_trajectory(
 
 
 def digest_of(delivery: TrajectoryDelivery) -> bytes:
-    """Return 16 bytes that identify the trajectory in a delivery, without its step and rewards.
-
-    They are the first of a SHA-256, for which processors have instructions.
-    """
+    """Return the first 16 bytes of a SHA-256 of the trajectory, without its step and rewards."""
     d = delivery
     head = (d.sample, d.prompt_id, d.segments, d.finish_reason, d.contexts)
     arrays = (d.prompt_tokens, d.tokens, d.behaviour_logprobs)
@@ -107,10 +103,7 @@ def digest_of(delivery: TrajectoryDelivery) -> bytes:
 
 
 def decode_trajectory(delivery: TrajectoryDelivery) -> Trajectory:
-    """Return the trajectory inside a delivery, as read-only views that may be unaligned.
-
-    Raises ValueError if the lengths of the arrays disagree, or there are no segments.
-    """
+    """Return read-only views of the arrays. Raises ValueError if their lengths disagree."""
     if not delivery.segments:
         raise ValueError(f"trajectory {delivery.sample} has no segments")
     tokens = decode_tokens(delivery.tokens)
@@ -126,15 +119,12 @@ def decode_trajectory(delivery: TrajectoryDelivery) -> Trajectory:
         finish_reason=delivery.finish_reason,
         contexts=delivery.contexts,
     )
-    lengths = (
-        len(trajectory.behaviour_logprobs),
-        len(trajectory.provenance),
-        trajectory.segments[-1].end,
-    )
-    if any(other != length for other in lengths):
+    logprobs, provenance = len(trajectory.behaviour_logprobs), len(trajectory.provenance)
+    end = trajectory.segments[-1].end
+    if not length == logprobs == provenance == end:
         raise ValueError(
             f"trajectory {delivery.sample} has {length} tokens, but its log-probabilities, "
-            f"provenance and segments cover {lengths[0]}, {lengths[1]} and {lengths[2]}"
+            f"provenance and segments cover {logprobs}, {provenance} and {end}"
         )
     return trajectory
 

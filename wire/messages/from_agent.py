@@ -13,13 +13,11 @@ class Hello(Message, frozen=True):
     """Announcement of an agent without processes of any run that offers to take part."""
 
     role: str
-    """`generator`, `trainer` or `any`."""
     host: str
     address: str
     """Address of its processes for other machines."""
     gpus: int
     python: str
-    """Major and minor version."""
     asyncrl: str
     """Version and digest of the code (`asyncrl.launch.node_child.code_version`)."""
     beginning: str
@@ -42,7 +40,6 @@ class State(Message, frozen=True):
     """Everything that the controller needs to know, every second and whenever something changes."""
 
     session: str
-    """Session of the controller that this is for."""
     facts: str = ""
     """JSON: facts about the machine; empty: not known yet."""
     processes: tuple[Hosted, ...] = ()

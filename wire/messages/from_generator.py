@@ -8,11 +8,10 @@ import msgspec
 
 from asyncrl.rollout.trajectory import FinishReason, SampleId
 from asyncrl.wire.messages.frames import DIGEST_BYTES
-from asyncrl.wire.records.environment_counts import EnvironmentCounts
 from asyncrl.wire.records.evaluations import Verdict
 from asyncrl.wire.records.noise_floor import NoiseFloor
 from asyncrl.wire.records.reward_counts import RewardCounts
-from asyncrl.wire.records.step import EngineStats
+from asyncrl.wire.records.step import EngineStats, EnvironmentCounts
 from asyncrl.wire.records.wrong_policy import WrongPolicy
 from asyncrl.wire.transport.decoding import Amount, Count, Finite
 from asyncrl.wire.weights.layout import Fingerprint
@@ -140,7 +139,6 @@ class GeneratorReport(Message, frozen=True):
     held: Count
     rewards_waiting: Count
     rewards: RewardCounts = RewardCounts()
-    """Counts of its reward workers, since its start."""
     noise_floor: NoiseFloor = NoiseFloor()
     """Rejections of verification under unchanged weights, since its start."""
     in_environments: Count = 0
@@ -159,20 +157,8 @@ class Goodbye(Message, frozen=True):
     """The process ends on request."""
 
 
-FromGenerator = (
-    GeneratorReady
-    | SampleFinished
-    | SampleRewarded
-    | SampleFailed
-    | SampleDelivered
-    | EvaluationSample
-    | EvaluationMissed
-    | WeightsInstalled
-    | WrongPolicyFound
-    | Rescored
-    | Rewound
-    | Released
-    | GeneratorReport
-    | Failure
-    | Goodbye
-)
+_OfSample = SampleFinished | SampleRewarded | SampleFailed | SampleDelivered
+_OfEvaluation = EvaluationSample | EvaluationMissed
+_Answer = WeightsInstalled | Rescored | Rewound | Released
+_OfProcess = GeneratorReady | WrongPolicyFound | GeneratorReport | Failure | Goodbye
+FromGenerator = _OfSample | _OfEvaluation | _Answer | _OfProcess

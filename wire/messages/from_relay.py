@@ -58,7 +58,6 @@ class WeightsChecked(Message, frozen=True):
 
     path: str
     exists: bool
-    """True if the file exists, with any version."""
 
 
 class FileHere(Message, frozen=True):
@@ -80,7 +79,6 @@ class PullFinished(Message, frozen=True):
     """The answer to `FinishPull`."""
 
     left: dict[str, str]
-    """Relays whose files were not all copied, with reasons."""
 
 
 class RelayReport(Message, frozen=True):
@@ -88,9 +86,7 @@ class RelayReport(Message, frozen=True):
 
     sent_bytes: int
     file_bytes: int = 0
-    """Bytes sent to other nodes."""
     pulled_bytes: int = 0
-    """Bytes copied from other nodes."""
 
 
 class Failure(Message, frozen=True):
@@ -104,15 +100,5 @@ class Goodbye(Message, frozen=True):
     """The process ends on request."""
 
 
-FromRelay = (
-    RelayReady
-    | WeightsHere
-    | WeightsFailed
-    | WeightsChecked
-    | FileHere
-    | FileMissing
-    | PullFinished
-    | RelayReport
-    | Failure
-    | Goodbye
-)
+_Answer = WeightsHere | WeightsFailed | WeightsChecked | FileHere | FileMissing | PullFinished
+FromRelay = _Answer | RelayReady | RelayReport | Failure | Goodbye

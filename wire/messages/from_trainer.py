@@ -104,10 +104,7 @@ class SuspectSample(msgspec.Struct, frozen=True):
 
 
 class WrongPolicyFound(Message, frozen=True):
-    """Tokens of a generator do not follow their policy; they are not trained on.
-
-    With `run.on_wrong_policy: warn` they are.
-    """
+    """Tokens do not follow their policy; trained on only with `run.on_wrong_policy: warn`."""
 
     found: WrongPolicy
     limit: float = 0.0
@@ -129,15 +126,6 @@ class Goodbye(Message, frozen=True):
     """The process ends on request."""
 
 
-FromTrainer = (
-    TrainerReady
-    | StepFinished
-    | CheckpointWritten
-    | CheckpointFailed
-    | TrainerReport
-    | DeliveryRefused
-    | PeerCutOff
-    | WrongPolicyFound
-    | Failure
-    | Goodbye
-)
+_OfStep = StepFinished | CheckpointWritten | CheckpointFailed
+_OfGenerator = DeliveryRefused | PeerCutOff | WrongPolicyFound
+FromTrainer = _OfStep | _OfGenerator | TrainerReady | TrainerReport | Failure | Goodbye

@@ -54,9 +54,7 @@ class Wanted(msgspec.Struct, frozen=True):
     """None: the agent has reported it."""
     ending: bool = False
     by_force: bool = False
-    """True if it must be killed, with all that it has started."""
     ready: bool = False
-    """True if it has reported to the controller that it is ready."""
 
 
 class Orders(Message, frozen=True):

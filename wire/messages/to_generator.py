@@ -50,10 +50,7 @@ class Generate(Message, frozen=True):
 
 
 class Verify(Message, frozen=True):
-    """Verify these samples under the installed weights and generate what is missing.
-
-    Samples whose tokens all come from `min_version` or a newer version are left alone.
-    """
+    """Verify samples with a token older than `min_version`, and generate what is missing."""
 
     samples: tuple[SampleId, ...]
     seeds: tuple[int, ...]
@@ -146,13 +143,9 @@ class SaveUnfinished(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Write these samples to a file, finished or not, and forget them; answer with `Released`.
-
-    The generator is about to leave.
-    """
+    """Write these samples, finished or not, to a file, forget them, and answer with `Released`."""
 
     file: str
-    """Absolute path; see `asyncrl.wire.messages.unfinished_samples`."""
     policy_version: int
     settings: str
     samples: tuple[SampleId, ...]
@@ -168,7 +161,6 @@ class Deliver(Message, frozen=True):
     data_address: str = ""
     """Address of the trainer's data plane, which may move; empty: the initial one."""
     rank: int = 0
-    """Rank of the trainer that receives them."""
 
 
 class Discard(Message, frozen=True):
@@ -195,20 +187,7 @@ class Shutdown(Message, frozen=True):
     """End the process; answer with `Goodbye`."""
 
 
-ToGenerator = (
-    Generate
-    | Verify
-    | Evaluate
-    | AbandonEvaluation
-    | InstallWeights
-    | Rewind
-    | Rescore
-    | SaveUnfinished
-    | Release
-    | Deliver
-    | Discard
-    | Pause
-    | Resume
-    | SetLogLevel
-    | Shutdown
-)
+_OfSamples = Generate | Verify | Evaluate | AbandonEvaluation | Rescore | Deliver | Discard
+_OfFiles = SaveUnfinished | Release
+_OfProcess = InstallWeights | Rewind | Pause | Resume | SetLogLevel | Shutdown
+ToGenerator = _OfSamples | _OfFiles | _OfProcess

@@ -32,7 +32,6 @@ class FetchWeights(Message, frozen=True):
     parents: tuple[Parent, ...]
     """Nodes to ask, the nearest first."""
     attempt: int
-    """Number of this order; the answer names it."""
 
 
 class CheckWeights(Message, frozen=True):
@@ -67,7 +66,6 @@ class FetchFile(Message, frozen=True):
 
     attempt: int
     path: str
-    """Path in the run's folder, here and there."""
     servers: tuple[Server, ...]
     """Relays that may have it, the most likely first."""
 
@@ -80,14 +78,6 @@ class Shutdown(Message, frozen=True):
     """End the process; answer with `Goodbye`."""
 
 
-ToRelay = (
-    ServeWeights
-    | ForgetWeights
-    | FetchWeights
-    | CheckWeights
-    | PullFiles
-    | FinishPull
-    | FetchFile
-    | RemoveFiles
-    | Shutdown
-)
+_OfWeights = ServeWeights | ForgetWeights | FetchWeights | CheckWeights
+_OfFiles = PullFiles | FinishPull | FetchFile | RemoveFiles
+ToRelay = _OfWeights | _OfFiles | Shutdown

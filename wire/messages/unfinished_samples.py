@@ -64,10 +64,7 @@ class Index(msgspec.Struct, frozen=True):
 
 
 class UnfinishedSample(msgspec.Struct, frozen=True):
-    """The L tokens of one sample, with the distributions that they were drawn from.
-
-    Arrays are those of `asyncrl.rollout.trajectory.KeptTokens`; all tokens are verified.
-    """
+    """The L tokens of one sample with their distributions, as in `KeptTokens`, to be verified."""
 
     sample: SampleId
     prompt_id: str
@@ -175,7 +172,7 @@ def read_index(path: Path) -> Index:
                 digest.update(block)
                 left -= len(block)
             if left or file.read(_DIGEST_BYTES) != digest.digest():
-                raise UnfinishedRefused(f"{path} is damaged: its digest is another one")
+                raise UnfinishedRefused(f"{path} is damaged: its digest does not match")
             file.seek(end)
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if length > end - len(_MAGIC):
@@ -198,7 +195,7 @@ def read_sample(path: Path, place: Place, *, prompt_id: str) -> KeptTokens:
             found = _SAMPLE.decode(file.read(place.size))
         if (found.sample, found.prompt_id) != (place.sample, prompt_id):
             raise UnfinishedRefused(
-                f"{path} has sample {found.sample} of prompt {found.prompt_id!r} in the place of "
+                f"{path} has sample {found.sample} of prompt {found.prompt_id!r} instead of "
                 f"{place.sample} of {prompt_id!r}"
             )
         return found.kept()

@@ -25,10 +25,7 @@ Z95 = 1.96
 
 
 class SetEvaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """The estimates of one held-out set.
-
-    Standard errors are over prompts: samples of one prompt are alike. None below two prompts.
-    """
+    """The estimates of one held-out set; standard errors are over prompts, None below two."""
 
     prompts: Count
     samples: Count
@@ -48,7 +45,7 @@ class SetEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     the unbiased estimator 1 − C(n − c, k) / C(n, k) (2107.03374, equation 1)."""
     pass_at_error: dict[int, float] = {}
     tokens: float = 0.0
-    """Mean response length in tokens, of all samples."""
+    """Mean response length in tokens."""
 
     @property
     def is_complete(self) -> bool:
@@ -67,7 +64,6 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
     step: Count
     """The policy version: steps trained when it was published."""
     time: float
-    """Unix time of its end, in seconds."""
     when: When
     seconds: Amount = 0.0
     """Time from the first request to the last sample; during training other work goes on."""

@@ -22,7 +22,6 @@ class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
     """Responses that were verified again under the policy that drew them. Measurements add."""
 
     samples: Count = 0
-    """Responses that were verified again."""
     cut_samples: Count = 0
     judged: Count = 0
     """Tokens of these responses, without those that an earlier verification had accepted."""
@@ -37,15 +36,13 @@ class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
     older version has not measured it."""
 
     def __post_init__(self) -> None:
-        """Refuse counts that contradict each other: a generator reports them."""
         if self.rejected > self.judged:
             raise ValueError(
-                f"{self.rejected} rejected tokens cannot be more than {self.judged} judged ones"
+                f"{self.rejected} rejected tokens are more than {self.judged} judged ones"
             )
         if self.cut_samples > self.samples:
             raise ValueError(
-                f"{self.cut_samples} cut responses cannot be more than the {self.samples} that "
-                "were verified again"
+                f"{self.cut_samples} cut responses are more than {self.samples} samples"
             )
 
     def whole_share(self, tokens: int) -> float | None:
@@ -65,7 +62,7 @@ class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def accepted(self) -> int:
-        """Tokens that were accepted."""
+        """Number of accepted tokens."""
         return self.judged - self.rejected
 
     @property

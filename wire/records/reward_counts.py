@@ -9,6 +9,10 @@ import msgspec
 from asyncrl.wire.transport.decoding import Amount, Count
 
 
+def _added(one: dict[str, Count], other: dict[str, Count]) -> dict[str, Count]:
+    return {key: one.get(key, 0) + other.get(key, 0) for key in sorted({*one, *other})}
+
+
 class ServiceCounts(msgspec.Struct, frozen=True, kw_only=True):
     """A reward function's use of a server. Counts add."""
 
@@ -22,12 +26,9 @@ class ServiceCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Times that a breaker opened, or stayed open after a probe."""
 
     def __add__(self, other: Self) -> Self:
-        kinds = sorted({*self.retries, *other.retries})
         return type(self)(
             requests=self.requests + other.requests,
-            retries={
-                kind: self.retries.get(kind, 0) + other.retries.get(kind, 0) for kind in kinds
-            },
+            retries=_added(self.retries, other.retries),
             seconds=self.seconds + other.seconds,
             opened=self.opened + other.opened,
         )
@@ -39,21 +40,15 @@ class RewardCounts(msgspec.Struct, frozen=True, kw_only=True):
     failed: dict[str, dict[str, Count]] = {}
     """Calls that gave no reward, by function and reason."""
     retried: Count = 0
-    """Calls that were repeated because their process had died."""
     largest: dict[str, float] = {}
     """Largest absolute value by function, if it is suspiciously large."""
     services: dict[str, ServiceCounts] = {}
     """Counts of the functions that ask a server, by function."""
 
     def __add__(self, other: Self) -> Self:
-        """Merge; `largest` takes the larger value."""
-        failed = {function: dict(reasons) for function, reasons in self.failed.items()}
-        for function, reasons in other.failed.items():
-            counts = failed.setdefault(function, {})
-            for reason, count in reasons.items():
-                counts[reason] = counts.get(reason, 0) + count
         # Sorted, so that the order in which failures happen does not show in metrics.jsonl.
-        failed = {function: dict(sorted(failed[function].items())) for function in sorted(failed)}
+        functions = sorted({*self.failed, *other.failed})
+        failed = {f: _added(self.failed.get(f, {}), other.failed.get(f, {})) for f in functions}
         largest = dict(self.largest)
         for function, value in other.largest.items():
             largest[function] = max(value, largest.get(function, value))
@@ -61,10 +56,7 @@ class RewardCounts(msgspec.Struct, frozen=True, kw_only=True):
         for function, used in other.services.items():
             services[function] = services.get(function, ServiceCounts()) + used
         return type(self)(
-            failed=failed,
-            retried=self.retried + other.retried,
-            largest=largest,
-            services=services,
+            failed=failed, retried=self.retried + other.retried, largest=largest, services=services
         )
 
     @property

@@ -1,30 +1,20 @@
 """The numbers that leave one process and reach a user: one typed record each.
 
-```
-engine ── EngineStats ─► generator ── GeneratorReport ─┐
-learner ── LearnerMetrics ─► trainer ── StepFinished ──┴─► controller ── StepMetrics ─► everyone
-```
+    engine ── EngineStats ─► generator ── GeneratorReport ─┐
+    learner ── LearnerMetrics ─► trainer ── StepFinished ──┴─► controller ── StepMetrics ─► users
 
-An engine fills `EngineStats`, its generator adds what only it can count, and the controller adds up
-the reports of all generators. `StepMetrics` is the record of one optimizer step: a line of
+An engine fills `EngineStats`, its generator adds its own counts, and the controller adds up the
+reports of all generators. `StepMetrics` is the record of one optimizer step: a line of
 metrics.jsonl, and the source of Prometheus metrics, the live view and the report.
-
-Counts add and subtract as a whole:
-
-    >>> before, resumed = TokenCounts(generated=100, drafted=40), TokenCounts(generated=30)
-    >>> (before + resumed).generated
-    130
-    >>> before + resumed - before == resumed
-    True
 """
 
 from __future__ import annotations
 
-from typing import Self
+from collections import Counter
+from typing import NamedTuple, Self
 
 import msgspec
 
-from asyncrl.wire.records.environment_counts import EnvironmentCounts
 from asyncrl.wire.records.noise_floor import NoiseFloor
 from asyncrl.wire.transport.decoding import Amount, Count
 
@@ -32,8 +22,29 @@ Measured = float | None
 """A measurement; None if there was nothing to measure or the result was not finite."""
 
 
-class TokenCounts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Counts of response tokens by their fate. Counts add and subtract."""
+class Counts(msgspec.Struct, frozen=True):
+    """Counts that add and subtract as a whole.
+
+    >>> before, resumed = TokenCounts(generated=100, drafted=40), TokenCounts(generated=30)
+    >>> (before + resumed).generated
+    130
+    >>> before + resumed - before == resumed
+    True
+    """
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(
+            **{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
+        )
+
+    def __sub__(self, other: Self) -> Self:
+        return type(self)(
+            **{name: getattr(self, name) - getattr(other, name) for name in self.__struct_fields__}
+        )
+
+
+class TokenCounts(Counts, frozen=True, kw_only=True, gc=False):
+    """Counts of response tokens by their fate."""
 
     generated: int = 0
     """Drawn by an engine, with accepted drafts, without tokens that verification accepted."""
@@ -48,15 +59,36 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     outside_top_k: int = 0
     """Tokens that are not among the top K stored with them, verified ones included."""
 
-    def __add__(self, other: Self) -> Self:
-        return type(self)(
-            **{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
-        )
 
-    def __sub__(self, other: Self) -> Self:
-        return type(self)(
-            **{name: getattr(self, name) - getattr(other, name) for name in self.__struct_fields__}
-        )
+class EnvironmentCounts(Counts, frozen=True, kw_only=True):
+    """Counts of generators' environments."""
+
+    turns: Count = 0
+    """Answered turns, replayed ones included."""
+    seconds: Amount = 0.0
+    """Time until they were answered, summed over all samples."""
+    replayed: Count = 0
+    """Environments that were made again and replayed the accepted turns, because verification had
+    changed a later turn or their process had ended."""
+    restored: Count = 0
+    """Environments that went back to before a turn by `restore`."""
+    started_over: Count = 0
+    """Samples that began again because their environment cannot go back."""
+    lost: Count = 0
+    """Samples that started over because their worker process had ended."""
+    hanging: Count = 0
+    """Hanging threads of environments and agents that were left behind."""
+    replaced_workers: Count = 0
+    """Worker processes that ended, or were ended, and were replaced."""
+
+    calls: Count = 0
+    wrong_calls: Count = 0
+    """Tool calls that could not be read, named no tool or had wrong arguments."""
+
+    @property
+    def mean_seconds(self) -> float | None:
+        """Mean time until a turn is answered; None without turns."""
+        return self.seconds / self.turns if self.turns else None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +99,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     steps: Count = 0
     """Forward passes of the decoding loop."""
     busy_seconds: Amount = 0.0
-    """Time inside these passes, in seconds."""
     running: Count = 0
     """Requests that hold a slot."""
     waiting: Count = 0
@@ -111,7 +142,6 @@ class BatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_computed: int = 0
     """Response tokens that went through the model; skipped groups are left out."""
     response_length_mean: float = 0.0
-    """Mean response tokens per sample."""
     response_lengths: dict[int, int] = {}
     """Number of samples by response length in tokens, ascending. Lengths of 256 and more are
     rounded down to 8 significant bits, so the number of entries is bounded."""
@@ -138,7 +168,6 @@ class MismatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
     abs_mean: Measured = None
     """Mean absolute difference of the log-probabilities, in nats."""
     abs_max: Measured = None
-    """Largest absolute difference, in nats."""
     kl: Measured = None
     """KL(behaviour || current) per token, in nats, by the unbiased k3 estimator."""
     fresh_abs_mean: Measured = None
@@ -162,7 +191,7 @@ class LearnerMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """True if staleness was 0, without lenient reuse and without a sample deadline, no process was
     known to have another policy (`wrong_policy`), and there was one update of the weights
     (`learning.optimizer_steps`). None: recorded by an earlier version of asyncrl
-    (`asyncrl.wire.records.on_policy`)."""
+    (`OnPolicySteps`)."""
     mismatch: MismatchMetrics = MismatchMetrics()
     algorithm: dict[str, Measured] = {}
     """The algorithm's signals (`asyncrl.trainer.algorithms.base.Signal`), by name."""
@@ -186,10 +215,7 @@ class TrainerTimes(msgspec.Struct, frozen=True, kw_only=True):
     gradients; 0 with one rank."""
 
     def within(self, step_seconds: float) -> TrainerTimes:
-        """Return the times with waits cut to a step of this length.
-
-        The trainer's first wait begins when its process starts, before the training phase.
-        """
+        """Return the times with waits cut to a step's length: the first one begins too early."""
         worked = self.train_seconds + self.publish_seconds
         waited = min(self.wait_seconds, max(0.0, step_seconds - worked))
         last = min(self.wait_last_seconds, waited)
@@ -200,15 +226,10 @@ class TrainerTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A trainer's record of an optimizer step.
-
-    A checkpoint holds those since the previous one: a killed controller may have lost them.
-    """
+    """A trainer's record of an optimizer step; a checkpoint holds those since the previous one."""
 
     step: int
-    """Index of the step, from 0."""
     time: float
-    """Unix time of its end, in seconds."""
     groups: tuple[int, ...]
     metrics: LearnerMetrics
     times: TrainerTimes
@@ -220,7 +241,6 @@ class IdleShares(msgspec.Struct, frozen=True, kw_only=True):
     generator: Measured = 0.0
     """Mean over generators in the last seconds. None: lost with a killed controller."""
     trainer: float = 0.0
-    """Waiting share of the step."""
 
 
 class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,14 +266,13 @@ class StepMetrics(LearnerMetrics, frozen=True):
     """One optimizer step, as the trainer and the controller know it: a line of metrics.jsonl."""
 
     step: int
-    """Index of the step, from 0."""
+    """Index of the step, from 0; `time` is the Unix time of its end, in seconds."""
     time: float
-    """Unix time of its end, in seconds."""
     groups: StepGroups = StepGroups()
     wall_seconds: float = 0.0
     """Training time so far in seconds, including that before a resume."""
     step_seconds: float = 0.0
-    """Time since the previous step ended, in seconds."""
+    """Seconds since the previous step ended."""
     tokens_per_second: Measured = 0.0
     """Response tokens generated per second over the last seconds, all generators together. None:
     lost with a killed controller."""
@@ -261,9 +280,8 @@ class StepMetrics(LearnerMetrics, frozen=True):
     """Time inside engine steps, all generators together, since this process began to train. None:
     lost with a killed controller."""
     tokens: TokenCounts = TokenCounts()
-    """Counts of all generators since the run began."""
+    """Counts of all generators since the run began, as are `noise_floor` and `environments`."""
     noise_floor: NoiseFloor = NoiseFloor()
-    """Noise floor of all generators since the run began."""
     idle: IdleShares = IdleShares()
     times: TrainerTimes = TrainerTimes()
     rewards: dict[str, Measured] = {}
@@ -273,28 +291,52 @@ class StepMetrics(LearnerMetrics, frozen=True):
     """Reward calls that gave no reward, by function and reason, since the run began. Evaluation is
     included. Environments that failed count as the function `environment`."""
     environments: EnvironmentCounts = EnvironmentCounts()
-    """Counts of all generators since the run began."""
     wrong_policy: tuple[str, ...] = ()
     """Findings since the previous step: generators that sample from another policy than the
     trainer's (`run.on_wrong_policy`). Later steps are not exactly on-policy either, until the
     policies agree again. Of many, the last sentence says how many more there were."""
 
 
-class GroupTotals(msgspec.Struct, frozen=True, kw_only=True):
+class GroupTotals(Counts, frozen=True, kw_only=True):
     """Groups that a run has settled, including those before a resume."""
 
     trained: int = 0
     failed: int = 0
-    """Reported failed and left out."""
     without_signal: int = 0
-    """Left out because their rewards are all equal (`scheduler.dynamic_sampling`)."""
 
-    def __add__(self, other: Self) -> Self:
-        return type(self)(
-            trained=self.trained + other.trained,
-            failed=self.failed + other.failed,
-            without_signal=self.without_signal + other.without_signal,
-        )
+
+class OnPolicySteps(NamedTuple):
+    """Numbers of steps that were exactly on-policy, were not, or are unknown.
+
+    >>> OnPolicySteps(yes=2).exactly
+    True
+    >>> OnPolicySteps(yes=2, no=1, unknown=1).exactly
+    False
+    >>> OnPolicySteps(yes=2, unknown=1).exactly is None
+    True
+    """
+
+    yes: int = 0
+    no: int = 0
+    unknown: int = 0
+    """Steps without a record, or with one of an earlier version of asyncrl."""
+
+    @classmethod
+    def of(cls, flags: Counter[bool | None], steps: int) -> Self:
+        """Make the counts of a run of `steps` steps from its records' flags (`is_on_policy`)."""
+        return cls(flags[True], flags[False], steps - flags[True] - flags[False])
+
+    @property
+    def exactly(self) -> bool | None:
+        """True if all steps were. None: all known ones were, but some steps are unknown."""
+        if self.no:
+            return False
+        return None if self.unknown else True
+
+
+def is_on_policy(step: LearnerMetrics) -> bool | None:
+    """Return True if a step trained on exactly on-policy samples; None if its record is silent."""
+    return False if step.staleness.max else step.exactly_on_policy
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -313,20 +355,17 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of all generators in the training phase, including those before a resume."""
     groups: GroupTotals = GroupTotals()
     staleness: StalenessMetrics
-    """Mean of the steps' means, and maximum over all steps."""
     exactly_on_policy: bool | None
     """True if every step was, including those before a resume. None: all known steps were, but some
     have no record or one of an earlier version of asyncrl."""
     accuracy_before: float | None = None
-    """Held-out accuracy before training, 0 to 1; None if not measured."""
+    """Held-out accuracy before training, 0 to 1, as after it; None if not measured."""
     accuracy_after: float | None = None
-    """Held-out accuracy after training, 0 to 1; None if not measured."""
     evaluation_samples: int = 0
     """Held-out samples behind each accuracy."""
     best_step: int | None = None
     """The step after 0 with the best held-out accuracy (`evaluation.best_of`); None: none."""
     best_accuracy: float | None = None
     reward_failures: dict[str, dict[str, int]] = {}
-    """See `StepMetrics`."""
     wrong_policy: tuple[str, ...] = ()
     """The first findings of the run, as in `StepMetrics`; one of them may have ended it."""

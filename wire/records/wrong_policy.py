@@ -1,9 +1,4 @@
-"""Reports of a run that samples from another policy than the one that it trains.
-
-WrongPolicy         one finding: the cause, the process, the version, and a sentence
-compare_weights     an engine's weights against the trainer's
-compare_tokenizers  a process's tokenizer against the controller's
-"""
+"""Reports of a run that samples from another policy than the one that it trains."""
 
 from __future__ import annotations
 
@@ -26,7 +21,6 @@ class WrongPolicy(msgspec.Struct, frozen=True):
 
     cause: Cause
     generator: str
-    """Name of the process."""
     policy_version: int
     """The version that the process claims to sample from; -1: all of them."""
     text: str
@@ -46,18 +40,21 @@ def compare_weights(
     `policy_version` is the version that the engine claims to decode with, `expected` the trainer's
     fingerprint of it; `before` is the engine's previous version and its fingerprint.
     """
+    left_out = set(not_compared(expected, found))
     differing = [
         name
         for name, digest in expected.tensors.items()
-        if name in found.tensors
-        and digest.dtype == found.tensors[name].dtype
-        and not digest.agrees_with(found.tensors[name])
+        if name not in left_out and not digest.agrees_with(found.tensors[name])
     ]
     if not differing:
         return None
+    total = len(expected.tensors)
+    which = f"all {total} tensors differ"
+    if len(differing) < total:
+        which = f"{len(differing)} of {total} tensors differ ({listed(differing)})"
     text = (
         f"{generator} decodes with other weights than the trainer has for version {policy_version}:"
-        f" {_which(differing, len(expected.tensors))}{_as_before(differing, found, before)}"
+        f" {which}{_as_before(differing, found, before)}"
     )
     return WrongPolicy("weights", generator, policy_version, text)
 
@@ -100,12 +97,6 @@ def listed(names: Sequence[str]) -> str:
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
-def _which(differing: list[str], total: int) -> str:
-    if len(differing) == total:
-        return f"all {total} tensors differ"
-    return f"{len(differing)} of {total} tensors differ ({listed(differing)})"
-
-
 def _as_before(
     differing: list[str], found: Fingerprint, before: tuple[int, Fingerprint] | None
 ) -> str:
@@ -113,11 +104,8 @@ def _as_before(
     if before is None:
         return ""
     version, earlier = before
-    same = [
-        name
-        for name in differing
-        if name in earlier.tensors and found.tensors[name].agrees_with(earlier.tensors[name])
-    ]
+    known = [name for name in differing if name in earlier.tensors]
+    same = [name for name in known if found.tensors[name].agrees_with(earlier.tensors[name])]
     if len(same) == len(differing):
         return f". They still have the numbers of version {version}: they were not installed"
     if same:

@@ -4,9 +4,4 @@
       └──────────── session ───────────┘
 
 The two ends number their frames, acknowledge received ones, and resend what the other end lacks.
-
-    session   one end: send, deliver, acknowledge, resend. No sockets, no clock
-    peers     the controller's ends: the relay of each peer. No sockets, no clock
-    end       a child's end, and the urgency of its messages
-    line      a child's end, on a socket
 """

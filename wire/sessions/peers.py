@@ -30,7 +30,7 @@ import msgspec
 from asyncrl.wire.sessions.session import Limits, Session, header_of
 from asyncrl.wire.transport.decoding import FrameRefused, Reason
 from asyncrl.wire.transport.keys import HubKeys
-from asyncrl.wire.transport.refusals import Refusals
+from asyncrl.wire.transport.refusals import NO_PASS, Refusals
 
 GATHER_SECONDS = 0.05
 """Longest wait of a frame that is not urgent."""
@@ -72,7 +72,7 @@ def entries_of(body: bytes) -> list[Entry]:
     try:
         return _decode(memoryview(body)[1:])
     except (msgspec.DecodeError, RecursionError) as error:
-        raise FrameRefused(Reason.MALFORMED, f"no bundle: {error}") from error
+        raise FrameRefused(Reason.MALFORMED, f"not a bundle: {error}") from error
 
 
 class Gatherer:
@@ -112,17 +112,12 @@ class Gatherer:
         return leaving
 
 
-_NO_PASS = FrameRefused(Reason.UNKNOWN_PEER, "its name and its pass do not belong together")
-
-
 LIMITS = Limits()
 """Limits of what a peer has not acknowledged. One that exceeds them is cut off."""
 
 
 @dataclass(slots=True)
 class _Peer:
-    """A child behind a relay."""
-
     name: str
     identity: bytes
     session: Session
@@ -161,11 +156,6 @@ class SessionPeers:
         """Number of frames that peers may lack. Thread-safe."""
         return sum(peer.session.unacknowledged for peer in list(self._peers.values()))
 
-    def relay_of(self, peer: str) -> str | None:
-        """Return the relay through which a peer is reached."""
-        known = self._peers.get(peer)
-        return None if known is None else known.relay
-
     def take(self, relay: str, bundle: bytes, now: float) -> Iterator[tuple[str, bytes]]:
         """Yield the new contents of a bundle with their senders, in order. Raises FrameRefused."""
         since = self._relays.setdefault(relay, len(self._relays))
@@ -174,7 +164,7 @@ class SessionPeers:
             if peer is None:
                 name = self._keys.name_in(identity)
                 if name is None:
-                    self._refusals.note(f"a peer of {relay}", _NO_PASS)
+                    self._refusals.note(f"a peer of {relay}", NO_PASS)
                     continue
             else:
                 name = peer.name

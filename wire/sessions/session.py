@@ -62,7 +62,7 @@ def new_session() -> bytes:
 
 
 def encode(header: Header, body: bytes = b"") -> bytes:
-    """The frame."""
+    """Return the frame."""
     return _HEADER.pack(*header) + body
 
 
@@ -72,7 +72,7 @@ def header_of(frame: bytes) -> Header:
         raise FrameRefused(Reason.MALFORMED, f"a session's frame of {len(frame)} bytes")
     header = Header._make(_HEADER.unpack_from(frame))
     if header.flags & ~_FLAGS or (header.number == 0) != (len(frame) == HEADER_BYTES):
-        raise FrameRefused(Reason.UNEXPECTED, "the header of a session's frame makes no sense")
+        raise FrameRefused(Reason.UNEXPECTED, "the header of a session's frame contradicts itself")
     return header
 
 

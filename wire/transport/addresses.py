@@ -49,10 +49,7 @@ class RuntimeDirectory:
         return lock
 
     def restore(self) -> bool:
-        """Make the folder or its lock again if it was removed; return True if it was.
-
-        Raises OSError if it cannot be made, FolderNotPrivate if another one is in its place.
-        """
+        """Return True if the folder was lost and made again. Raises OSError, FolderNotPrivate."""
         if self._lock is None or (self.path / _LOCK).exists():
             return False
         self.path.mkdir(mode=0o700, exist_ok=True)
@@ -87,7 +84,6 @@ class MeetingPlace:
         self._lock: int | None = self._enter()
 
     def _enter(self) -> int:
-        """Make the folder if it is not there, and share its lock."""
         while True:
             self._path.mkdir(mode=0o700, exist_ok=True)
             if self._path.is_symlink() or not is_private(self._path):
@@ -135,7 +131,6 @@ def remove_stale_directories() -> None:
 
 
 def _parent() -> str:
-    """Return the folder for runtime folders: XDG_RUNTIME_DIR if writable, or TMPDIR."""
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     return base if base and os.access(base, os.W_OK) else tempfile.gettempdir()
 

@@ -88,10 +88,7 @@ class RunKey:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the key in a file.
-
-        Raises KeyUnusable if there is no such file, it holds no key, or other users can read it.
-        """
+        """Read the key in a file. Raises KeyUnusable if it is missing, broken or open to others."""
         try:
             with path.open("rb") as file:
                 mode = os.fstat(file.fileno()).st_mode
@@ -115,10 +112,7 @@ class RunKey:
         return HubKeys(secret, _hash(self.secret, f"passes {hub}", _KEY_BYTES))
 
     def relayed_line(self, hub: str, relays: str, name: str) -> LineKeys:
-        """Return the keys with which the peer `name` reaches a hub through a relay.
-
-        It connects to the hub of all relays, which knows no passes: the first hub checks them.
-        """
+        """Return a peer's keys for the hub of all relays, with its pass for the hub behind them."""
         return LineKeys(name, self.hub(relays).public, self.hub(hub).identity_of(name))
 
     def line(self, hub: str, name: str) -> LineKeys:

@@ -35,18 +35,13 @@ def split(body: bytes) -> list[bytes | memoryview]:
 
 
 def join(parts: Sequence[bytes], *, max_bytes: int) -> bytes:
-    """Join the parts of one ZeroMQ message, without its routing id.
-
-    Raises FrameRefused if `split` does not make such parts, or they exceed `max_bytes`.
-    """
+    """Join a message's parts. Raises FrameRefused for wrong parts, or more than `max_bytes`."""
     if len(parts) == 1:
         return parts[0]
     if not parts or not 0 < len(parts[-1]) <= PART_BYTES:
         raise FrameRefused(Reason.PARTS, f"{len(parts)} parts instead of 1")
     if any(len(part) != PART_BYTES for part in parts[:-1]):
-        raise FrameRefused(
-            Reason.PARTS, f"{len(parts)} parts, which are not of {PART_BYTES} bytes each"
-        )
+        raise FrameRefused(Reason.PARTS, f"{len(parts)} parts that are not of {PART_BYTES} bytes")
     length = (len(parts) - 1) * PART_BYTES + len(parts[-1])
     if length > max_bytes:
         raise FrameRefused(Reason.TOO_LONG, f"{length} bytes; at most {max_bytes} are accepted")
@@ -54,7 +49,6 @@ def join(parts: Sequence[bytes], *, max_bytes: int) -> bytes:
 
 
 MAX_MESSAGES = 1024
-"""Most messages of a body."""
 MAX_BYTES = 1 << 20
 """Most bytes of the messages in a body of several. A longer message goes alone."""
 _ARRAY_BYTES = 3

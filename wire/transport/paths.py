@@ -1,18 +1,15 @@
-"""Paths in a configuration: `~` and `${NAME}` are expanded when it is read.
-
-`kept_variable` sets an environment variable for a while.
-"""
+"""Paths and limits in a configuration; `~` and `${NAME}` in a path are expanded when it is read."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, ValidationInfo
+
+from asyncrl.wire.transport.environment import expand
 
 WEEK_SECONDS = 7 * 24 * 3600
 """Longest limit of a wait."""
@@ -27,69 +24,10 @@ MAX_STEPS = 10**9
 MAX_STOP_BYTES = 256
 """Bytes of all stop strings together, in UTF-8; each is a state of the automaton over tokens."""
 
-
-_MAX_NAME = 255
-"""Longest name of a file or folder in Linux, in bytes."""
-
 FOLDER = "folder"
 """Key of the folder of the configuration file, a Path, in the context of a validation."""
 _FUNCTION = re.compile(r"((?:[a-z_]+:)?)([^:]+\.py)(:\w+)")
 """A function or class in a file: `file.py:name`, also after a kind, as in `agent:file.py:name`."""
-
-_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
-
-
-@contextmanager
-def kept_variable(name: str, value: str | None = None) -> Iterator[None]:
-    """Restore an environment variable at the end, whatever is done to it.
-
-    Args:
-        name: of the variable.
-        value: that it has in between; None: at first the one that it has.
-    """
-    before = os.environ.get(name)
-    try:
-        if value is not None:
-            os.environ[name] = value
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
-
-
-def expand(path: str) -> str:
-    """Expand a leading `~` or `~user` and each `${NAME}` of the environment in a path.
-
-    The result holds no dollar sign: a saved configuration means the same when it is read again.
-    Raises ValueError if a variable or a user does not exist, a dollar sign is not part of
-    `${NAME}`, or the path has a NUL character or a name too long for any file system.
-    """
-    if "\0" in path:
-        raise ValueError("a path cannot contain a NUL character")
-    expanded = _VARIABLE.sub(_value, path)
-    if "$" in expanded:
-        raise ValueError(
-            "a dollar sign in a path must belong to ${NAME}, the name of an environment variable"
-        )
-    if expanded.startswith("~"):
-        expanded = os.path.expanduser(expanded)  # noqa: PTH111 - Path raises for an unknown user
-        if expanded.startswith("~"):
-            user = expanded.partition("/")[0]
-            raise ValueError(f"{user} is no user of this machine; write ./{user} for a file")
-    if max(len(name.encode(errors="replace")) for name in expanded.split("/")) > _MAX_NAME:
-        raise ValueError(f"a file or folder name has at most {_MAX_NAME} bytes")
-    return expanded
-
-
-def _value(match: re.Match[str]) -> str:
-    value = os.environ.get(match[1])
-    if not value:
-        raise ValueError(
-            f"the environment variable {match[1]} is {'not set' if value is None else 'empty'}; "
-            "set it, or write the path out"
-        )
-    return value
 
 
 def _from_its_folder(path: str, info: ValidationInfo) -> str:

@@ -18,14 +18,14 @@ class Limit(NamedTuple):
     """Limit above which a sender is cut off."""
 
     frames: int
-    """Refused frames that are allowed within the window."""
     seconds: float
 
 
+NO_PASS = FrameRefused(Reason.UNKNOWN_PEER, "its name and its pass do not belong together")
 LIMIT = Limit(100, 10.0)
 MAX_SENDERS = 1024
-"""Number of senders that are remembered. Beyond it, the one whose last frame is the oldest is
-forgotten, so the memory for names is bounded however many an attacker invents."""
+"""Number of remembered senders. Beyond it, the one whose last frame is the oldest is forgotten, so
+that memory stays bounded however many names an attacker invents."""
 _LOG_SECONDS = 1.0
 """Shortest time between two log lines about refused frames."""
 
@@ -33,7 +33,6 @@ _LOG_SECONDS = 1.0
 @dataclass(slots=True)
 class _Sender:
     since: float
-    """Start of its present window."""
     refused: int = 0
     cut_off: bool = False
 
@@ -64,7 +63,13 @@ class Refusals:
     def note(self, sender: str, error: FrameRefused) -> None:
         """Count a refusal, and log it unless others were logged recently."""
         self.count(error.reason)
-        self._log(sender, error, self._clock())
+        now = self._clock()
+        if now - self._last_log < _LOG_SECONDS:
+            self._unlogged += 1
+            return
+        more = f" ({self._unlogged} more since the last line)" if self._unlogged else ""
+        logger.warning("refused a frame from %r (%s): %s%s", sender, error.reason, error, more)
+        self._last_log, self._unlogged = now, 0
 
     def refuse(self, sender: str, error: FrameRefused) -> None:
         """Note a refused frame; cut off its sender if there were too many."""
@@ -75,11 +80,9 @@ class Refusals:
             known.since, known.refused = now, 0
         known.refused += 1
         if known.refused > self._limit.frames:
-            self.cut_off(
-                sender,
-                f"sent {known.refused} frames within {self._limit.seconds:.0f} s that were "
-                f"refused, the last one because: {error}",
-            )
+            count, seconds = known.refused, self._limit.seconds
+            sent = f"sent {count} frames within {seconds:.0f} s that were refused"
+            self.cut_off(sender, f"{sent}, the last one because: {error}")
 
     def cut_off(self, sender: str, why: str) -> None:
         """Drop all further frames of a sender, and report it. Idempotent."""
@@ -87,7 +90,9 @@ class Refusals:
         known = self._remembered(sender, now)
         if not known.cut_off:
             known.cut_off = True
-            self._log_cut_off(sender, why, now)
+            if now - self._last_cut_off >= _LOG_SECONDS:  # others are not logged: names are cheap
+                logger.error("%r is cut off: it %s", sender, why)
+                self._last_cut_off = now
             self.on_cut_off(sender, why)
 
     def drop(self, sender: str) -> None:
@@ -101,17 +106,3 @@ class Refusals:
         if len(self._senders) > MAX_SENDERS:
             self._senders.popitem(last=False)
         return known
-
-    def _log_cut_off(self, sender: str, why: str, now: float) -> None:
-        """Log it unless another sender was cut off just now: names are cheap."""
-        if now - self._last_cut_off >= _LOG_SECONDS:
-            logger.error("%r is cut off: it %s", sender, why)
-            self._last_cut_off = now
-
-    def _log(self, sender: str, error: FrameRefused, now: float) -> None:
-        if now - self._last_log < _LOG_SECONDS:
-            self._unlogged += 1
-            return
-        more = f" ({self._unlogged} more since the last line)" if self._unlogged else ""
-        logger.warning("refused a frame from %r (%s): %s%s", sender, error.reason, error, more)
-        self._last_log, self._unlogged = now, 0

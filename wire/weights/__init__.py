@@ -4,14 +4,12 @@
     layout.py       the layout of such a file, and the manifest that travels on sockets
     reader.py       an engine copies a version into its memory and checks that it is complete
     fingerprint.py  digests of tensors, to compare an engine's weights with the trainer's
-    views.py        tensors over a file's bytes, for both sides
+    memory.py       tensors over a file's bytes, and page-locked memory, for both sides
     files.py        such files as bytes, without torch
     chunks.py       the pieces in which a version travels to other nodes
     delta.py        the bitwise changes of a chunk since the previous version
     chain/          nodes that receive versions from each other, for engines of other machines
     broadcast/      one process sends to all that stage, with torch.distributed
-    pinning.py      page-locked memory, for processes with a GPU
 
-On other nodes an engine reads the file that `chain` keeps there. A version whose manifest names a
-sender is received from it instead.
+On other nodes an engine reads the file that `chain` keeps there, or receives a broadcast.
 """

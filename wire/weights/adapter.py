@@ -5,12 +5,10 @@ An adapter of a matrix W `[O, I]` is A `[R, I]` and B `[O, R]`. The merged matri
     D = 0;  D = D + b[:, k] a[k, :]  for k = 0 .. R - 1
     merged = W in the engine's data type + scaling * D, rounded to that data type
 
-where each product and each sum is rounded to float32. So IEEE arithmetic fixes every bit: a CPU and
-a GPU, any number of threads and any partition of W give the same matrix, which matrix products
-would not. So the trainer and every engine merge for themselves, and fingerprints compare the
-results.
-
-Cost: 2 R operations an element, on blocks that stay in a core's or a GPU's cache.
+where each product and each sum is rounded to float32. IEEE arithmetic thus fixes every bit: a CPU
+and a GPU, any number of threads and any partition of W give the same matrix, unlike matrix
+products. So the trainer and every engine merge for themselves, and fingerprints compare the
+results. It costs 2 R operations an element, on blocks that stay in a core's or a GPU's cache.
 """
 
 from __future__ import annotations
@@ -41,32 +39,26 @@ class Pair(NamedTuple):
 def names_of(layer: str) -> tuple[str, str]:
     """Return the names under which a layer's adapter is published.
 
-    Example:
-        >>> names_of("model.layers.0.mlp.up_proj")[0]
-        'model.layers.0.mlp.up_proj.lora_A.default.weight'
+    >>> names_of("model.layers.0.mlp.up_proj")[0]
+    'model.layers.0.mlp.up_proj.lora_A.default.weight'
     """
     return layer + _A, layer + _B
 
 
 def layer_of(name: str) -> str | None:
     """Return the layer of a published tensor; None: it is not of an adapter."""
-    for ending in (_A, _B):
-        if name.endswith(ending):
-            return name.removesuffix(ending)
-    return None
+    endings = (ending for ending in ADAPTER_ENDINGS if name.endswith(ending))
+    return next((name.removesuffix(ending) for ending in endings), None)
 
 
 def pairs_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Pair]:
-    """Return the adapters of all layers, by the name of the layer's weight in the HF state dict.
-
-    Raises WeightsReadError if one of a pair is missing, or something else is among them.
-    """
+    """Return the adapters by the layer's weight in the HF state dict. Raises WeightsReadError."""
     given = dict(tensors)
     pairs: dict[str, Pair] = {}
     for layer in dict.fromkeys(layer_of(name) for name in given):
         a, b = (None, None) if layer is None else map(given.get, names_of(layer))
         if a is None or b is None:
-            raise WeightsReadError(f"the adapter of {layer or sorted(given)[:3]} is not whole")
+            raise WeightsReadError(f"the adapter of {layer or sorted(given)[:3]} lacks A or B")
         pairs[f"{layer}.weight"] = Pair(a, b)
     return pairs
 
@@ -106,8 +98,8 @@ def served_apart(
 ) -> list[tuple[str, Tensor]]:
     """Return published A and scaling * B for an engine that keeps the adapter apart.
 
-    Each number of B is multiplied in float32 and rounded to the engine's data type `dtype` once, so
-    the trainer and every engine compute the same bits.
+    Each number of B is multiplied in float32 and rounded to `dtype` once, so the trainer and every
+    engine compute the same bits.
     """
     found = []
     for name, tensor in tensors:
@@ -126,7 +118,7 @@ def adapter_mistakes(
     for layer in dict.fromkeys(one for name in given if (one := layer_of(name)) is not None):
         shape = shapes.get(f"{layer}.weight")
         if shape is None or len(shape) != 2:
-            wrong.append(f"{layer} is no layer with a matrix")
+            wrong.append(f"{layer} is not a layer with a matrix")
             continue
         a, b = names_of(layer)
         for name, expected in ((a, (rank, shape[1])), (b, (shape[0], rank))):

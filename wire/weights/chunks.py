@@ -24,9 +24,8 @@ class Grid:
     """Places of the chunks of a file. Raises WeightsReadError for an impossible size."""
 
     nbytes: int
-    """Size of the file; a multiple of 64."""
+    """Size of the file; a multiple of 64, as `chunk_bytes`."""
     chunk_bytes: int = CHUNK_BYTES
-    """A multiple of 64."""
 
     def __post_init__(self) -> None:
         if self.nbytes < HEADER_BYTES or self.nbytes % ALIGNMENT or self.chunk_bytes % ALIGNMENT:
@@ -70,10 +69,7 @@ def name_of(manifest: WeightManifest) -> str:
 
 
 def trainer_of(manifest: WeightManifest) -> str:
-    """Return the name of a version's trainer: the path of its files but for their number.
-
-    Each trainer of a run has separate files (`asyncrl.launch.shared_memory`).
-    """
+    """Return the name of a version's trainer: the path of its files without their number."""
     return manifest.path.rpartition("-")[0]
 
 

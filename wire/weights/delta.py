@@ -52,15 +52,12 @@ def encode(new: Buffer, old: Buffer, word_bytes: int) -> bytes | None:
 
 
 def apply(target: NDArray[np.uint8], body: Buffer) -> None:
-    """Turn the old bytes in `target` into the new ones, in place.
-
-    Raises FrameRefused if `body` is not a delta of this length; the target may have changed.
-    """
+    """Apply a delta to the bytes in `target`; they may have changed if it raises FrameRefused."""
     changes = np.frombuffer(body, np.uint8)
     words = _WORDS.get(int(changes[0])) if len(changes) else None
     if words is None or len(target) % 4 or not _apply(np.frombuffer(target, words), changes):
         raise FrameRefused(
-            Reason.MALFORMED, f"{len(changes)} bytes are no delta of {len(target)} bytes of weights"
+            Reason.MALFORMED, f"{len(changes)} bytes are not a delta of {len(target)} bytes"
         )
 
 

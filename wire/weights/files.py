@@ -57,7 +57,7 @@ def held_version(manifest: WeightManifest) -> Iterator[int]:
     """Yield the descriptor of a file that holds a version before and after the block.
 
     Raises WeightsSupersededError if the file no longer holds this version, or was removed;
-    WeightsReadError if the file is not ours, or the manifest does not describe it.
+    WeightsReadError if the file is another user's, or the manifest does not describe it.
     """
     descriptor = open_published(manifest)
     try:
@@ -79,8 +79,8 @@ def open_published(manifest: WeightManifest) -> int:
         descriptor = os.open(manifest.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise WeightsSupersededError(
-            f"weights of version {manifest.policy_version} were removed: {manifest.path} is gone, "
-            "with its trainer, or it never was on this machine"
+            f"weights of version {manifest.policy_version} were removed with their trainer, or "
+            f"were never on this machine: there is no file {manifest.path}"
         ) from error
     except OSError as error:
         raise WeightsReadError(

@@ -46,10 +46,7 @@ PROBES: Final = 32
 
 
 class MatrixSums:
-    """The two sums of one matrix of `rows` x `columns`, from its blocks in any order.
-
-    Floating-point blocks are converted to `dtype` first; None: as they are.
-    """
+    """The two sums of a matrix, from its blocks in any order, converted to `dtype` if it is set."""
 
     def __init__(
         self, rows: int, columns: int, device: torch.device, dtype: torch.dtype | None = None
@@ -58,7 +55,6 @@ class MatrixSums:
         self._of_columns = pseudo_random(_COLUMNS, columns, device)
         self._dtype = dtype
         self.value = torch.zeros(2, dtype=torch.int64, device=device)
-        """`[2]` sums of the blocks added so far."""
 
     def add(self, block: Tensor, row: int = 0, column: int = 0) -> None:
         """Add a `[r, c]` block whose first element is the matrix's element [row, column]."""
@@ -81,7 +77,6 @@ class TensorSums:
     """The sums of one tensor, still on its device."""
 
     dtype: str
-    """torch's name without prefix."""
     whole: Tensor | None
     """`[2]` int64; None if only the probe is known."""
     probe: Tensor
@@ -121,10 +116,7 @@ def probe_of(columns: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def fingerprint(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
 ) -> Fingerprint:
-    """Return the digests of all tensors, computed on their devices.
-
-    Floating-point tensors are converted to `dtype` first, as an engine does; None: as they are.
-    """
+    """Return the digests of all tensors, converted to `dtype` first, computed on their devices."""
     given = list(tensors)  # keeps all of them alive, so that an id belongs to one tensor
     known: dict[int, TensorSums] = {}
     named: list[tuple[str, TensorSums]] = []
@@ -155,14 +147,10 @@ def collect(named: Sequence[tuple[str, TensorSums]]) -> Fingerprint:
         )
         for name, sums in named
     }
-    return Fingerprint(digests, _whole(digests))
-
-
-def _whole(digests: dict[str, TensorDigest]) -> str:
     text = "\n".join(
         f"{name} {one.dtype} {one.value} {one.probe}" for name, one in sorted(digests.items())
     )
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return Fingerprint(digests, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
 
 
 def _bit_patterns(block: Tensor, dtype: torch.dtype | None) -> Tensor:

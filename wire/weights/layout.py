@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from enum import IntEnum
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,6 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory, and files there have mo
 HEADER_BYTES = 64
 """Tensors begin here, so that the first one is aligned. The version is in the first 8 bytes."""
 ALIGNMENT = 64
-"""Bytes; a cache line."""
 WRITING = -1
 """Version in the header while the tensors after it belong to no version."""
 
@@ -27,7 +27,6 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     name: str
     dtype: str
-    """torch's name without prefix: "float32", "bfloat16"."""
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the file, 64-byte aligned."""
@@ -37,9 +36,9 @@ class TensorSpec(msgspec.Struct, frozen=True):
 def laid_out(
     tensors: Iterable[tuple[str, str, int, tuple[int, ...]]],
 ) -> tuple[tuple[TensorSpec, ...], int]:
-    """Place tensors in a file, one after the other; return their specs and the file's size.
+    """Place tensors (name, data type, bytes of an element, shape) one after the other in a file.
 
-    Each is given by name, data type, bytes of an element and shape.
+    Returns their specs and the file's size.
     """
     specs: list[TensorSpec] = []
     end = HEADER_BYTES
@@ -54,7 +53,6 @@ class TensorDigest(msgspec.Struct, frozen=True, array_like=True):
     """Equal for equal tensors of one data type; see `asyncrl.wire.weights.fingerprint`."""
 
     dtype: str
-    """Data type of the numbers: torch's name without prefix."""
     value: str
     """Digest of all elements, 32 hexadecimal digits; "" if only a probe is possible."""
     probe: str
@@ -62,15 +60,9 @@ class TensorDigest(msgspec.Struct, frozen=True, array_like=True):
 
     def agrees_with(self, other: TensorDigest) -> bool:
         """Return True if both can be of the same numbers, in the same data type."""
-        mine, theirs = (
-            (self.value, other.value)
-            if self.value and other.value
-            else (
-                self.probe,
-                other.probe,
-            )
-        )
-        return self.dtype == other.dtype and mine == theirs
+        whole = self.value and other.value
+        is_equal = self.value == other.value if whole else self.probe == other.probe
+        return self.dtype == other.dtype and is_equal
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -79,7 +71,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
     tensors: dict[str, TensorDigest]
     """Digests by name in the HF state dict."""
     whole: str
-    """One digest of all of them: 32 hexadecimal digits."""
+    """Digest of all of them: 32 hexadecimal digits."""
 
 
 class BroadcastPlace(msgspec.Struct, frozen=True):
@@ -89,6 +81,24 @@ class BroadcastPlace(msgspec.Struct, frozen=True):
     port: int
     sender: str
     """Unlike any other sender that ever listened there."""
+
+
+Outcome = Literal["whole", "overwritten", "broken"]
+"""Outcome of a broadcast: all members have the version; the trainer has published two more since;
+or a member was lost or too slow, and all of them read the file."""
+
+
+class ControlCode(IntEnum):
+    """Announces what a broadcast sends next, before each chunk, as `[4]` int64.
+
+    The policy version and the chunk's index reveal a member that is out of step.
+    """
+
+    CHUNK = 1
+    WHOLE = 2
+    """The end; the version was unchanged while each chunk was read."""
+    OVERWRITTEN = 3
+    """The end; the trainer has begun to overwrite the version."""
 
 
 ADAPTER_ENDINGS = (".lora_A.default.weight", ".lora_B.default.weight")
@@ -114,10 +124,10 @@ class WeightManifest(msgspec.Struct, frozen=True):
     nbytes: int
     tensors: tuple[TensorSpec, ...]
     fingerprint: Fingerprint | None = None
-    """Fingerprint of the trainer's parameters, in the engines' data type; None: the weights do not
-    come from a trainer."""
+    """Fingerprint of the trainer's parameters in the engines' data type; None: not from a
+    trainer."""
     broadcast: BroadcastPlace | None = None
-    """The sender that broadcasts this version on request. None: only the file."""
+    """The sender that broadcasts this version on request; None: only the file."""
     lora: LoraSpec | None = None
     """Set if the tensors are an adapter's; `fingerprint` then covers the weights with the adapter
-    merged into them, unless it is served apart. None: they are all weights."""
+    merged into them, unless it is served apart."""

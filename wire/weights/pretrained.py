@@ -34,10 +34,7 @@ def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def causal_lm_without_weights(config: Any) -> PreTrainedModel:
-    """Build the model of a transformers configuration, on the meta device.
-
-    Raises OSError, ValueError, KeyError if transformers cannot build it.
-    """
+    """Build a model on the meta device. Raises OSError, ValueError, KeyError of transformers."""
     from transformers import AutoModelForCausalLM
 
     with _lock, torch.device("meta"):

@@ -1,23 +1,20 @@
 """Reads published weights into the reader's memory, in the reader's data types.
 
-The trainer alternates between two files. A reader that is slower detects that when its copy is
-complete: the header no longer names its version.
+The trainer alternates between two files. A slower reader detects that when its copy is complete:
+the header no longer names its version.
 
 On a CPU the copy is one `pread` of the whole file into a buffer that is kept for the next version,
 if it is published in the wanted data types: 0.08 s for 400 MiB on a 2-core CPU; cloning tensors
 into fresh memory takes 0.6-3 s, most of it in page faults. Otherwise it goes through two small
 buffers, tensor by tensor; for a GPU they are page-locked, and used in turn on a separate stream.
 
-A manifest that names a sender is received from it (`asyncrl.wire.weights.broadcast`). If that
-fails, the buffer logs it and reads the file.
+A version whose manifest names a sender is received from it (`asyncrl.wire.weights.broadcast`). If
+that fails, the buffer logs it and reads the file.
 
-Example:
-    ```python
     buffer = WeightBuffer(lambda name, published: torch.bfloat16)
     buffer.read(manifest)  # raises if the version was overwritten during the copy
     for name, tensor in buffer.tensors():
         parameters[name].copy_(tensor)
-    ```
 """
 
 from __future__ import annotations
@@ -29,6 +26,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +35,7 @@ from asyncrl.wire.errors import WeightsNotReceivedError, WeightsReadError
 from asyncrl.wire.weights.broadcast.receiving import BroadcastReceiver
 from asyncrl.wire.weights.files import fill, held_version
 from asyncrl.wire.weights.layout import TensorSpec, WeightManifest, laid_out
-from asyncrl.wire.weights.pinning import Pin
-from asyncrl.wire.weights.views import dtype_of, tensor_view
+from asyncrl.wire.weights.memory import Pin, dtype_of, tensor_view
 
 logger = logging.getLogger(__name__)
 
@@ -77,18 +74,20 @@ class WeightBuffer:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._receiver = BroadcastReceiver(engine_device or device)
         self._missed = False
-        """True if the last broadcast did not arrive."""
         self.policy_version: int | None = None
         """The version that the buffer holds; None: nothing complete."""
 
     def read(self, manifest: WeightManifest) -> None:
-        """Copy a published version into the buffer, replacing the previous one.
-
-        If it raises, the buffer holds nothing. Raises as `asyncrl.wire.weights.files.held_version`.
-        """
+        """Replace the copy by this version. Raises as `held_version`, and then holds nothing."""
         self.policy_version = None
         if not self._receive(manifest):
-            self._read_file(manifest)
+            with held_version(manifest) as descriptor:
+                memory = self._memory_for(manifest)
+                if self._device.type == "cpu" and self._specs == manifest.tensors:
+                    fill(memory.numpy().data, descriptor, 0)
+                else:
+                    with self._on_stream():
+                        self._convert(descriptor, manifest)
         self.policy_version = manifest.policy_version
 
     def _receive(self, manifest: WeightManifest) -> bool:
@@ -96,7 +95,8 @@ class WeightBuffer:
         place = manifest.broadcast
         if place is None:
             return False
-        landing = _Landing(manifest, self._memory_for(manifest), self._specs, self._tensors)
+        memory = self._memory_for(manifest)
+        landing = _Landing(manifest, memory, self._tensors, self._specs == manifest.tensors)
         began = time.monotonic()
         try:
             with self._on_stream():
@@ -116,19 +116,10 @@ class WeightBuffer:
             self._stream.synchronize()
         return True
 
-    def _read_file(self, manifest: WeightManifest) -> None:
-        with held_version(manifest) as descriptor:
-            memory = self._memory_for(manifest)
-            if self._device.type == "cpu" and self._specs == manifest.tensors:
-                fill(memory.numpy().data, descriptor, 0)
-            else:
-                with self._on_stream():
-                    self._convert(descriptor, manifest)
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors by name, valid until the next `read`. Raises WeightsReadError."""
         if self.policy_version is None:
-            raise WeightsReadError("no whole version of the weights has been read")
+            raise WeightsReadError("no complete version of the weights has been read")
         yield from self._tensors
 
     @property
@@ -139,10 +130,7 @@ class WeightBuffer:
     def _memory_for(self, manifest: WeightManifest) -> Tensor:
         """Return memory of the right size, after checking the manifest's tensors."""
         published = [dtype_of(spec, manifest.nbytes) for spec in manifest.tensors]
-        wanted = [
-            self._wanted(spec.name, dtype)
-            for spec, dtype in zip(manifest.tensors, published, strict=True)
-        ]
+        wanted = list(map(self._wanted, (spec.name for spec in manifest.tensors), published))
         specs, nbytes = manifest.tensors, manifest.nbytes
         if wanted != published:
             specs, nbytes = laid_out(
@@ -162,7 +150,6 @@ class WeightBuffer:
         return self._memory
 
     def _convert(self, descriptor: int, manifest: WeightManifest) -> None:
-        """Copy tensor by tensor, converting the data type and the device."""
         pinned = self._stream is not None
         if not self._steps:
             size = _STEP_BYTES[self._device.type]
@@ -191,34 +178,28 @@ class WeightBuffer:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-class _Landing:
+class _Landing(NamedTuple):
     """Puts chunks of a version into a buffer, a `broadcast.receiving.Landing`."""
 
-    def __init__(
-        self,
-        manifest: WeightManifest,
-        memory: Tensor,
-        specs: tuple[TensorSpec, ...],
-        tensors: list[tuple[str, Tensor]],
-    ) -> None:
-        self._manifest = manifest
-        self._memory = memory
-        self._tensors = tensors
-        self._as_published = specs == manifest.tensors
+    manifest: WeightManifest
+    memory: Tensor
+    tensors: list[tuple[str, Tensor]]
+    as_published: bool
+    """True if the tensors have their published data types."""
 
     def room(self, span: slice, device: torch.device) -> Tensor | None:
         """Return the buffer's memory, if bytes stay as they are and where they arrive."""
-        fits = self._as_published and self._memory.device == device
-        return self._memory[span] if fits else None
+        fits = self.as_published and self.memory.device == device
+        return self.memory[span] if fits else None
 
     def put(self, span: slice, part: Tensor) -> None:
         """Copy the elements of a chunk into the tensors, converting the data type and device."""
-        if self._as_published:
-            self._memory[span].copy_(part)
+        if self.as_published:
+            self.memory[span].copy_(part)
             return
-        specs = self._manifest.tensors
+        specs = self.manifest.tensors
         first = max(0, bisect_right(specs, span.start, key=attrgetter("offset")) - 1)
-        for spec, (_, target) in zip(specs[first:], self._tensors[first:], strict=True):
+        for spec, (_, target) in zip(specs[first:], self.tensors[first:], strict=True):
             if spec.offset >= span.stop:
                 break
             start = max(span.start, spec.offset)
@@ -226,8 +207,7 @@ class _Landing:
             if start >= stop:
                 continue
             # Tensors and chunks begin at multiples of 64 bytes, so no element is cut.
-            own = part[start - span.start : stop - span.start].view(
-                dtype_of(spec, self._manifest.nbytes)
-            )
+            dtype = dtype_of(spec, self.manifest.nbytes)
+            own = part[start - span.start : stop - span.start].view(dtype)
             begin = (start - spec.offset) // own.element_size()
             target.view(-1)[begin : begin + len(own)].copy_(own)

@@ -1,11 +1,9 @@
 """Publishes weights to the engines of one machine, through shared memory.
 
 Two files under /dev/shm alternate, so that version v stays readable while v + 1 is written. The
-writer sets the version in the header to -1, copies the tensors, then sets the new version. The
-reader (`asyncrl.wire.weights.reader`) accepts a copy only if the header names its version before
-and after. No lock: a slow or dead engine cannot delay the trainer. Files have mode 0600.
-
-The copy converts to the engines' data type, so engines need not convert again.
+writer sets the version in the header to -1, copies the tensors in the engines' data type, then sets
+the new version. The reader (`asyncrl.wire.weights.reader`) accepts a copy only if the header names
+its version before and after. No lock: a slow or dead engine cannot delay the trainer.
 """
 
 from __future__ import annotations
@@ -35,26 +33,16 @@ from asyncrl.wire.weights.layout import (
     WeightManifest,
     laid_out,
 )
-from asyncrl.wire.weights.pinning import Pin
-from asyncrl.wire.weights.views import tensor_view
+from asyncrl.wire.weights.memory import Pin, tensor_view
 
 
 @dataclass(slots=True)
 class _Slot:
-    """One of the files: its mapping, and one tensor view per published tensor."""
-
     path: Path
     memory: mmap.mmap
     views: list[Tensor]
     pin: Pin | None = None
     """Pin of the mapping, if the tensors come from a GPU."""
-
-    def mark(self, version: int) -> None:
-        mark(self.memory, version)
-
-    @property
-    def version(self) -> int:
-        return marked(self.memory)
 
 
 class WeightPublisher:
@@ -77,7 +65,7 @@ class WeightPublisher:
     ) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", run_id):
             raise PublishError(
-                f"run id {run_id!r}: only letters, digits, dots, dashes and underscores"
+                f"run id {run_id!r} may only have letters, digits, dots, dashes and underscores"
             )
         self._paths = [directory / f"asyncrl-{run_id}-weights-{i}" for i in range(files)]
         self._dtype = dtype
@@ -96,9 +84,9 @@ class WeightPublisher:
     ) -> WeightManifest:
         """Copy these tensors into the next file and set its version, at least 0.
 
-        The first call fixes names, data types and shapes, and reserves the memory. `fingerprint` is
-        the publisher's own, of what it decodes or trains with; it travels in the manifest. `whole`
-        joins a tensor that is in parts, in the type in which it is published, one at a time.
+        The first call fixes names, data types and shapes, and reserves the memory. `fingerprint`,
+        of the publisher's tensors, travels in the manifest. `whole` joins a tensor that is in
+        parts, in the type in which it is published, one at a time.
 
         Raises PublishError if there is not enough memory, the version is negative, a name comes
         twice, or the tensors differ from those of the first call.
@@ -110,7 +98,7 @@ class WeightPublisher:
             self._reserve(named)
         self._check(named)
         slot = self._slots[self._published % len(self._slots)]
-        slot.mark(WRITING)
+        mark(slot.memory, WRITING)
         with torch.no_grad():
             for view, (_, tensor) in zip(slot.views, named, strict=True):
                 # On a GPU the conversion comes first: `copy_` would move the wider numbers.
@@ -119,27 +107,22 @@ class WeightPublisher:
                 view.copy_(own, non_blocking=tensor.is_cuda)
             if any(tensor.is_cuda for _, tensor in named):
                 torch.cuda.synchronize()
-        slot.mark(policy_version)
+        mark(slot.memory, policy_version)
         self._published += 1
         return WeightManifest(
-            policy_version,
-            str(slot.path),
-            self._nbytes,
-            self._specs,
-            fingerprint,
-            lora=self._lora,
+            policy_version, str(slot.path), self._nbytes, self._specs, fingerprint, lora=self._lora
         )
 
     def tensors_of(self, policy_version: int) -> list[tuple[str, Tensor]]:
-        """A version that is still published, valid until the next `publish`; empty if it is not."""
+        """Return a version that is still published, valid until the next `publish`; else []."""
         for slot in self._slots:
-            if slot.version == policy_version != WRITING:
+            if marked(slot.memory) == policy_version != WRITING:
                 names = [spec.name for spec in self._specs]
                 return list(zip(names, slot.views, strict=True))
         return []
 
     def close(self) -> None:
-        """Return a version that is still published, valid until the next `publish`; else []."""
+        """Remove the files. Idempotent."""
         while self._slots:
             slot = self._slots.pop()
             # The views keep the mapping open; without them it is freed with the slot.
@@ -164,14 +147,17 @@ class WeightPublisher:
         from_gpu = any(tensor.is_cuda for _, tensor in named)
         try:
             for path in self._paths:
-                slot = _slot(path, self._specs, self._nbytes, of=len(self._paths), pinned=from_gpu)
-                self._slots.append(slot)
+                memory = reserve(path, self._nbytes, of=len(self._paths))
+                mark(memory, WRITING)
+                whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping open
+                views = [tensor_view(whole, spec) for spec in self._specs]
+                self._slots.append(_Slot(path, memory, views, Pin(whole) if from_gpu else None))
         except PublishError:
             self.close()
             raise
 
     def _published_as(self, tensor: Tensor) -> tuple[str, int]:
-        """Return the name and the size in bytes of the data type that a tensor is published in."""
+        """Return the name and the size in bytes of a tensor's published data type."""
         dtype = tensor.dtype
         if self._dtype is not None and tensor.is_floating_point():
             dtype = self._dtype
@@ -180,22 +166,20 @@ class WeightPublisher:
     def _check(self, named: list[tuple[str, Tensor]]) -> None:
         if len(named) != len(self._specs):
             raise PublishError(
-                f"{len(named)} tensors, but the first version had {len(self._specs)}"
+                f"{len(named)} tensors were given, but the first version had {len(self._specs)}"
             )
         for spec, (name, tensor) in zip(self._specs, named, strict=True):
             dtype, _ = self._published_as(tensor)
             if (spec.name, spec.dtype, spec.shape) != (name, dtype, tuple(tensor.shape)):
                 raise PublishError(
-                    f"tensor {name} {dtype} {tuple(tensor.shape)} where the first version had "
-                    f"{spec.name} {spec.dtype} {spec.shape}"
+                    f"tensor {name} {dtype} {tuple(tensor.shape)} was given, but the first version "
+                    f"had {spec.name} {spec.dtype} {spec.shape}"
                 )
 
 
 @contextmanager
 def published(
-    tensors: Iterable[tuple[str, Tensor]],
-    policy_version: int,
-    directory: Path = SHARED_MEMORY,
+    tensors: Iterable[tuple[str, Tensor]], policy_version: int, directory: Path = SHARED_MEMORY
 ) -> Iterator[WeightManifest]:
     """Publish one version of some tensors in a file that exists only inside the block.
 
@@ -207,19 +191,6 @@ def published(
 
     Raises as `WeightPublisher.publish`.
     """
-    with WeightPublisher(
-        directory, f"once-{secrets.token_hex(4)}-{os.getpid()}", files=1
-    ) as publisher:
+    name = f"once-{secrets.token_hex(4)}-{os.getpid()}"
+    with WeightPublisher(directory, name, files=1) as publisher:
         yield publisher.publish(tensors, policy_version)
-
-
-def _slot(
-    path: Path, specs: tuple[TensorSpec, ...], nbytes: int, *, of: int, pinned: bool
-) -> _Slot:
-    """Create one of `of` files with all its memory reserved, marked as being written."""
-    memory = reserve(path, nbytes, of=of)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping open
-    views = [tensor_view(whole, spec) for spec in specs]
-    slot = _Slot(path, memory, views, Pin(whole) if pinned else None)
-    slot.mark(WRITING)
-    return slot

@@ -19,7 +19,7 @@ from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.workers import interpreter, messages
 from asyncrl.environments.workers.messages import Answer, Close, Failed, Hanging, Open
 from asyncrl.rewards.config import RewardConfig
-from asyncrl.user_code.pool import Call, Lane
+from asyncrl.user_code.pool import Lane, PendingCall
 from asyncrl.user_code.process import Program, WorkerLost, refusal
 from asyncrl.user_code.streams import pack
 
@@ -60,7 +60,7 @@ class SessionLost(Exception):  # noqa: N818 - says what happened
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class SessionCall(Call):
+class SessionCall(PendingCall):
     """A call of a session."""
 
     message: messages.Call
@@ -116,7 +116,7 @@ class EnvironmentLane(Lane[SessionCall]):
             SessionLost: the process has ended, or had ended before.
         """
         if not (self.ready if isinstance(message, Open) else message.session in self.sessions):
-            raise self._lost(message.session)
+            raise self._lost(message)
         try:
             frame = pack(message)
         except Exception as error:  # noqa: BLE001 - of what the policy has written
@@ -138,11 +138,14 @@ class EnvironmentLane(Lane[SessionCall]):
         for call in self.queue:
             message = call.message
             if not isinstance(message, Open) and message.session not in self.sessions:
-                call.settle(self._lost(message.session))
+                call.settle(self._lost(message))
         return super().take(most)
 
-    def _lost(self, session: int) -> SessionLost:
-        end = self._ends.get(session, self._last_end)
+    def _lost(self, message: messages.Call) -> SessionLost:
+        end = self._last_end
+        if not isinstance(message, Open):
+            failed = ProcessEnd("no longer has its session, which has failed")
+            end = self._ends.get(message.session, failed)
         return SessionLost(end.how, end)
 
     def close_session(self, session: int) -> None:

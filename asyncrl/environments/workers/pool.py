@@ -47,7 +47,7 @@ from asyncrl.environments.workers.messages import (
 from asyncrl.errors import RewardError, RewardFailed
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.user_code.pool import Pool, is_logged
-from asyncrl.wire.records.environment_counts import EnvironmentCounts
+from asyncrl.wire.records.step import EnvironmentCounts
 
 log = logging.getLogger(__name__)
 

@@ -311,8 +311,11 @@ class _Worker:
             case Open():
                 session = self._sessions[message.session] = Session(self._factory, self._setup)
                 self._start(self._answer(session, message))
-            case Step() | Restore():
+            case Step() | Restore() if message.session in self._sessions:
                 self._start(self._answer(self._sessions[message.session], message))
+            case Step() | Restore():  # sent before the pool knew that the session had failed
+                text = "its session has failed in an earlier call"
+                self._channel.send(Failed(message.call, "raised", text, hanging=self._hanging))
             case Close() if message.session in self._sessions:  # it may have failed
                 self._close(self._sessions.pop(message.session))
 

@@ -55,10 +55,7 @@ class ProcessEnds:
         return sum(not end.explained for end in self._open)
 
     def note(self, lost: SessionLost, given: int) -> None:
-        """Note a process end with the sample's session.
-
-        `given` are the turns that the session had received, including the one in progress.
-        """
+        """Note a process end; the session had received `given` turns, one in progress included."""
         self.count += 1
         self._open = [end for end in (*self._open, lost.end) if not end.explained]
         self._suspected = [end for end in self._suspected if not end.explained]
@@ -77,7 +74,7 @@ class ProcessEnds:
             return "died", str(lost)
         if self.unexplained > MAX_UNEXPLAINED:
             return "died", (
-                f"{lost}. That was process number {self.unexplained} which ended under this sample "
+                f"{lost}. That was process number {self.unexplained} that ended under this sample "
                 "with no sample known to be at fault: the environment ends its process between "
                 "calls, with a delay, or only under several samples at once"
             )
@@ -139,7 +136,7 @@ class Turn:
         return self.end == other.end and (same or (not in_ids and self.answer == other.answer))
 
     def used_tokens(self, builder: TrajectoryBuilder) -> int:
-        """Used part of `sampling.max_tokens` once its answer follows these tokens."""
+        """Return the used part of `sampling.max_tokens` once its answer follows these tokens."""
         if self.begins_context:
             return len(self.observed) - len(builder.prompt_tokens)
         return builder.used_tokens + len(self.observed)
@@ -180,7 +177,7 @@ class Episode:
 
     @property
     def goes_back(self) -> bool:
-        """True if it can go back to before any turn, whatever was said.
+        """True if it can go back to before any turn, whatever the turns were.
 
         So one that goes back by `restore` counts even once it has failed and cannot (a call of it
         hangs, its process ended repeatedly); the sample starts over if a turn is rejected.
@@ -202,7 +199,7 @@ class Episode:
         return sum(turn.reward for turn in self.turns)
 
     def before(self, turn: int) -> list[dict[str, Any]]:
-        """The conversation before this turn (from 0)."""
+        """Return the conversation before this turn (from 0)."""
         begun = (place for place in reversed(range(turn)) if self.turns[place].tools is not None)
         place = next(begun, -1)
         first = self.conversation if place < 0 else self.turns[place].answer
@@ -210,12 +207,12 @@ class Episode:
         return [*first, *(said for one in later for said in (one.message, *one.answer))]
 
     def tools_before(self, turn: int) -> list[dict[str, Any]]:
-        """The tools of the conversation of this turn (from 0)."""
+        """Return the tools of the conversation of this turn (from 0)."""
         begun = (one.tools for one in reversed(self.turns[:turn]) if one.tools is not None)
         return next(begun, self.traits.tools)
 
     def seen_before(self, turn: int) -> IntArray:
-        """`[N]` the context that this turn (from 0) was drawn in."""
+        """Return `[N]`, the context that this turn (from 0) was drawn in."""
         parts = [self.prompt if len(self.prompt) else self.row_prompt]
         for one in self.turns[:turn]:
             if one.begins_context:
@@ -226,7 +223,7 @@ class Episode:
         return np.concatenate(parts)
 
     def context_length(self, turn: int, prompt: int) -> int:
-        """Tokens that the policy read before this turn (from 0), after a prompt of this length."""
+        """Return the number of tokens that the policy read before this turn (from 0)."""
         length = prompt
         for one in self.turns[:turn]:
             before = 0 if one.begins_context else length + len(one.action)
@@ -248,7 +245,7 @@ class Episode:
         return known
 
     def said(self, builder: TrajectoryBuilder) -> tuple[list[IntArray], list[IntArray]]:
-        """The turns of a response so far, and the observations, at the end of a turn."""
+        """Return the turns of a response so far, and the observations, at the end of a turn."""
         if self._spoken is None or self._spoken.builder is not builder:
             self._spoken = Spoken(builder)
         self._spoken.read()
@@ -314,7 +311,7 @@ class Spoken:
 
 
 def common(some: Sequence[IntArray], others: Sequence[IntArray]) -> int:
-    """Length of the common beginning of two lists of actions."""
+    """Return the length of the common beginning of two lists of actions."""
     count = 0
     for one, other in zip(some, others, strict=False):
         if one is not other and not np.array_equal(one, other):

@@ -43,7 +43,7 @@ from asyncrl.generator.turns.conversation import Episode, Turn, common
 from asyncrl.rollout.trajectory import FinishReason, IntArray
 from asyncrl.user_code.pool import is_logged
 from asyncrl.wire.messages.frames import decode_tokens
-from asyncrl.wire.records.environment_counts import EnvironmentCounts
+from asyncrl.wire.records.step import EnvironmentCounts
 
 if TYPE_CHECKING:
     from asyncrl.generator.sample_state import SampleGeneration
@@ -99,7 +99,7 @@ def _continued(
 def _last_in_common(
     messages: Sequence[Message], tools: Tools, turns: Sequence[Turn], episode: Episode
 ) -> tuple[int, int] | None:
-    """The newest turn with the most messages in common with a conversation, and their number."""
+    """Return the newest turn with most messages in common with a conversation, and their number."""
     found: tuple[int, int] | None = None
     own = episode.traits.tools
     count = _in_common(messages, 0, episode.conversation)
@@ -131,11 +131,7 @@ class StartOver(Exception):  # noqa: N818 - names the event
 
 
 class Episodes:
-    """The environments of a generator's samples.
-
-    Responses have at most `max_tokens` (`sampling.max_tokens`), contexts the engine's
-    `max_model_len`.
-    """
+    """The environments of a generator's samples, with limits of responses and contexts."""
 
     def __init__(
         self,
@@ -222,11 +218,11 @@ class Episodes:
         recorded: list[IntArray],
     ) -> None:
         session = await self._session(generation, episode)
-        same = min(common(episode.given, actions), len(episode.turns))
-        if same < len(episode.given):
-            await self._go_back(episode, session, same)
+        place = min(common(episode.given, actions), len(episode.turns))
+        if place < len(episode.given):
+            await self._go_back(episode, session, place)
             return
-        action, place = actions[same], same
+        action = actions[place]
         read = episode.context_length(place, len(generation.builder.prompt_tokens))
         episode.given.append(action)  # also if it fails
         result = await self._step(episode, session, place, read)
@@ -245,7 +241,7 @@ class Episodes:
         episode.turns.append(turn)
 
     async def _session(self, generation: SampleGeneration, episode: Episode) -> Session:
-        """Raises StartOver, SessionLost."""
+        """Return the session, a new one if its process is gone. Raises StartOver, SessionLost."""
         session = episode.session
         if session is not None and not session.lost:
             return session
@@ -260,7 +256,7 @@ class Episodes:
         return await self._open(generation, episode)
 
     async def _go_back(self, episode: Episode, session: Session, turn: int) -> None:
-        """Raises StartOver, SessionLost."""
+        """Go back to before this turn. Raises StartOver, SessionLost."""
         if episode.traits.restores:
             await session.restore(turn, alone=episode.ends.alone)
             del episode.given[turn:]
@@ -280,7 +276,6 @@ class Episodes:
         return result
 
     async def _open(self, generation: SampleGeneration, episode: Episode) -> Session:
-        """Open a session; the first one decides the prompt. Raises SessionLost."""
         row = generation.prompt.example
         session = await self._pool.open(
             row,
@@ -343,7 +338,6 @@ class Episodes:
             raise _not_deterministic(self._pool, session, "step")
 
     def _note_loss(self, episode: Episode, lost: SessionLost) -> None:
-        """Note a session's process end. Raises EnvironmentFailed if that was too often."""
         own = f"environment {self._pool.config.name!r}"
         name = own if episode.session is None else episode.session.name
         episode.ends.note(lost, len(episode.given))

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from asyncrl.wire.weights.fingerprint import sums_of
 from asyncrl.wire.weights.layout import laid_out
-from asyncrl.wire.weights.pinning import Pin
-from asyncrl.wire.weights.views import tensor_view
+from asyncrl.wire.weights.memory import Pin, tensor_view
 
 PACKED = "cpu_linear"
 """Attribute of the layers that vLLM packs on a CPU: the product with the packed weight."""

@@ -16,7 +16,7 @@ from multiprocessing import context, forkserver, popen_forkserver
 from typing import Any
 
 from asyncrl.engine.config import EngineConfig
-from asyncrl.wire.transport.paths import kept_variable
+from asyncrl.wire.transport.environment import kept_variable
 
 _PRELOADED = "asyncrl.engine.vllm.client.preloaded"
 _NO_COMPILERS = "TORCH_COMPILE_DISABLE"

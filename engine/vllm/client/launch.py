@@ -41,7 +41,7 @@ from asyncrl.engine.vllm.client.fork_server import ForkContext, forks, without_c
 from asyncrl.engine.vllm.config import graph_config
 from asyncrl.engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH, CoreSettings
 from asyncrl.rollout.trajectory import FinishReason as Reason
-from asyncrl.wire.transport.paths import kept_variable
+from asyncrl.wire.transport.environment import kept_variable
 
 _REASONS: dict[Any, Reason] = {
     FinishReason.STOP: "stop",

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from asyncrl.controller.statistics import StalenessTotals
 from asyncrl.monitoring.records.metrics_log import MetricsLog, read_metrics
 from asyncrl.runs.resuming import add_lost
-from asyncrl.wire.records.on_policy import OnPolicySteps
 from asyncrl.wire.records.step import (
     LearnerMetrics,
+    OnPolicySteps,
     StalenessMetrics,
     StepMetrics,
     TrainedStep,

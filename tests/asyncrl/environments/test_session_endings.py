@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.protocol import Action
 from asyncrl.environments.workers.lane import EnvironmentLane, SessionLost
-from asyncrl.environments.workers.messages import Answer, Failed, Restore, Restored
+from asyncrl.environments.workers.messages import Answer, Failed, Restore, Restored, Setup
 from asyncrl.environments.workers.pool import EnvironmentFailed, EnvironmentPool, Session
+from asyncrl.environments.workers.worker import _Worker
 from asyncrl.rewards.config import RewardConfig
 
 NOTED = """
@@ -245,10 +247,25 @@ def test_a_call_that_waits_while_its_session_ends_is_not_sent() -> None:
         lane.feed()
         await sent()
         assert not lane.sent
-        with pytest.raises(SessionLost):
+        with pytest.raises(SessionLost, match="no longer has its session, which has failed"):
             await calls[2]
 
     asyncio.run(scenario())
+
+
+class _SentMessages:
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+def test_a_step_that_crosses_the_failure_of_its_session_is_answered() -> None:
+    channel = _SentMessages()
+    worker = _Worker(channel, lambda: None, Setup("x", {}, "", 1.0, 1.0))  # type: ignore[arg-type]
+    worker._begin(Restore(7, 3, 0))  # the worker has closed session 3
+    assert channel.sent == [Failed(7, "raised", "its session has failed in an earlier call")]
 
 
 def test_a_step_that_cannot_be_cancelled_is_given_up_while_others_are_answered(

@@ -128,7 +128,7 @@ def test_the_last_copy_is_waited_for_and_what_is_missing_is_named() -> None:
     del nodes.ready["node-1"]  # its machine is gone
     nodes.update()
     text = finish(nodes, {})
-    assert "(relay-2: it has no relay now)" in text
+    assert "(relay-2: its node has no relay)" in text
     assert nodes.sent == [
         ("relay-0", to_relay.FinishPull(9.0)),
         ("relay-1", to_relay.RemoveFiles()),

@@ -295,7 +295,7 @@ def test_a_node_that_gets_no_weights_ends_the_run_and_is_named(run: Run) -> None
         run.fail(superseded=False)
     assert run.launcher.handles["relay-1"].ended == ["kill"]
     [(_, reason)] = run.fleet.deaths()
-    assert "does not get the weights: nothing came" in reason
+    assert "cannot get the weights: nothing came" in reason
     for number in range(MAX_TRIES):
         order = to_relay.FetchWeights(published(0), (), -1)
         if number == 0:

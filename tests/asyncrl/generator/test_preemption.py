@@ -30,7 +30,7 @@ def test_due_samples_take_the_slots_of_run_ahead_which_resumes_from_its_tokens()
         other = SampleId(group=5, sample=0)
         await harness.send(tg.Generate(other, PROMPT, 5))
         assert harness.engine.interrupted == ["train-9.0", "train-8.0"]
-        preempted = harness.process._preemption._metrics.preempted
+        preempted = harness.process._metrics.preempted
         assert preempted._counter._value.get() == 2
         harness.engine.feed("train-9.0+1", [5], 2, end="stop")
         await settle()

@@ -24,7 +24,7 @@ from local_environments import LocalPool
 from asyncrl.environments.protocol import Action
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
-from asyncrl.wire.records.environment_counts import EnvironmentCounts
+from asyncrl.wire.records.step import EnvironmentCounts
 
 
 def test_turns_and_answers_alternate_in_one_growing_sequence() -> None:

@@ -28,7 +28,7 @@ from local_environments import LocalPool
 from asyncrl.rollout.trajectory import KeptTokens
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
-from asyncrl.wire.records.environment_counts import EnvironmentCounts
+from asyncrl.wire.records.step import EnvironmentCounts
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_a_child_that_acknowledges_nothing_is_cut_off(
             child.line.close()
             controller.hub.close()
         assert list(cut_off) == [child.name]
-        assert "does not take what it is sent: 3 frames" in cut_off[child.name]
+        assert "does not acknowledge its messages: 3 frames" in cut_off[child.name]
 
     monkeypatch.setattr("asyncrl.wire.sessions.peers.LIMITS", Limits(frames=3))
     asyncio.run(main())

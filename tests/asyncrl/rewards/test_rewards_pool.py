@@ -168,7 +168,7 @@ def test_a_worker_that_writes_other_frames_fails_its_call_only(
 ) -> None:
     async def check() -> None:
         async with running({"name": f"{source}:by_response"}, max_attempts=1) as pool:
-            with pytest.raises(RewardFailed, match=f"no answer .*{reason}.* and was killed"):
+            with pytest.raises(RewardFailed, match=f"not a valid answer .*{reason}.* was killed"):
                 await pool.score("", f"forge {frame.hex()}", {})
             assert (await pool.score("", "ok", {})).value == 2.0
 

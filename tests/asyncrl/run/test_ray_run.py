@@ -19,7 +19,7 @@ from ray_nodes import RayNodes, ray_nodes
 from asyncrl.launch.identity import status_of
 from asyncrl.monitoring.metrics.discovery import targets_file
 from asyncrl.monitoring.records.group_account import read_account
-from asyncrl.wire.records.on_policy import is_on_policy
+from asyncrl.wire.records.step import is_on_policy
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -17,7 +17,7 @@ from asyncrl.errors import UserError
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.steering.user_commands import ORDERS, _append, with_orders
 from asyncrl.web.orders import SetArguments, set_request
-from asyncrl.wire.records.command_record import OrderRecord
+from asyncrl.wire.messages.control import OrderRecord
 
 RATE = "trainer.learning_rate"
 AGENTS = {"kind": "agents", "agents": {"key_file": "k"}}

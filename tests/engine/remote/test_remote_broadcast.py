@@ -10,9 +10,9 @@ import numpy as np
 from served_engine import PROMPT, Served, ask, collect, drawn, logprobs_of, tokens_of
 
 from asyncrl.wire.records.wrong_policy import compare_weights
-from asyncrl.wire.weights.broadcast.control_codes import Outcome
 from asyncrl.wire.weights.broadcast.sending import WeightSender
 from asyncrl.wire.weights.fingerprint import fingerprint
+from asyncrl.wire.weights.layout import Outcome
 from asyncrl.wire.weights.writer import WeightPublisher
 
 

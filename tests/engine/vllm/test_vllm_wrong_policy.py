@@ -17,7 +17,7 @@ from served_vllm import REAL_VLLM
 from asyncrl.controller.policy_watch import conclusion
 from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.vllm.client.core import VllmCore
-from asyncrl.generator.process import Rescoring
+from asyncrl.generator.process import rescore
 from asyncrl.rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.learner import Learner
@@ -90,8 +90,7 @@ class Step:
         line: Any = SimpleNamespace(generator=GENERATOR, send=answers.put)
         sampling = SamplingParams(1, top_k_logprobs=TOP_K)
         samples = tuple(ToRescore(one.prompt_tokens, one.tokens) for one in message.samples)
-        rescoring = Rescoring(self._served.engine, sampling, line)
-        self._served.call(rescoring.answer(Rescore(1, samples)))
+        self._served.call(rescore(self._served.engine, sampling, line, Rescore(1, samples)))
         return conclusion(message, answers.get_nowait())
 
 

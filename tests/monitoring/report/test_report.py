@@ -15,9 +15,9 @@ from asyncrl.monitoring.records.spans import Span
 from asyncrl.monitoring.records.timeline import Timeline
 from asyncrl.monitoring.report import write
 from asyncrl.monitoring.report.write import write_report
-from asyncrl.wire.records.environment_counts import EnvironmentCounts
 from asyncrl.wire.records.evaluations import EvaluationRecord, SetEvaluation
 from asyncrl.wire.records.step import (
+    EnvironmentCounts,
     RunResult,
     StalenessMetrics,
     StepMetrics,

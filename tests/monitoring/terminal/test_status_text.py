@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from asyncrl.monitoring.terminal.run_view import RunView
 from asyncrl.monitoring.terminal.status_text import status_lines
-from asyncrl.wire.records.environment_counts import EnvironmentCounts
-from asyncrl.wire.records.step import GroupTotals, StepMetrics, TokenCounts
+from asyncrl.wire.records.step import EnvironmentCounts, GroupTotals, StepMetrics, TokenCounts
 
 ABOUT = {"run": "mine", "steps": 30, "engine": "torch"}
 

@@ -78,7 +78,7 @@ def test_a_file_of_another_format_is_refused_as_a_whole(file: Path) -> None:
 
 def test_a_record_of_another_prompt_or_place_is_refused(file: Path) -> None:
     first, second, _ = read_index(file).places
-    with pytest.raises(UnfinishedRefused, match="in the place of"):
+    with pytest.raises(UnfinishedRefused, match="instead of"):
         read_sample(file, first, prompt_id="another")
     for place in (type(first)(first.sample, second.offset, second.size), type(first)(*(
         first.sample, first.offset + 1, first.size

@@ -1,13 +1,12 @@
 """Weights by broadcast: all processes that stage a version receive it at once from the trainer's.
 
     trainer's file ── sender ══ gloo or NCCL ══> every process that stages
-                        └─ desk: who asks, for which version, in which group   (TCPStore)
+                        └─ desk: check-ins by version, and their groups   (TCPStore)
 
-    store.py          the desk where members check in and get answers, and their meeting
-    groups.py         a group of torch.distributed, apart from every other one of its process
-    control_codes.py  the sender's message before each chunk
-    sending.py        a thread in the trainer's process
-    receiving.py      called by `WeightBuffer.read` if the manifest names a sender
+    store.py      the desk where members check in and get answers, and their meeting
+    groups.py     a group of torch.distributed, apart from every other one of its process
+    sending.py    a thread in the trainer's process
+    receiving.py  called by `WeightBuffer.read` if the manifest names a sender
 
 A *member* is a process that stages: a torch engine, or a rank of vLLM or SGLang. It checks in for a
 version; the sender waits for those that received the previous version, at most `Limits.window`
@@ -15,5 +14,5 @@ seconds, forms a group with those that have come, and sends. Late members get a 
 If a member dies or is too slow, the group ends, all of them read the file, and the next broadcast
 has a new group. The trainer never waits for any of this.
 
-The sockets have neither keys nor encryption: decision 0045 and SECURITY.md.
+The sockets have neither keys nor encryption (SECURITY.md).
 """

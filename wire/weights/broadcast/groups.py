@@ -1,10 +1,8 @@
 """A group of processes for broadcasts, apart from every other group of torch.distributed.
 
 No default group is needed or touched: vLLM, SGLang and a sharded trainer have their own. Rank 0
-sends.
-
-Gloo works on CPUs and is tested. **NCCL has never run here**: it is written after torch's interface
-and tested against a stand-in of it (`tests/wire/test_nccl_group.py`).
+sends. Gloo works on CPUs and is tested. **NCCL has never run here**: it is written after torch's
+interface and tested against a stand-in of it (`tests/wire/test_nccl_group.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.wire.errors import GroupBroken
-from asyncrl.wire.transport.paths import kept_variable
+from asyncrl.wire.transport.environment import kept_variable
 
 logger = logging.getLogger(__name__)
 
@@ -38,22 +36,17 @@ _POLL_SECONDS = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Longest waits, in seconds.
-
-    All of these together, 107 s, leave time to read the file within a call's limit (120 s).
-    """
+    """Longest waits in seconds; their sum leaves time to read the file within a call (120 s)."""
 
     window: float = 2.0
     """Wait for the expected members, after the first has come."""
     answer: float = 30.0
     """Wait of a member for the beginning of its broadcast, while another one is running."""
     form: float = 20.0
-    """Wait for all members to be connected."""
     chunk: float = 10.0
-    """Wait for one chunk to reach all members."""
     whole: float = 45.0
-    """Wait for all chunks together, so that a member that takes each of them slowly delays the
-    others no longer. It is checked after each chunk."""
+    """Wait for all chunks together, checked after each, so that a member that takes each of them
+    slowly delays the others no longer."""
 
 
 class Deadline:
@@ -114,19 +107,19 @@ class GlooGroup:
         options._threads = 1  # noqa: SLF001 - they keep their order
         options._timeout = timedelta(seconds=limits.form)  # noqa: SLF001
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
-        with _told("the members could not connect"):
+        with breaking("the members could not connect"):
             self._gloo: Any = ProcessGroupGloo(store, rank, size, options)
             self._gloo.set_timeout(timedelta(seconds=limits.chunk))
         self._begun: deque[Any] = deque()
 
     def begin(self, part: Tensor) -> None:
         """See `Group.begin`."""
-        with _told("a broadcast could not begin"):
+        with breaking("a broadcast could not begin"):
             self._begun.append(self._gloo.broadcast(part, 0))
 
     def wait(self, left: int = 0) -> None:
         """See `Group.wait`."""
-        with _told("a broadcast did not end"):
+        with breaking("a broadcast did not end"):
             while len(self._begun) > left:
                 self._begun.popleft().wait()
 
@@ -142,11 +135,11 @@ class GlooGroup:
 class NcclGroup:
     """A group between GPUs, made as `GlooGroup`. **Never run.**
 
-    Its collectives are asynchronous and never end if a member has died; so they are polled, and the
-    communicator is aborted. NCCL's watchdog, which would end the process, is disabled. It is made
-    in three steps: the object, alone; the communicator, in the first broadcast, for which torch
-    waits up to 30 min for missing members, unless the environment says otherwise; and that
-    broadcast. After `close` nothing may be begun. Raises GroupBroken if not all came in time.
+    Its collectives never end if a member has died; so they are polled, and the communicator is
+    aborted. NCCL's watchdog, which would end the process, is disabled. It is made in three steps:
+    the object, alone; the communicator, in the first broadcast, for which torch waits up to 30 min
+    for missing members, unless the environment says otherwise; and that broadcast. After `close`
+    nothing may be begun. Raises GroupBroken if not all came in time.
     """
 
     def __init__(
@@ -163,7 +156,7 @@ class NcclGroup:
         # Torch reads it once per process, at the first communicator of this kind.
         os.environ.setdefault(_NONBLOCKING_TIMEOUT, str(math.ceil(limits.form)))
         # Without the watchdog, a collective that fails does not end the process.
-        with _told("the members could not connect"), kept_variable(_ERROR_HANDLING, "0"):
+        with breaking("the members could not connect"), kept_variable(_ERROR_HANDLING, "0"):
             self._nccl: Any = ProcessGroupNCCL(store, rank, size, options)
         self._begun: deque[tuple[Any, Tensor]] = deque()
         """Operations with their tensors, whose memory must not be freed before."""
@@ -181,7 +174,7 @@ class NcclGroup:
         if self._nccl is None:
             raise GroupBroken("a broadcast could not begin: it was closed")
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with _told("a broadcast could not begin"), torch.cuda.stream(self._stream):
+        with breaking("a broadcast could not begin"), torch.cuda.stream(self._stream):
             self._begun.append((self._nccl.broadcast(part, 0), part))
 
     def wait(self, left: int = 0) -> None:
@@ -201,7 +194,7 @@ class NcclGroup:
     def _wait(self, left: int, seconds: float) -> None:
         while len(self._begun) > left:
             deadline = time.monotonic() + seconds
-            with _told("a broadcast did not end"):
+            with breaking("a broadcast did not end"):
                 work, _ = self._begun[0]
                 while not work.is_completed():
                     if time.monotonic() > deadline:
@@ -217,7 +210,8 @@ class NcclGroup:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def breaking(what: str) -> Iterator[None]:
+    """Raise GroupBroken, which begins with this clause, for an error of torch in the block."""
     try:
         yield
     except RuntimeError as error:  # torch's DistError and Gloo's are of this kind

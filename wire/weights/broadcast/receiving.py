@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from asyncrl.wire.errors import GroupBroken, WeightsNotReceivedError, WeightsSupersededError
-from asyncrl.wire.weights.broadcast.control_codes import ControlCode
 from asyncrl.wire.weights.broadcast.groups import (
     Deadline,
     GlooGroup,
@@ -21,7 +20,7 @@ from asyncrl.wire.weights.broadcast.groups import (
 from asyncrl.wire.weights.broadcast.sending import checksum
 from asyncrl.wire.weights.broadcast.store import CheckIn, Invitation, Refusal, Visitor
 from asyncrl.wire.weights.chunks import Grid
-from asyncrl.wire.weights.layout import BroadcastPlace, WeightManifest
+from asyncrl.wire.weights.layout import BroadcastPlace, ControlCode, WeightManifest
 
 
 class Landing(Protocol):
@@ -55,8 +54,8 @@ class BroadcastReceiver:
 
         A member that breaks off for any reason but an overwritten version leaves its group, whose
         next message it would take for another one. Raises WeightsSupersededError if the version was
-        overwritten during the broadcast, WeightsNotReceivedError if it is not broadcast or broke
-        off, and errors of `landing` as they are.
+        overwritten, WeightsNotReceivedError if it is not broadcast or broke off, and errors of
+        `landing` as they are.
         """
         try:
             group, chunk_bytes = self._join(manifest.policy_version, place)
@@ -118,7 +117,7 @@ class BroadcastReceiver:
             group.begin(part)
             group.wait()
             if not torch.equal(checksum(part), said[3:]):
-                raise GroupBroken(f"chunk {index} has another checksum than it was sent with")
+                raise GroupBroken(f"the checksum of chunk {index} is wrong")
             if room is None:
                 landing.put(span, part)
         self._expect(group, said, (ControlCode.WHOLE, version, grid.count))
@@ -131,8 +130,8 @@ class BroadcastReceiver:
             raise WeightsSupersededError("were overwritten while they were broadcast")
         if (word, version, index) != expected:
             raise GroupBroken(
-                f"the sender said word {word} of version {version} before chunk {index}, where "
-                f"word {expected[0]} of version {expected[1]} before chunk {expected[2]} was due"
+                f"the sender announced {word} of version {version} before chunk {index} instead of "
+                f"{expected[0]:d} of version {expected[1]} before chunk {expected[2]}"
             )
 
     def _step_for(self, span: slice, device: torch.device) -> Tensor:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from asyncrl.wire.errors import GroupBroken, WeightsReadError
-from asyncrl.wire.weights.broadcast.control_codes import ControlCode, Outcome
 from asyncrl.wire.weights.broadcast.groups import (
     Backend,
     Deadline,
@@ -38,7 +37,7 @@ from asyncrl.wire.weights.broadcast.store import (
 from asyncrl.wire.weights.chunks import Grid
 from asyncrl.wire.weights.files import check_version, fill, held_version
 from asyncrl.wire.weights.fingerprint import pseudo_random
-from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.layout import ControlCode, Outcome, WeightManifest
 
 _BLOCK = 1 << 15
 """64-bit words; this many numbers stay in a core's cache."""
@@ -48,7 +47,8 @@ _BLOCK = 1 << 15
 def checksum(part: Tensor) -> Tensor:
     """Return the checksum, `[1]` int64, of `[n]` bytes, n a multiple of 8.
 
-    The sum of all words times odd pseudo-random numbers, modulo 2**64: one changed word is found.
+    It is the sum of all words times odd pseudo-random numbers, modulo 2**64, so that one changed
+    word is found.
     """
     words = part.view(torch.int64)
     numbers = pseudo_random(0, _BLOCK, part.device) | 1
@@ -125,10 +125,7 @@ class WeightSender:
         return msgspec.structs.replace(manifest, broadcast=self._desk.place)
 
     def close(self) -> None:
-        """Stop, and wait until the thread has ended. Idempotent.
-
-        A thread that is stuck beyond its limits is left to end with the process.
-        """
+        """Stop and wait for the thread; a stuck one ends with the process. Idempotent."""
         self._closing.set()
         seconds = self._limits.form + 2 * self._limits.chunk
         self._thread.join(seconds)
@@ -191,20 +188,17 @@ class WeightSender:
             if self._unformed == _TRIES:
                 logger.warning(
                     "NCCL could not connect the members %d times in a row: no version is "
-                    "broadcast any more, and generators read the published file. launcher.weights: "
-                    "files does so from the start; NCCL_DEBUG=INFO lets NCCL say why",
+                    "broadcast any more, and generators read the published file. Set "
+                    "launcher.weights: files to do so from the start, or NCCL_DEBUG=INFO to log "
+                    "NCCL's reason",
                     _TRIES,
                 )
         finally:
             self._note(outcome)
-        logger.info(
-            "version %d, %d bytes, broadcast to %d engine processes in %.2f s: %s",
-            manifest.policy_version,
-            manifest.nbytes,
-            len(members),
-            time.monotonic() - began,
-            outcome,
-        )
+        text = "version %d, %d bytes, broadcast to %d engine processes in %.2f s: %s"
+        seconds = time.monotonic() - began
+        version, nbytes = manifest.policy_version, manifest.nbytes
+        logger.info(text, version, nbytes, len(members), seconds, outcome)
 
     def _group_of(self, members: list[CheckIn]) -> Group:
         """Return the group of these members, the present one if possible. Raises GroupBroken."""
@@ -229,12 +223,12 @@ class WeightSender:
 
     def _formed(self, size: int, backend: Backend) -> Group:
         store = self._desk.group_store(self._generation)
-        if backend == "nccl":
-            self._unformed += 1
-            group = NcclGroup(store, 0, size, self._device, self._limits)
-            self._unformed = 0
-            return group
-        return GlooGroup(store, 0, size, self._desk.place.host, self._limits)
+        if backend == "gloo":
+            return GlooGroup(store, 0, size, self._desk.place.host, self._limits)
+        self._unformed += 1
+        group = NcclGroup(store, 0, size, self._device, self._limits)
+        self._unformed = 0
+        return group
 
     def _send(self, group: Group, manifest: WeightManifest) -> bool:
         """Send a version; False if it was overwritten during that. Raises GroupBroken."""
@@ -255,7 +249,7 @@ class WeightSender:
                     group.begin(own)
                 index = grid.count
         except WeightsReadError as error:
-            logger.info("version %d is broadcast no further: %s", manifest.policy_version, error)
+            logger.info("the broadcast of version %d ends early: %s", version, error)
             last = ControlCode.OVERWRITTEN
         nothing = torch.zeros(1, dtype=torch.int64, device=group.device)
         group.begin(_said(last, version, index, nothing))

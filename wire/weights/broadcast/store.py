@@ -7,7 +7,6 @@ reading it; the sender deletes those of dead members. Both are JSON.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import socket
@@ -21,7 +20,7 @@ import msgspec
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.wire.errors import GroupBroken
-from asyncrl.wire.weights.broadcast.groups import Backend
+from asyncrl.wire.weights.broadcast.groups import Backend, breaking
 from asyncrl.wire.weights.layout import BroadcastPlace
 
 
@@ -30,7 +29,6 @@ class CheckIn(msgspec.Struct, frozen=True):
 
     member: str
     number: int
-    """Number of its check-in, from 1; the answer has it too."""
     policy_version: int
     generation: int
     """Generation of the group that it is in; 0: none."""
@@ -55,7 +53,6 @@ class BroadcastMeeting:
         self._version = -1
         self._waiting: dict[str, CheckIn] = {}
         self._since = 0.0
-        """Arrival of the first waiting member."""
 
     def arrive(self, check_in: CheckIn, now: float) -> None:
         """Add a member. An earlier unanswered check-in of it is replaced."""
@@ -91,9 +88,10 @@ class BroadcastMeeting:
         self._regulars, self._expected = None, len(members)
 
     def _is_anyone_missing(self) -> bool:
+        known = self._waiting.keys() | self._served
         if self._regulars is None:
-            return len(self._waiting.keys() | self._served) < self._expected
-        return not self._regulars <= self._waiting.keys() | self._served
+            return len(known) < self._expected
+        return not self._regulars <= known
 
 
 logger = logging.getLogger(__name__)
@@ -103,13 +101,13 @@ _STORE_SECONDS = 10.0
 """Time limit of one call to the store."""
 _POLL_SECONDS = 0.005
 _BACKLOG = 1024
+_UNREACHABLE = "the sender of weights cannot be reached"
 
 
 class Invitation(msgspec.Struct, frozen=True, tag="invitation"):
     """Take part in a broadcast."""
 
     generation: int
-    """Generation of the group: the one that the member is in, or a new one."""
     rank: int
     size: int
     backend: Backend
@@ -150,18 +148,18 @@ class BroadcastStore:
 
     def arrivals(self) -> Iterator[CheckIn]:
         """Yield those that have checked in since the last call. Raises GroupBroken."""
-        with _store_works():
+        with breaking(_UNREACHABLE):
             for _ in range(self._store.queue_len(_QUEUE)):
                 frame = self._store.queue_pop(_QUEUE, False)
                 try:
                     yield msgspec.json.decode(frame, type=CheckIn)
                 except msgspec.MsgspecError:
-                    logger.warning("%d bytes that are no check-in were dropped", len(frame))
+                    logger.warning("dropped %d bytes, which are not a check-in", len(frame))
 
     def answer(self, check_in: CheckIn, answer: Answer) -> None:
         """Answer a member. Raises GroupBroken."""
         now = time.monotonic()
-        with _store_works():
+        with breaking(_UNREACHABLE):
             while self._answered and self._answered[0][0] < now - self._patience:
                 self._store.delete_key(self._answered.popleft()[1])
             self._store.set(_key(check_in), msgspec.json.encode(answer))
@@ -173,7 +171,7 @@ class BroadcastStore:
 
     def forget_groups_before(self, generation: int) -> None:
         """Delete earlier groups than this one. Raises GroupBroken."""
-        with _store_works():
+        with breaking(_UNREACHABLE):
             for key in self._store.list_keys():
                 name, _, number = key.partition("/")[0].partition("-")
                 if name == "group" and int(number) < generation:
@@ -196,25 +194,21 @@ class Visitor:
                 """This machine's address, as the sender sees it."""
         except OSError as error:
             raise GroupBroken(f"no sender of weights listens at {at}: {error}") from error
-        with _store_works():
-            store = TCPStore(
-                place.host,
-                place.port,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=_STORE_SECONDS),
-            )
+        with breaking(_UNREACHABLE):
+            limit = timedelta(seconds=_STORE_SECONDS)
+            store = TCPStore(place.host, place.port, wait_for_workers=False, timeout=limit)
         self._store: Any = PrefixStore(place.sender, store)
 
     def ask(self, check_in: CheckIn, seconds: float) -> Answer:
         """Check in and wait for the answer. Raises GroupBroken."""
         deadline = time.monotonic() + seconds
-        with _store_works():
+        with breaking(_UNREACHABLE):
             self._store.queue_push(_QUEUE, msgspec.json.encode(check_in))
             while not self._store.check([_key(check_in)]):
                 if time.monotonic() > deadline:
                     raise GroupBroken(
-                        f"the sender of weights did not answer version {check_in.policy_version} "
-                        f"within {seconds:g} s"
+                        f"the sender of weights did not answer a check-in for version "
+                        f"{check_in.policy_version} within {seconds:g} s"
                     )
                 time.sleep(_POLL_SECONDS)
             frame = self._store.get(_key(check_in))
@@ -222,7 +216,7 @@ class Visitor:
         try:
             answer: Answer = msgspec.json.decode(frame, type=Invitation | Refusal)
         except msgspec.MsgspecError as error:
-            raise GroupBroken(f"the sender's answer makes no sense: {error}") from error
+            raise GroupBroken(f"the sender's answer cannot be decoded: {error}") from error
         return answer
 
     def group_store(self, generation: int) -> Any:
@@ -232,12 +226,3 @@ class Visitor:
 
 def _key(check_in: CheckIn) -> str:
     return f"answer/{check_in.member}/{check_in.number}"
-
-
-@contextlib.contextmanager
-def _store_works() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # DistError
-        first = next(iter(str(error).splitlines()), "")
-        raise GroupBroken(f"the sender of weights cannot be reached: {first}") from error

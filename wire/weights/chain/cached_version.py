@@ -31,8 +31,8 @@ class Held:
     grid: Grid
     missing: set[int] = field(default_factory=set)
     checksums: dict[int, int] = field(default_factory=dict)
-    name: str = ""
-    word_bytes: int = 2
+    name: str = field(init=False)
+    word_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.name = name_of(self.manifest)
@@ -62,25 +62,24 @@ class Held:
     def receive(self, chunk: Chunk, parts: Sequence[Part], base: Held | None) -> None:
         """Put a chunk in its place, or raise FrameRefused: the place holds nothing."""
         place = self.chunk(chunk.index)
+        size = sum(map(len, parts))
         if chunk.base is None:
-            _fill(place, parts)
+            if size != len(place) or any(len(part) > PART_BYTES for part in parts):
+                raise FrameRefused(
+                    Reason.PARTS, f"{len(parts)} parts are not a chunk of {len(place)} bytes"
+                )
+            start = 0
+            for part in parts:
+                place[start : start + len(part)] = np.frombuffer(part, np.uint8)
+                start += len(part)
         elif base is None or base.name != chunk.base:
             raise FrameRefused(Reason.UNEXPECTED, f"a delta to version {chunk.base!r}")
         else:
-            if sum(map(len, parts)) >= len(place):
+            if size >= len(place):
                 raise FrameRefused(Reason.TOO_LONG, "a delta that is longer than its chunk")
             place[:] = base.chunk(chunk.index)
             delta.apply(place, b"".join(parts))
         if checksum([place.data]) != chunk.checksum:
-            raise FrameRefused(Reason.MALFORMED, f"chunk {chunk.index} has another checksum")
+            raise FrameRefused(Reason.MALFORMED, f"the checksum of chunk {chunk.index} is wrong")
         self.checksums[chunk.index] = chunk.checksum
         self.missing.discard(chunk.index)
-
-
-def _fill(place: NDArray[np.uint8], parts: Sequence[Part]) -> None:
-    if sum(map(len, parts)) != len(place) or any(len(part) > PART_BYTES for part in parts):
-        raise FrameRefused(Reason.PARTS, f"{len(parts)} parts are no chunk of {len(place)} bytes")
-    start = 0
-    for part in parts:
-        place[start : start + len(part)] = np.frombuffer(part, np.uint8)
-        start += len(part)

@@ -32,7 +32,6 @@ from asyncrl.wire.weights.files import mark, reserve
 from asyncrl.wire.weights.layout import WRITING, WeightManifest
 
 _PAST = 64
-"""Number of versions that are remembered as gone."""
 
 
 @dataclass(slots=True)
@@ -57,7 +56,6 @@ class NodeFiles:
         self._numbers = len(self._files)
         self._chunk_bytes = chunk_bytes
         self._newest: _File | None = None
-        """The file with the newest complete version."""
         self._arriving: _File | None = None
         self._past: dict[str, None] = {}
 
@@ -70,10 +68,7 @@ class NodeFiles:
         return one.held if alike(one.held.manifest, other.held.manifest) else None
 
     def begin(self, manifest: WeightManifest) -> Held:
-        """Make room for a version, in place of the one before the newest, or of one given up.
-
-        Raises PublishError if the memory is not there, WeightsReadError if no file has this size.
-        """
+        """Make room for a version. Raises PublishError, or WeightsReadError for its size."""
         grid = Grid(manifest.nbytes, self._chunk_bytes)
         self.give_up()
         file = next(file for file in self._files if file is not self._newest)
@@ -95,7 +90,7 @@ class NodeFiles:
         """Let engines read the arriving version, which is complete; return its manifest here."""
         file = self._arriving
         if file is None or file.held is None or file.held.missing or file.memory is None:
-            raise ValueError("no version is whole")
+            raise ValueError("no version has arrived completely")
         mark(file.memory, file.held.manifest.policy_version)
         self._newest, self._arriving = file, None
         return msgspec.structs.replace(file.held.manifest, path=str(file.path))
@@ -141,7 +136,6 @@ class NodeFiles:
                 file.path.unlink(missing_ok=True)
 
     def _belong_to(self, file: _File, trainer: str) -> None:
-        """Replace the file of another trainer by one with a new name."""
         if file.trainer not in ("", trainer):
             file.memory = None
             file.path.unlink(missing_ok=True)
@@ -244,12 +238,9 @@ class Download:
                     self._sockets.pop(order.parent).socket.close()
                 continue
             if order.parent not in self._sockets:
+                parent, size = self._parents[order.parent], self._held.grid.chunk_bytes
                 self._sockets[order.parent] = ChildSocket(
-                    self._context,
-                    self._name,
-                    self._parents[order.parent],
-                    self._refusals,
-                    self._held.grid.chunk_bytes,
+                    self._context, self._name, parent, self._refusals, size
                 )
             self._sockets[order.parent].send(Ask(self._held.name, order.index, base))
 
@@ -268,18 +259,15 @@ class Received:
 
 @dataclass(slots=True)
 class _Fetch:
-    manifest: WeightManifest
-    parents: tuple[Parent, ...]
+    policy_version: int
+    asked: tuple[str, tuple[Parent, ...]]
     future: Future[Received]
     inlet: Download
     began: float
 
 
 class WeightNode(ServingThread[NodeFiles]):
-    """A thread with two files in memory, of which one holds the newest complete version.
-
-    See `ServingThread` and `NodeFiles` for the arguments.
-    """
+    """A thread with two files in memory; see `ServingThread` and `NodeFiles` for the arguments."""
 
     def __init__(
         self,
@@ -298,7 +286,7 @@ class WeightNode(ServingThread[NodeFiles]):
         self._timing = timing or Timing()
         self._fetch: _Fetch | None = None
         self._polled: set[zmq.Socket[bytes]] = set()
-        self._start()
+        self._thread.start()
 
     def fetch(
         self, manifest: WeightManifest, parents: Sequence[Parent], *, deltas: bool = True
@@ -306,12 +294,9 @@ class WeightNode(ServingThread[NodeFiles]):
         """Bring a version here from the nearest parent that can give it; as deltas if allowed.
 
         A version that is still arriving is given up, unless it is the same from the same parents.
-        The future fails with
-
-        - WeightsSupersededError: another version was asked for, or no parent has this one any
-          longer;
-        - WeightsNotReceivedError: it did not arrive in time;
-        - PublishError: there is no memory for it; or another error of `asyncrl.wire.errors`.
+        The future fails with WeightsSupersededError if another version was asked for, or no parent
+        has this one any longer; WeightsNotReceivedError if it did not arrive in time; PublishError
+        if there is no memory for it; or another error of `asyncrl.wire.errors`.
         """
         future: Future[Received] = Future()
         begun = self._call(lambda: self._begin(manifest, parents, future, deltas=deltas))
@@ -335,24 +320,19 @@ class WeightNode(ServingThread[NodeFiles]):
         if here is not None:
             future.set_result(Received(here, 0.0, 0, {}))
             return
-        asked = tuple(parents)
-        if (
-            self._fetch is not None
-            and name_of(self._fetch.manifest) == name
-            and self._fetch.parents == asked
-        ):
+        asked = name, tuple(parents)
+        if self._fetch is not None and self._fetch.asked == asked:
             self._fetch.future.add_done_callback(lambda done: _copy(done, future))
             return
-        self._stop(WeightsSupersededError(f"{self.name} was told to fetch version {name} instead"))
+        self._stop(WeightsSupersededError(f"{self.name} fetches version {name} instead"))
         held = self._versions.begin(manifest)
-        base = self._versions.base if deltas else None
-        now = time.monotonic()
+        base, now = self._versions.base if deltas else None, time.monotonic()
         try:
             inlet = Download(self._context, self.name, held, base, parents, self._timing, now)
         except Exception:
             self._versions.give_up()
             raise
-        self._fetch = _Fetch(manifest, asked, future, inlet, now)
+        self._fetch = _Fetch(manifest.policy_version, asked, future, inlet, now)
 
     def _receive(self, now: float) -> None:
         fetch = self._fetch
@@ -364,22 +344,14 @@ class WeightNode(ServingThread[NodeFiles]):
         receiving = fetch.inlet.receiving
         if receiving.failed:
             kind = WeightsSupersededError if receiving.superseded else WeightsNotReceivedError
-            self._stop(
-                kind(
-                    f"weights of version {fetch.manifest.policy_version} did not arrive at "
-                    f"{self.name}: {receiving.failed}"
-                )
-            )
+            what = f"weights of version {fetch.policy_version} did not arrive at {self.name}"
+            self._stop(kind(f"{what}: {receiving.failed}"))
         elif receiving.done:
             fetch.inlet.close()
             self._fetch = None
-            received = Received(
-                self._versions.finish(),
-                now - fetch.began,
-                fetch.inlet.received_bytes,
-                receiving.left,
-            )
-            fetch.future.set_result(received)
+            here, seconds = self._versions.finish(), now - fetch.began
+            got = Received(here, seconds, fetch.inlet.received_bytes, receiving.left)
+            fetch.future.set_result(got)
         self._poll_parents()
 
     def _poll_parents(self) -> None:
@@ -404,7 +376,6 @@ class WeightNode(ServingThread[NodeFiles]):
 
 
 def _pass_on(begun: Future[None], future: Future[Received]) -> None:
-    """Pass an error of `_begin` on to the future."""
     error = begun.exception()
     if error is not None and not future.done():
         future.set_exception(error)

@@ -28,12 +28,10 @@ import msgspec
 from asyncrl.wire.weights.chain.serving import WAITING_SECONDS
 
 _BURST = 4
-"""Chunks of a probe."""
 _RARITY = 32
 """Time between two probes, in durations of a probe."""
 _PATIENCE = 4
 _DAMAGED = 3
-"""Damaged chunks after which a parent is left."""
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -48,7 +46,6 @@ class Timing(msgspec.Struct, frozen=True):
     probes: int = 3
     """Probes in a row that a parent must lose to be left."""
     limit_seconds: float = 600.0
-    """Longest time for one version."""
     stall_seconds: float = 30.0
     """Longest time in which no chunk comes from any parent."""
 
@@ -110,7 +107,6 @@ class Receiving:
         """Times of the request for the version, and of the last chunk."""
         self._probe: _Probe | None = None
         self._lost = 0
-        """Probes that the own parent lost in a row."""
         self._next_probe = now + timing.probe_seconds
         self._probed = self._own_sent = now
         """Times of the end of the last probe, and of the own parent's last chunk."""
@@ -123,11 +119,6 @@ class Receiving:
     def done(self) -> bool:
         """True if all chunks have arrived."""
         return not self._missing
-
-    @property
-    def own_parent(self) -> str:
-        """Name of the parent that chunks are asked of."""
-        return self._own.name
 
     @property
     def left(self) -> dict[str, str]:
@@ -186,10 +177,10 @@ class Receiving:
         if self.done or self.failed:
             return []
         if now - self._began > self._timing.limit_seconds:
-            self._fail(f"not whole after {self._timing.limit_seconds:g} s")
+            self._fail(f"incomplete after {self._timing.limit_seconds:g} s")
             return []
         if now - self._got > self._timing.stall_seconds:
-            self._fail(f"nothing came for {self._timing.stall_seconds:g} s")
+            self._fail(f"no chunk came for {self._timing.stall_seconds:g} s")
             return []
         orders: list[Order | Leave] = []
         for one in (self._own, self._probe.parent if self._probe is not None else self._own):
@@ -204,18 +195,14 @@ class Receiving:
             return orders
         while self._unasked and len(self._own.owed) < self._timing.window:
             orders.append(self._order(self._own, next(iter(self._unasked)), now))
-        if self._probe is None and self._missing and self._probe_is_due(now):
-            above = self._above()
-            if above is not None:
-                chosen = list(islice(self._unasked, _BURST)) or list(self._missing)[-_BURST:]
-                self._probe = _Probe(above, now, set(chosen))
-                orders += [self._order(above, index, now) for index in chosen]
-        return orders
-
-    def _probe_is_due(self, now: float) -> bool:
-        """Return True after a pause, or at once if the own parent sends nothing."""
+        # A probe is due after a pause, or at once if the own parent sends nothing.
         idle = now - max(self._own_sent, self._probed) > self._timing.probe_seconds
-        return idle or now >= self._next_probe
+        is_due = self._probe is None and self._missing and (idle or now >= self._next_probe)
+        if is_due and (above := self._above()) is not None:
+            chosen = list(islice(self._unasked, _BURST)) or list(self._missing)[-_BURST:]
+            self._probe = _Probe(above, now, set(chosen))
+            orders += [self._order(above, index, now) for index in chosen]
+        return orders
 
     def _order(self, parent: _Parent, index: int, now: float) -> Order:
         self._unasked.pop(index, None)
@@ -225,12 +212,10 @@ class Receiving:
         return Order(parent.name, index)
 
     def _above(self) -> _Parent | None:
-        """Return the next parent above the own one that can be asked."""
         above = self._parents[self._parents.index(self._own) + 1 :]
         return next((parent for parent in above if not parent.left), None)
 
     def _judge(self, now: float) -> list[Order | Leave]:
-        """Evaluate the probe if it is answered."""
         probe = self._probe
         if probe is None:
             return []

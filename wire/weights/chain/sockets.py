@@ -17,7 +17,7 @@ from asyncrl.wire.sockets import identify
 from asyncrl.wire.transport.decoding import FrameDecoder, FrameRefused, Reason
 from asyncrl.wire.transport.keys import HubKeys
 from asyncrl.wire.transport.outbox import PART_BYTES
-from asyncrl.wire.transport.refusals import Refusals
+from asyncrl.wire.transport.refusals import NO_PASS, Refusals
 from asyncrl.wire.weights.chain.cached_version import Part
 from asyncrl.wire.weights.chain.serving import MAX_ASKS
 
@@ -36,7 +36,7 @@ def check_address(address: str, keys: object) -> None:
     if keys is None and not address.startswith(_LOCAL):
         raise KeyUnusable(
             f"{address} can be reached from other machines, so it needs the run's keys; only ipc "
-            "and loopback addresses do without"
+            "and loopback addresses need none"
         )
 
 
@@ -77,10 +77,7 @@ class ParentSocket:
         parts = self.socket.recv_multipart(zmq.NOBLOCK)
         child = self._name_in(parts[0])
         if child is None:
-            error = FrameRefused(
-                Reason.UNKNOWN_PEER, "its name and its pass do not belong together"
-            )
-            self._refusals.note("a child", error)
+            self._refusals.note("a child", NO_PASS)
         elif self._refusals.is_cut_off(child):
             self._refusals.drop(child)
         else:
@@ -111,10 +108,7 @@ class ParentSocket:
 
 
 class ChildSocket:
-    """The end that asks one parent; `name` is this node's, used without keys.
-
-    Raises KeyUnusable if the address needs keys.
-    """
+    """The end that asks one parent; `name` is used without keys. Raises KeyUnusable."""
 
     def __init__(
         self,
@@ -146,7 +140,7 @@ class ChildSocket:
         frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         try:
             if len(frames) > self._most_parts:
-                raise FrameRefused(Reason.PARTS, f"{len(frames)} parts are no chunk")
+                raise FrameRefused(Reason.PARTS, f"{len(frames)} parts are not a chunk")
             return self._decoder.decode(frames[0].bytes), [frame.buffer for frame in frames[1:]]
         except FrameRefused as error:
             self._refusals.refuse(self.parent, error)

@@ -31,10 +31,7 @@ class PublishedVersions:
         self._past: dict[str, None] = {}
 
     def add(self, manifest: WeightManifest) -> None:
-        """Serve a version that the trainer has just published, and the previous one.
-
-        Raises WeightsReadError or WeightsSupersededError if the file does not hold this version.
-        """
+        """Serve a new version and the previous one. Raises WeightsReadError if it is not there."""
         grid = Grid(manifest.nbytes, self._chunk_bytes)
         descriptor = open_published(manifest)
         try:
@@ -88,13 +85,10 @@ class WeightSource(ServingThread[PublishedVersions]):
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         super().__init__(name, address, keys, PublishedVersions(chunk_bytes), bytes_per_second)
-        self._start()
+        self._thread.start()
 
     def publish(self, manifest: WeightManifest) -> Future[None]:
-        """Serve a version that the trainer has published, and the previous one.
-
-        The future fails with WeightsReadError if the file does not hold this version.
-        """
+        """Serve a new version and the previous one; the future may fail with WeightsReadError."""
         return self._call(lambda: self._versions.add(manifest))
 
     def forget(self) -> Future[None]:

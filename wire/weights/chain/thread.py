@@ -55,11 +55,9 @@ class Versions(Protocol):
 
     def state(self, version: str, index: int) -> State:
         """Return the state of a chunk."""
-        ...
 
     def to_send(self, ask: Ask) -> tuple[Held, Held | None]:
         """Return the version of a chunk that is here, and the base for it."""
-        ...
 
 
 class Upload:
@@ -113,7 +111,7 @@ class Upload:
             self.socket.send(turn.child, Gone(turn.ask.version, str(error)), [])
             return
         if not self.socket.send(turn.child, chunk, parts):
-            logger.info("%s cannot be reached; its asks are forgotten", turn.child)
+            logger.info("%s cannot be reached; its requests are dropped", turn.child)
             self._serving.forget(turn.child)
             return
         nbytes = sum(map(len, parts))
@@ -183,10 +181,6 @@ class ServingThread(Generic[V]):
     def is_serving(self) -> bool:
         """True while the thread runs: it was not closed and has not failed."""
         return self._thread.is_alive() and not self._closing
-
-    def _start(self) -> None:
-        """Start the thread at the end of a constructor."""
-        self._thread.start()
 
     def close(self) -> None:
         """Stop serving and wait for the thread. Idempotent. Raises NoReply if it is stuck."""
