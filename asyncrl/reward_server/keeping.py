@@ -224,10 +224,7 @@ def with_urls(config: RewardConfig, urls: Mapping[int, str]) -> RewardConfig:
 
 
 async def open_reward_servers(
-    config: RewardConfig,
-    run: Path,
-    say: Callable[[str], None],
-    closing: contextlib.AsyncExitStack,
+    config: RewardConfig, run: Path, say: Callable[[str], None], closing: contextlib.AsyncExitStack
 ) -> None:
     """Start the reward servers of a run, if it has any; `closing` ends them.
 

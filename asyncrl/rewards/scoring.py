@@ -23,15 +23,7 @@ from typing import Any
 
 from asyncrl.rewards.functions import RewardFunction
 from asyncrl.rewards.loading import load_function
-from asyncrl.rewards.protocol import (
-    WHOLE_SUM,
-    Began,
-    Call,
-    Failed,
-    FailureReason,
-    Scored,
-    Term,
-)
+from asyncrl.rewards.protocol import WHOLE_SUM, Began, Call, Failed, FailureReason, Scored, Term
 from asyncrl.rewards.services import calls
 from asyncrl.rewards.values import (
     NoRewardError,
@@ -113,10 +105,7 @@ def is_async(function: Any) -> bool:
 
 
 async def score(
-    call: Call,
-    terms: list[LoadedTerm],
-    began: Callable[[Began], None],
-    turns: Turns | None = None,
+    call: Call, terms: list[LoadedTerm], began: Callable[[Began], None], turns: Turns | None = None
 ) -> Scored | Failed:
     """Call each function and add up the weighted values.
 

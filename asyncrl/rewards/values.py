@@ -122,8 +122,7 @@ def as_float32(value: float, what: str = "a reward must return") -> float:
         raise BadValueError("not_finite", f"{what} a finite number, got {value}")
     if abs(value) > MAX_FLOAT32:
         raise BadValueError(
-            "not_finite",
-            f"{what} a finite number in float32 (at most 3.4e38), got {value}",
+            "not_finite", f"{what} a finite number in float32 (at most 3.4e38), got {value}"
         )
     return value
 

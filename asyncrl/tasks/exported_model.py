@@ -14,12 +14,7 @@ from asyncrl.trainer.lora.files import ADAPTER
 
 
 def export_run(
-    run: Path,
-    step: int | None,
-    output: Path | None,
-    dtype: str | None,
-    *,
-    merge: bool = False,
+    run: Path, step: int | None, output: Path | None, dtype: str | None, *, merge: bool = False
 ) -> tuple[Path, bool]:
     """Export a checkpoint of a run; return the directory, and True if it is new.
 

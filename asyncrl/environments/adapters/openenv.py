@@ -130,11 +130,7 @@ def _schema(tool: Any) -> dict[str, Any]:
     parameters = tool.input_schema or {"type": "object", "properties": {}}
     return {
         "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": parameters,
-        },
+        "function": {"name": tool.name, "description": tool.description, "parameters": parameters},
     }
 
 

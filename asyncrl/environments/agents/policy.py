@@ -12,10 +12,7 @@ from asyncrl.environments.config import EnvironmentConfig
 
 
 def with_policy(
-    environment: EnvironmentConfig,
-    sampling: SamplingConfig,
-    model: str,
-    stop_tokens: Sequence[int],
+    environment: EnvironmentConfig, sampling: SamplingConfig, model: str, stop_tokens: Sequence[int]
 ) -> EnvironmentConfig:
     """Return the environment with the policy's settings among its arguments, if it compares them.
 

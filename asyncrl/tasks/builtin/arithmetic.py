@@ -126,12 +126,7 @@ def _distinct(seed: int, count: int, digits: tuple[int, int], *, held_out: bool)
 
 def _as_question(problem: Problem) -> Question:
     identity = f"add-{problem.a}-{problem.b}-{problem.phrasing}"
-    example = {
-        "prompt": problem.question,
-        "answer": problem.answer,
-        "a": problem.a,
-        "b": problem.b,
-    }
+    example = {"prompt": problem.question, "answer": problem.answer, "a": problem.a, "b": problem.b}
     return Question(identity, problem.question, example, where=identity)
 
 

@@ -182,10 +182,7 @@ def _constant(text: str) -> float:
 
 
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_object,
-    parse_float=_number,
-    parse_int=_integer,
-    parse_constant=_constant,
+    object_pairs_hook=_object, parse_float=_number, parse_int=_integer, parse_constant=_constant
 )
 
 
