@@ -65,9 +65,9 @@ class RewardConfig(BaseModel):
                 and total >= self.timeout_seconds
             ):
                 raise ValueError(
-                    f"rewards.timeout_seconds: {self.timeout_seconds:g} must be longer than the "
-                    f"reward `code` takes at most, args.total_seconds: {total:g}; a program that "
-                    "takes too long fails its tests, a reward that does fails the run"
+                    f"rewards.timeout_seconds ({self.timeout_seconds:g}) must be above the time "
+                    f"limit of the reward `code`, args.total_seconds ({total:g}): a slow program "
+                    "fails its tests, but a slow reward fails the run"
                 )
         return self
 

@@ -1,7 +1,6 @@
-"""The built-in rewards, by name. Import-light: a worker process loads this file.
+"""The built-in rewards, by name. Import-light: worker processes load this file.
 
-Each is a function `(prompt, response, example, **args) -> float`. `prompt` is the question as plain
-text, `response` the model's response, `example` the example of the dataset with at least `answer`.
+`prompt` is the question as plain text, `example` the dataset's example with at least `answer`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from asyncrl.rewards.reward_model import reward_model
 
 Example = dict[str, Any]
 RewardFunction = Callable[..., Any]
-"""`(prompt: str, response: str, example: dict, **args) -> float`, or the same as `async def`."""
+"""`(prompt: str, response: str, example: dict, **args) -> float`, sync or async."""
 
 _AFTER_COLON = re.compile(r":\s*(\d+)\s*(?:<[^<>]*>\s*)?\Z")
 
@@ -24,7 +23,7 @@ _AFTER_COLON = re.compile(r":\s*(\d+)\s*(?:<[^<>]*>\s*)?\Z")
 def exact_match(
     prompt: str, response: str, example: Example, *, ignore_case: bool = False
 ) -> float:
-    """1.0 if the response equals the answer; white space around either is ignored."""
+    """Return 1.0 if the response equals the answer, ignoring white space around either."""
     del prompt
     given, answer = response.strip(), _answer(example).strip()
     if ignore_case:
@@ -33,7 +32,7 @@ def exact_match(
 
 
 def math_verify(prompt: str, response: str, example: Example) -> float:
-    r"""1.0 if the response's final expression equals the answer, judged by `math-verify`.
+    r"""Return 1.0 if `math-verify` finds the final expression equal to the answer.
 
     It reads LaTeX (`\boxed{}` first) and plain expressions. The pool's timeout bounds it.
     """
@@ -50,16 +49,13 @@ def math_verify(prompt: str, response: str, example: Example) -> float:
 
 
 def response_format(prompt: str, response: str, example: Example, *, pattern: str) -> float:
-    """1.0 if the regular expression `pattern` matches the whole response (dot is any character).
-
-    For a match anywhere, write `.*(?:...).*`.
-    """
+    """Return 1.0 if the regular expression matches the whole response (dot: any character)."""
     del prompt, example
     return float(re.fullmatch(pattern, response.strip(), re.DOTALL) is not None)
 
 
 def arithmetic(prompt: str, response: str, example: Example) -> float:
-    """1.0 if the response ends with a colon and the answer (the built-in task's format)."""
+    """Return 1.0 if the response ends with a colon and the answer (the built-in task's format)."""
     del prompt
     found = _AFTER_COLON.search(response)
     return float(found is not None and found.group(1) == _answer(example))
@@ -79,5 +75,5 @@ BUILTIN: dict[str, RewardFunction] = {
 def _answer(example: Example) -> str:
     answer = example.get("answer")
     if answer is None:
-        raise ValueError("the example has no answer; set task.answer_field, or use another reward")
+        raise ValueError("the example has no answer: set task.answer_field, or use another reward")
     return str(answer)

@@ -1,4 +1,4 @@
-"""Find a reward function by its name. Import-light: a worker process loads this file."""
+"""Finds a reward function by its name. Import-light: worker processes load this file."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ _KIND = user_functions.FunctionKind(
 def check_name(name: str) -> None:
     """Refuse names that cannot be a reward, without running any of the user's code.
 
-    Raises:
-        RewardError: it is neither a built-in name, nor `module:function`, nor `file.py:function`
-            of an existing file.
+    Raises RewardError unless it is a built-in name, `module:function`, or `file.py:function` of an
+    existing file.
     """
     if name in BUILTIN:
         return
     if ":" not in name:
         raise RewardError(
-            f"there is no reward {name!r}.{nearest(name, BUILTIN)} A function of your own is "
-            "written my.module:function or path/to/file.py:function."
+            f"there is no reward {name!r}.{nearest(name, BUILTIN)} Name your own function as "
+            "my.module:function or path/to/file.py:function."
         )
     user_functions.check_name(_KIND, name)
 
@@ -42,11 +41,8 @@ def check_name(name: str) -> None:
 def load_function(name: str, args: dict[str, Any]) -> RewardFunction:
     """Import the function and check that it can be called with `args`.
 
-    Exceptions that the user's module raises while it is imported pass through.
-
-    Raises:
-        RewardError: there is no such module or function, it does not take these arguments, or this
-            machine cannot contain the programs that it runs.
+    Exceptions of the user's module pass through. Raises RewardError if the module or function does
+    not exist, does not take these arguments, or runs programs that this machine cannot contain.
     """
     check_name(name)
     if name not in BUILTIN:

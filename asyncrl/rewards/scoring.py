@@ -1,10 +1,7 @@
-"""Scoring of one call in a worker: the functions in turn, their values checked and added up.
+"""Scores one call in a worker: calls the functions in turn, checks and adds their values.
 
-Import-light: a worker process loads this file.
-
-Built-in rewards that block, next to async ones: they take turns in threads.
-
-The event loop continues meanwhile. Import-light: a worker process loads this file.
+Next to async functions, built-in ones that block take turns in threads, so that the event loop
+continues. Import-light: worker processes load this file.
 """
 
 from __future__ import annotations
@@ -37,8 +34,8 @@ from asyncrl.user_code.streams import bounded, last_lines
 
 AT_ONCE = {"code": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
            "math_verify": 1}  # fmt: skip
-"""Calls of a built-in function that run at once. Programs run in processes of their own, one for
-each core; more would wait for each other and use up the time of each."""
+"""Most concurrent calls of a built-in function. Programs run in separate processes, one for each
+core; more would wait for each other and use up their time."""
 
 
 class Turns:
@@ -49,12 +46,9 @@ class Turns:
         self._threads = ThreadPoolExecutor(sum(AT_ONCE.values()))
 
     async def run(self, name: str, function: Callable[[], Any], begin: Callable[[], None]) -> Any:
-        """The function's result.
+        """Call `begin`, then the built-in function `name` with its arguments, when its turn comes.
 
-        Args:
-            name: of the built-in function.
-            function: with its arguments; ends by itself, also where its caller is cancelled.
-            begin: is called when its turn has come.
+        The function continues to its end even if the caller is cancelled.
         """
         room = self._rooms[name]
         await room.acquire()
@@ -70,7 +64,7 @@ class Turns:
         def ended(done: asyncio.Future[Any]) -> None:
             room.release()
             if not done.cancelled():
-                done.exception()  # told to the caller, if there still is one
+                done.exception()  # the caller gets it, unless it was cancelled
 
         running.add_done_callback(ended)
         return await asyncio.shield(running)
@@ -86,20 +80,20 @@ class LoadedTerm:
     row_only: bool
     """See `argument_for`."""
     asynchronous: bool
-    """Whether calling it gives an awaitable."""
+    """A call returns an awaitable."""
     takes_turns: str | None = None
-    """The name of a built-in function that blocks; see `asyncrl.rewards.scoring`."""
+    """The name in `AT_ONCE` of a built-in function that blocks."""
 
     @classmethod
     def load(cls, term: Term) -> LoadedTerm:
-        """Import the function. Raises RewardError, and what the user's module raises."""
+        """Import the function. Raises RewardError, and errors of the user's module."""
         function = load_function(term.name, term.args)
         turns = term.name if term.name in AT_ONCE else None
         return cls(function, term.weight, term.args, wants_row(function), is_async(function), turns)
 
 
 def is_async(function: Any) -> bool:
-    """Whether this is an `async def` function, or an object whose `__call__` is one."""
+    """Return True for an `async def` function, or an object whose `__call__` is one."""
     called = getattr(type(function), "__call__", None)  # noqa: B004 - its type is asked for
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
@@ -107,16 +101,10 @@ def is_async(function: Any) -> bool:
 async def score(
     call: Call, terms: list[LoadedTerm], began: Callable[[Began], None], turns: Turns | None = None
 ) -> Scored | Failed:
-    """Call each function and add up the weighted values.
+    """Call each function, after `began`, and add up the weighted values.
 
-    Without async functions this never waits, so that `finish` can run it without an event loop.
-    With turns, those that take one are called first: nothing has begun while they wait for it.
-
-    Args:
-        call: the response to score.
-        terms: the functions.
-        began: is told of each term as it starts.
-        turns: of an event loop, for functions that would block it.
+    Without async functions this never waits, so `finish` can run it without an event loop. With
+    `turns`, functions that take turns come first, so that the call's time begins with its turn.
     """
     values = [0.0] * len(terms)
     started, index = time.perf_counter(), 0

@@ -1,11 +1,10 @@
 """A reward worker: `python -m asyncrl.rewards.worker PARENT STATUS PROCESSES`.
 
 Calls queue up in the worker's input. They are answered one after the other, or, if a function is
-async, run concurrently in one event loop: at most `rewards.concurrency` of them, which is the
-pool's to keep. One that takes longer than the timeout is then cancelled; the others continue. Its
-time begins with its first function. Built-in functions that block take turns in threads; any other
-function that blocks the loop, or that does not end when it is cancelled, is left to the pool, which
-kills the worker. Import-light: no torch, no pydantic.
+async, run concurrently in one event loop; the pool sends at most `rewards.concurrency`. A call that
+exceeds the timeout, counted from its first function, is cancelled; the others continue. Built-in
+functions that block take turns in threads. If any other function blocks the loop, or does not end
+when it is cancelled, the pool kills the worker. Import-light: no torch, no pydantic.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def main() -> None:
 async def _serve_concurrently(
     channel: Channel, terms: list[LoadedTerm], timeout_seconds: float
 ) -> None:
-    """Answer calls until the stream ends; then give up those that are running."""
+    """Answer calls until the stream ends; then abandon those in progress."""
     running: set[asyncio.Task[None]] = set()
     turns = Turns()
     async for message in channel.messages():

@@ -194,6 +194,8 @@ def test_a_machine_that_cannot_contain_and_too_little_time_are_refused(
     with pytest.raises(RewardError, match="`code` runs programs of the model, and the kernel"):
         load_function("code", {})
     function = RewardFunctionConfig(name="code", args={"total_seconds": 12})
-    with pytest.raises(ValueError, match=r"timeout_seconds: 10 must be longer.*total_seconds: 12"):
+    with pytest.raises(
+        ValueError, match=r"timeout_seconds \(10\) must be above.*total_seconds \(12\)"
+    ):
         RewardConfig(functions=(function,))
     assert RewardConfig(functions=(RewardFunctionConfig(name="code"),)).timeout_seconds == 10
