@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import SamplingConfig
+from asyncrl.environments.agents.openai_messages import POLICY, PolicySettings
 from asyncrl.environments.tool_formats import ToolFormat
 from asyncrl.plain_values import Arguments
 from asyncrl.rewards.config import RewardConfig
@@ -118,3 +122,27 @@ def refuse_contradictions(
             "environment.reward_weight: 0 leaves nothing to reward, since rewards.functions is "
             "empty: every reward would be 0; name a function, or leave reward_weight out"
         )
+
+
+def with_policy(
+    environment: EnvironmentConfig, sampling: SamplingConfig, model: str, stop_tokens: Sequence[int]
+) -> EnvironmentConfig:
+    """Return the environment with the policy's settings among its arguments, if it compares them.
+
+    The last part of `model`, a path or id, becomes the model's name for clients; `stop_tokens` are
+    ids that end a turn.
+    """
+    if not (environment.name or "").startswith(("agent:", "verifiers:")):
+        return environment
+    policy = PolicySettings(
+        model=PurePath(model).name,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop=tuple(sampling.stop),
+        stop_tokens=tuple(stop_tokens),
+        max_tokens=sampling.max_tokens,
+    )
+    args = environment.args | {POLICY: dataclasses.asdict(policy)}
+    return environment.model_copy(update={"args": args})

@@ -30,9 +30,7 @@ ADAPTERS: dict[str, str] = {
     for prefix in ("gymnasium", "openenv", "python_tools", "trl", "verifiers")
 } | {"agent": "asyncrl.environments.agents.sessions:adapter"}
 
-_KIND = user_functions.FunctionKind(
-    noun="environment", signature="Class()", arguments=(), error=RewardError
-)
+_KIND = user_functions.FunctionKind("environment", "Class()", (), RewardError)
 
 
 def check_name(name: str) -> None:

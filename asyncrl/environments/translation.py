@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from asyncrl.environments.protocol import Action, BadAnswerError, Message, Observation
+from asyncrl.environments.rendering import TurnRenderer
 from asyncrl.errors import AsyncrlError
 from asyncrl.rollout.trajectory import IntArray
 
@@ -19,41 +20,6 @@ is not tokenised, since that would block the generator for seconds."""
 Tools = Sequence[dict[str, Any]]
 Read = Callable[[str, Tools, int], tuple[Message, list[dict[str, Any]]]]
 """Maps a turn's text, the tools and the turn's number to a message and its calls."""
-
-
-class Renderer(Protocol):
-    """The interface of `asyncrl.environments.rendering.TurnRenderer`."""
-
-    def prompt(self, messages: Sequence[Message] | str, tools: Tools | None = None) -> IntArray:
-        """Return `[P]` the tokens of a conversation's beginning."""
-
-    def between(
-        self,
-        messages: Sequence[Message],
-        new_messages: Sequence[Message] | str,
-        turn_tokens: Sequence[int] | IntArray,
-        tools: Tools | None = None,
-    ) -> IntArray:
-        """Return `[N]` the tokens that follow a turn, up to the next turn's beginning."""
-
-    @property
-    def history(self) -> Literal["keep", "template"]:
-        """Policy for templates that change earlier turns."""
-
-    def rewritten(
-        self,
-        messages: Sequence[Message],
-        new_messages: Sequence[Message] | str,
-        turn_tokens: Sequence[int] | IntArray,
-        tools: Tools | None = None,
-    ) -> IntArray | None:
-        """Return `[P]` the next turn's whole prompt if the template changes earlier turns."""
-
-    def other_way(self) -> contextlib.AbstractContextManager[None]:
-        """Give observations, inside this context, the tokens of the renderer's `other_way`."""
-
-    def turn_text(self, turn_tokens: Sequence[int] | IntArray) -> str:
-        """Return a turn's text, special tokens included, without the final stop token."""
 
 
 class Observed(NamedTuple):
@@ -92,7 +58,7 @@ class Translation:
 
     def __init__(
         self,
-        renderer: Renderer,
+        renderer: TurnRenderer,
         decode: Callable[[list[int]], str],
         vocabulary: int,
         *,
@@ -118,9 +84,9 @@ class Translation:
         said = first if first is not None else row.get("prompt", "")
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
         system = self._system_prompt
-        if system is not None and not (messages and messages[0].get("role") == "system"):
-            messages = [{"role": "system", "content": system}, *messages]
-        return messages
+        if system is None or (messages and messages[0].get("role") == "system"):
+            return messages
+        return [{"role": "system", "content": system}, *messages]
 
     def prompt(self, messages: Sequence[Message], tools: Tools) -> IntArray:
         """Return `[P]` the tokens before the first turn. Raises BadAnswerError."""
@@ -216,8 +182,8 @@ class Translation:
         if tokens.max() >= self._vocabulary:
             raise BadAnswerError(
                 "wrong_type",
-                f"the observation has the token id {tokens.max()}, and the model has "
-                f"{self._vocabulary}",
+                f"the observation has the token id {tokens.max()}, but the model's ids end at "
+                f"{self._vocabulary - 1}",
             )
         said = self._decode(tokens.tolist())
         return tokens.astype(np.int32), [{"role": "user", "content": said}]

@@ -15,10 +15,7 @@ from asyncrl.suggestions import nearest
 from asyncrl.user_code import loading as user_functions
 
 _KIND = user_functions.FunctionKind(
-    noun="reward",
-    signature="function(prompt, response, example)",
-    arguments=("", "", {}),
-    error=RewardError,
+    "reward", "function(prompt, response, example)", ("", "", {}), RewardError
 )
 
 

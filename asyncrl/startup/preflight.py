@@ -28,7 +28,7 @@ from asyncrl.rewards.pool import RewardPool
 from asyncrl.startup.devices import place
 from asyncrl.startup.lora_check import check_peft, check_serving
 from asyncrl.startup.machine_checks import compiler
-from asyncrl.tasks.data.map_messages import MAP
+from asyncrl.tasks.data.map_worker import MAP
 from asyncrl.user_code.loading import check_name
 
 

@@ -18,9 +18,8 @@ from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.data.questions import read_questions
 from asyncrl.tasks.encoding import PromptEncoder, Question
 from asyncrl.tasks.evaluation_config import EvaluationSetConfig
-from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.model_tokenizer import load_tokenizer, model_stop_tokens
-from asyncrl.tasks.prompts import LoadedTask, Prompt, Task, prompt_order
+from asyncrl.tasks.prompts import Prompt, Task
 
 log = logging.getLogger(__name__)
 
@@ -108,9 +107,6 @@ def _key(question: Question, *, whole_rows: bool) -> str:
     return content if isinstance(content, str) else json.dumps(content, sort_keys=True)
 
 
-__all__ = ["LoadedTask", "Prompt", "Task", "load_task", "prompt_order", "resolve_model"]
-
-
 def load_task(
     config: TaskConfig,
     model_path: str,
@@ -118,7 +114,7 @@ def load_task(
     sets: Mapping[str, EvaluationSetConfig] | None = None,
     *,
     whole_rows: bool = False,
-) -> LoadedTask:
+) -> Task:
     """Read, split and tokenise the examples.
 
     `model_path` is the result of `resolve_model`, `sets` are the further held-out sets of
@@ -145,7 +141,7 @@ def load_task(
     for name, chosen in (sets or {}).items():
         named[name], more = _read_set(name, chosen, config, encoder)
         left_out_of_evaluation += more
-    return LoadedTask(
+    return Task(
         train=train,
         evaluation=evaluation,
         stop_tokens=model_stop_tokens(model_path, tokenizer),

@@ -63,10 +63,6 @@ class ModelCall:
     """The messages are a whole conversation, not the continuation of the previous one."""
 
 
-class CalledTwiceError(Exception):
-    """The program called again before it was answered."""
-
-
 class Conversation:
     """One program and its calls, used from one event loop."""
 
@@ -84,9 +80,9 @@ class Conversation:
     async def ask(self, call: ModelCall) -> Turn:
         """Return the policy's answer; called by the program."""
         if self._answer is not None:
-            raise CalledTwiceError(
-                "it called the model again before the first call was answered; a sample is one "
-                "turn after another"
+            raise RuntimeError(
+                "the program called the model again before the first call was answered; a sample "
+                "is one turn after another"
             )
         self._answer = asyncio.get_running_loop().create_future()
         self._calls.put_nowait(call)
@@ -214,8 +210,8 @@ class Served:
         loaded = self._environment.taskset
         if tasks is None and not loaded.bounded:
             raise RewardError(
-                f"environment verifiers:{taskset} has tasks without end; `tasks` in its args says "
-                "how many are taken"
+                f"environment verifiers:{taskset} has an endless taskset; set `tasks` in its args "
+                "to the number to use"
             )
         self._tasks = list(loaded if tasks is None else loaded.take(tasks))
         self._serving: contextlib.AsyncExitStack | None = None
@@ -265,7 +261,7 @@ class Served:
                 "conversation"
             )
         if traces[0].stop_condition in ("finalize_timeout", "scoring_timeout"):
-            raise RuntimeError(f"its reward is not whole: {traces[0].stop_condition}")
+            raise RuntimeError(f"its reward is incomplete: {traces[0].stop_condition}")
         return float(traces[0].reward)
 
     def conversation(self, trace: str | None) -> Conversation:
@@ -308,13 +304,12 @@ def _config(taskset: str, settings: dict[str, Any], agent: str | None) -> tuple[
         (agent,) = agents
     if agent is None or agent not in agents:
         raise RewardError(
-            f"environment verifiers:{taskset} has the agents {names}; a sample is the "
-            f"conversation of one: name it in `agent`, got {agent!r}"
+            f"environment verifiers:{taskset} has the agents {names}; name the one to train in "
+            f"`agent`, got {agent!r}"
         )
     if agents[agent].client is not None:
         raise RewardError(
-            f"environment verifiers:{taskset}: the agent {agent} is the policy, so it takes no "
-            "`client`"
+            f"environment verifiers:{taskset}: the agent {agent} is the policy; remove its `client`"
         )
     here = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
     changed = {agent: agents[agent].model_dump() | here}
@@ -339,9 +334,9 @@ def _notes(taskset: str, agent: str, config: Any, policy: PolicySettings) -> lis
         return []
     listed = ", ".join(f"{name}: {value!r}" for name, value in unused.items())
     note = (
-        f"environment verifiers:{taskset} has sampling settings of its own for the agent {agent}, "
-        f"which are not used ({listed}): the policy that is trained draws as `sampling` of the run "
-        "says. Set the same there, or leave them out"
+        f"environment verifiers:{taskset} sets sampling for the agent {agent}, which is not used "
+        f"({listed}): the policy uses the run's `sampling`. Set the same values there, or remove "
+        "these"
     )
     return [note]
 
@@ -384,9 +379,9 @@ def adapt(rest: str, args: dict[str, Any]) -> Callable[[], VerifiersEnvironment]
         import verifiers.v1  # noqa: F401
     except ImportError as error:
         raise RewardError(
-            f"environment {name} needs verifiers 0.4 or later, which contradicts vLLM's packages: "
-            "give it an interpreter of its own by environment.python, and there pip install "
-            f"msgspec verifiers (docs/environments.md; {error})"
+            f"environment {name} needs verifiers 0.4 or later, which conflicts with vLLM's "
+            "packages: install msgspec and verifiers in a separate interpreter and set "
+            f"environment.python (docs/environments.md; {error})"
         ) from error
     try:
         served = Served(rest, args.get("env", {}), args.get("agent"), args.get("tasks"), policy)

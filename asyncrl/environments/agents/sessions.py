@@ -55,9 +55,7 @@ _SHOWN = 2000
 _DRAIN_SECONDS = 2.0
 """Time to drain the pipes of an exited command, which another process may hold open."""
 
-_KIND = user_functions.FunctionKind(
-    noun="agent", signature="function(row, client)", arguments=({}, None), error=RewardError
-)
+_KIND = user_functions.FunctionKind("agent", "function(row, client)", ({}, None), RewardError)
 
 
 @dataclass(frozen=True, slots=True)

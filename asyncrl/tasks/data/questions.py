@@ -23,7 +23,7 @@ import msgspec
 from asyncrl.errors import DataError
 from asyncrl.suggestions import shortened
 from asyncrl.tasks.config import TaskConfig
-from asyncrl.tasks.data.map_messages import Answer, Failed, Load, Loaded, Mapped, Refused
+from asyncrl.tasks.data.map_worker import Answer, Failed, Load, Loaded, Mapped, Refused
 from asyncrl.tasks.data.sources import BadRow, Row, checked, read_rows
 from asyncrl.tasks.encoding import Question
 from asyncrl.tasks.supervised import ProcessEnded, SupervisedProcess

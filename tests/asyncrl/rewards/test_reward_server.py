@@ -241,7 +241,7 @@ def test_a_server_of_a_run_hangs_dies_and_is_started_again(
                 assert again.terms[0] == pytest.approx(own[0], abs=1e-5)
             assert _pid(servers) != pid
             assert "ended with exit code -9" in lines[0]
-            assert "it is started again in 1 s" in lines[0]
+            assert "it restarts in 1 s" in lines[0]
 
     asyncio.run(check())
 
@@ -270,7 +270,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     )
 
     async def check() -> None:
-        with pytest.raises(UserError, match=r"ended as it was started: .* cannot be loaded"):
+        with pytest.raises(UserError, match=r"ended while it started: .* cannot be loaded"):
             async with served(config, tmp_path, print):
                 pass
 

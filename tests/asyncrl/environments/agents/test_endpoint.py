@@ -12,9 +12,8 @@ from asyncrl.engine.config import SamplingConfig
 from asyncrl.environments.agents import endpoint as module
 from asyncrl.environments.agents.endpoint import MAX_BODY_BYTES, Endpoint
 from asyncrl.environments.agents.openai_messages import ChatCall, PolicySettings, Turn
-from asyncrl.environments.agents.policy import with_policy
 from asyncrl.environments.agents.sessions import adapter
-from asyncrl.environments.config import EnvironmentConfig
+from asyncrl.environments.config import EnvironmentConfig, with_policy
 from asyncrl.errors import RewardError
 
 ASKED = json.dumps({"messages": [{"role": "user", "content": "?"}]}).encode()
