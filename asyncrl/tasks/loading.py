@@ -60,9 +60,8 @@ def dataset_questions(
     train = _without(train, evaluation, whole_rows=whole_rows)
     if not train:
         raise DataError(
-            f"task.path: {config.path}: no example is left to train on: {len(evaluation)} are held "
-            "out, and those equal to them are dropped; lower task.evaluation_size, or give other "
-            "examples"
+            f"task.path: {config.path}: no examples are left to train on: {len(evaluation)} are "
+            "held out, and equal ones are dropped; lower task.evaluation_size, or add examples"
         )
     return train[: config.train_size], evaluation
 
@@ -123,15 +122,13 @@ def load_task(
     end-of-sequence token.
     """
     if config.kind == "arithmetic":
-        train_questions, evaluation_questions = arithmetic_questions(config, seed)
+        questions = arithmetic_questions(config, seed)
     else:
-        train_questions, evaluation_questions = dataset_questions(
-            config, seed, whole_rows=whole_rows
-        )
+        questions = dataset_questions(config, seed, whole_rows=whole_rows)
     tokenizer = load_tokenizer(model_path)
     encoder = PromptEncoder(tokenizer, config)
-    train, left_out = encoder.encode(train_questions)
-    evaluation, left_out_of_evaluation = encoder.encode(evaluation_questions)
+    train, left_out = encoder.encode(questions[0])
+    evaluation, left_out_of_evaluation = encoder.encode(questions[1])
     if not train:
         raise DataError(
             f"all {left_out} training prompts are longer than task.max_prompt_tokens "

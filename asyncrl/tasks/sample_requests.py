@@ -26,10 +26,8 @@ from asyncrl.wire.messages.unfinished_samples import Place
 class RandomStreams:
     """The seeds of a run's training samples, and the order of its prompts.
 
-    The initial weights are part of the key because they may depend on earlier draws. If the model
-    was trained on text that a run with the same `run.seed` drew, its samples must use other random
-    numbers: with the same ones they would be correlated with that text and would repeat it
-    (docs/exactness.md).
+    The initial weights are part of the key: if the model was trained on text that a run with the
+    same `run.seed` drew, the same random numbers would repeat that text (docs/exactness.md).
     """
 
     seed: int
@@ -52,14 +50,12 @@ class SampleRequests:
     """Makes the messages that request samples from a generator.
 
     A training request depends only on the run's seed, its initial weights and the sample. So a
-    sample that is requested again from its first token (after a generator or the trainer was lost)
-    gets the same seed: no token drawn with it is left. A verification follows tokens that are left,
-    so its seed must be new. The same version may come again after a rewind, hence `lineage`; after
-    a resume with earlier tokens, hence `start`, which differs for every start of the run (0 for the
-    first); and at another generator that a sample has moved to, hence the number of moves.
-
-    Evaluation is keyed by the seed alone: its samples are not trained on, and models compare best
-    on the same random numbers.
+    sample that starts over (after a generator or the trainer was lost) gets the same seed, of which
+    no token is left. A verification follows tokens that are left, so its seed must be new. The same
+    version may come again after a rewind, hence `lineage`; after a resume with earlier tokens,
+    hence `start`, the number of the run's start; and at another generator, hence the number of
+    moves. Evaluation is keyed by the seed alone, so that models are compared on the same random
+    numbers.
     """
 
     def __init__(self, task: Task, seed: int, start: int = 0) -> None:

@@ -119,7 +119,7 @@ def _distinct(seed: int, count: int, digits: tuple[int, int], *, held_out: bool)
         name = "task.evaluation_size" if held_out else "task.train_size"
         raise DataError(
             f"there are only about {len(found)} distinct problems with {digits[0]} to {digits[1]} "
-            f"digits on this side, fewer than {name} ({count}); lower it or raise task.digits"
+            f"digits for {name} ({count}); lower it or raise task.digits"
         )
     return [_as_question(problem) for problem in found]
 

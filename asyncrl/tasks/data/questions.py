@@ -205,9 +205,8 @@ class _Reading:
             none = f"task.map left out all {self.left_out:,}" if self.left_out else "there are no"
             raise DataError(f"{setting}: {path}: {none} examples")
         if self.left_out:
-            log.warning(
-                "task.map %r left out %d examples of %s", self.config.map, self.left_out, path
-            )
+            text = "task.map %r left out %d examples of %s"
+            log.warning(text, self.config.map, self.left_out, path)
         if self.bad:
             listed = "; ".join(f"{bad.where}: {shortened(bad.reason)}" for bad in self.bad)
             ids = "the values of task.id_field" if self.config.id_field else "their row numbers"

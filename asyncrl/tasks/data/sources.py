@@ -52,9 +52,7 @@ class BadRow:
 def checked(where: str, values: Any) -> Row | BadRow:
     """Return the row as JSON-able values, or a `BadRow` with the reason."""
     if not isinstance(values, dict):
-        return BadRow(
-            where, f"each row must be one JSON object, this one is a {type(values).__name__}"
-        )
+        return BadRow(where, f"each row must be one JSON object, got {type(values).__name__}")
     if not _is_shallow(values, MAX_LEVELS):
         return BadRow(where, f"it is nested more than {MAX_LEVELS} levels deep")
     try:
@@ -144,11 +142,8 @@ def _row(line: bytes, where: str) -> Row | BadRow:
     except RecursionError:
         return BadRow(where, "it is nested too deeply")
     except json.JSONDecodeError as error:
-        return BadRow(
-            where,
-            f"not JSON: {error.msg} at character {error.pos + 1}; each line must be one JSON "
-            "object",
-        )
+        wrong = f"not JSON: {error.msg} at character {error.pos + 1}"
+        return BadRow(where, f"{wrong}; each line must be one JSON object")
     except ValueError as error:
         return BadRow(where, shortened(str(error)))
 
@@ -156,11 +151,8 @@ def _row(line: bytes, where: str) -> Row | BadRow:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"the key {shortened(name, 40)!r} is in it twice")
-            seen.add(name)
+        twice = next(name for name, count in Counter(k for k, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {shortened(twice, 40)!r} is in it twice")
     return found
 
 
@@ -219,8 +211,8 @@ def read_rows(
         return _from_datasets(str(place), split, subset, setting, saved=_is_saved(place))
     if place.exists():
         raise DataError(
-            f"{setting}: {place} is neither a file nor a folder; write what a pipe or device gives "
-            "to a .jsonl file first"
+            f"{setting}: {place} is neither a file nor a folder; write the data of a pipe or "
+            "device to a .jsonl file first"
         )
     looks_like_file = place.suffix in (*_JSON_LINES, _PARQUET)
     if looks_like_file or not hub.is_id(path):

@@ -142,7 +142,7 @@ def test_a_causal_model_is_no_reward_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     reason = reward_model.no_classifier(str(tmp_path))
     assert reason is not None
-    assert "LlamaForCausalLM, and a reward model is a sequence classifier" in reason
+    assert "is a LlamaForCausalLM, not a sequence classifier" in reason
 
 
 # ------------------------------------------------------------------- servers that misbehave
@@ -226,7 +226,7 @@ def test_what_a_server_may_do_to_a_call() -> None:
             assert (reason, used.retries, used.seconds >= 1.0) == ("", {"throttled": 1}, True)
             for do, expected, asked, says in (
                 ("garbage", "garbage", 1, "the answer is not JSON: <html>"),
-                ("huge", "garbage", 1, "more than 4 MiB"),
+                ("huge", "garbage", 1, "exceeds 4 MiB"),
                 ("down", "unavailable", 3, "500 Internal Server Error (attempt 3): out of order"),
                 (
                     "patient",
@@ -357,7 +357,7 @@ def test_what_is_made_of_the_outputs_of_a_reward_model() -> None:
     assert reward_model.score_of({0: -3.0}, "sigmoid", None) == pytest.approx(0.0474258732)
     assert reward_model.score_of(both, "softmax", 1) == pytest.approx(0.0474258732)
     for outputs, apply, label, says in (
-        (both, "none", None, r"2 outputs \(0, 1\); say which one"),
+        (both, "none", None, r"2 outputs \(0, 1\); choose the score"),
         (both, "none", 2, "2 is not among the outputs 0, 1"),
         ({0: 1.0}, "softmax", None, "always 1"),
     ):
@@ -437,7 +437,7 @@ def test_a_judge_in_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
             assert asked[0]["messages"] == [{"role": "user", "content": "Q: 2+3 A: 5 R: 5"}]
             assert (asked[0]["model"], asked[0]["temperature"]) == ("big", 0.0)
             async with running(*functions, timeout_seconds=60) as pool:
-                with pytest.raises(RewardFailed, match="score_pattern is nowhere") as failed:
+                with pytest.raises(RewardFailed, match="score_pattern does not match") as failed:
                     await pool.score("2+3", "odd", example)
                 assert failed.value.reason == "no_score"
                 assert "cut off at args.max_tokens (512)" in str(failed.value)

@@ -75,8 +75,8 @@ def test_a_tokenizer_with_code_of_its_own_is_refused(
     with pytest.raises(ModelError) as caught:
         load_tokenizer(str(path))
     assert str(caught.value) == (
-        f"the tokenizer of {str(path)!r} has code of its own (auto_map in tokenizer_config.json); "
-        "models with code of their own are not supported"
+        f"the tokenizer of {str(path)!r} needs its own code (auto_map in tokenizer_config.json), "
+        "which is not supported"
     )
     assert not (tmp_path / "executed").exists()
 

@@ -68,7 +68,7 @@ def test_without_a_terminal_a_line_says_what_takes_so_long(tmp_path: Path) -> No
     for _ in range(2):  # the second time nothing is made
         ensure_builtin_model(tmp_path, progress, SMOKE_START)
     said = progress.console.file.getvalue()  # type: ignore[attr-defined]
-    assert said.count("the built-in model is made first (once): ") == said.count("\n") == 1
+    assert said.count("training the built-in model first (once): ") == said.count("\n") == 1
 
 
 @pytest.mark.slow
