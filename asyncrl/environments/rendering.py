@@ -59,8 +59,8 @@ _MARK = "words-of-a-message"
 _CALL_ID = "abcdefghi"
 """Mistral's templates accept only ids of this length."""
 _LATE = (
-    ". Conversations are compared at turns 1, 2, 4, 8, ..., so turns between two of these may have "
-    "had less behind them until now"
+    ". Conversations are compared at turns 1, 2, 4, 8, ..., so turns between two of these may lack "
+    "some of that text until now"
 )
 _PROBE_TURNS = ("answer", "<think>\nreasoning\n</think>\n\nanswer")
 
@@ -129,7 +129,7 @@ class ConversationCheck:
             try:
                 if _MARK in self._template.render([*before, *marked], tools):
                     continue
-                wrong = "shows nothing of what such a message says, so the policy does not read it"
+                wrong = "does not show the content of such a message, so the policy cannot read it"
             except RenderingError as error:
                 wrong = f"refuses it ({error})"
             self.say(
@@ -200,8 +200,8 @@ class ConversationCheck:
     def _say_whole(self, late: str = "") -> None:
         self.say(
             "whole",
-            "what the chat template puts behind a turn depends on the turns before it: each turn "
-            f"renders the whole conversation, so long ones cost more per turn{late}",
+            "the text that the chat template puts behind a turn depends on the turns before it: "
+            f"each turn renders the whole conversation, so long ones cost more per turn{late}",
         )
 
     def say(self, kind: str, finding: str) -> None:
@@ -394,16 +394,15 @@ class TurnRenderer:
         place = self._pieces.end_token(ids)
         by_role = not ids
         if by_role:
-            ids = self._pieces.after(
-                end_of_turn(template, [PROBE_QUESTION], [PROBE_QUESTION], None)
-            )
+            text = end_of_turn(template, [PROBE_QUESTION], [PROBE_QUESTION], None)
+            ids = self._pieces.after(text)
             place = 0 if self._pieces.end_token(ids) == 0 else None
         if place is None:
             check.say(
                 "border",
-                "the chat template ends a turn of the assistant without a special token: what "
-                "follows a turn is tokenised on its own, and the tokens at the border may differ "
-                "from those of the whole text; those of the turn stay",
+                "the chat template ends a turn of the assistant without a special token: the text "
+                "after a turn is tokenised on its own, so the tokens at the border may differ from "
+                "those of the whole text; those of the turn stay",
             )
             return []
         if not self._pieces.ends(ids[: place + 1]):

@@ -143,10 +143,8 @@ class CallQueue:
 
     def name(self, term: int) -> str:
         """Return the function's name in the configuration."""
-        functions = self.config.functions
-        return functions[term].name if 0 <= term < len(functions) else "weighted sum"
+        return "weighted sum" if term == WHOLE_SUM else self.config.functions[term].name
 
     def label(self, term: int) -> str:
         """Return the function's name in metrics."""
-        labels = self.config.labels
-        return labels[term] if 0 <= term < len(labels) else "weighted sum"
+        return "weighted sum" if term == WHOLE_SUM else self.config.labels[term]

@@ -91,9 +91,8 @@ async def judge(
     )
     fields = {"max_tokens": max_tokens, "temperature": temperature} | (body or {})
     request = {key: value for key, value in fields.items() if value is not None}
-    answer = await client.post(
-        "/chat/completions", request | {"model": model, "messages": messages}
-    )
+    request |= {"model": model, "messages": messages}
+    answer = await client.post("/chat/completions", request)
     try:
         choice = msgspec.convert(answer, _Completion).choices[0]
     except (msgspec.ValidationError, IndexError):
@@ -111,9 +110,7 @@ async def judge(
         cut = f"{error}; the answer was cut off at args.max_tokens ({most})"
         raise NoRewardError(error.reason, cut) from None
     if (minimum is not None and score < minimum) or (maximum is not None and score > maximum):
-        raise NoRewardError(
-            "no_score", f"the judge's score {score:g} is out of range: {_cut(said)}"
-        )
+        raise NoRewardError("no_score", f"the score {score:g} is out of range: {_cut(said)}")
     return score
 
 
@@ -168,12 +165,8 @@ def check_args(args: dict[str, Any]) -> None:
         raise RewardError(f"reward {NAME!r} needs args.model, the judge's name at the endpoint")
     _check_template(args)
     _check_score(args)
-    more = {
-        "max_tokens": (int, 1, 1 << 20),
-        "temperature": (float, 0, 100),
-        "minimum": (float, -1e30, 1e30),
-        "maximum": (float, -1e30, 1e30),
-    }
+    more = dict.fromkeys(("minimum", "maximum"), (float, -1e30, 1e30))
+    more |= {"max_tokens": (int, 1, 1 << 20), "temperature": (float, 0, 100)}
     check_numbers(NAME, args, more)
     taken = [key for key in _RESERVED if key in (args.get("body") or {})]
     if taken:

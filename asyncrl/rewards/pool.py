@@ -27,7 +27,7 @@ from asyncrl.errors import RewardError, RewardFailed
 from asyncrl.rewards import protocol
 from asyncrl.rewards.calls import CallQueue, Reward, RewardCall, described
 from asyncrl.rewards.config import RewardConfig
-from asyncrl.rewards.loading import check_name
+from asyncrl.rewards.functions import check_name
 from asyncrl.rewards.protocol import WHOLE_SUM, Began, Call, Failed, FromWorker, Scored
 from asyncrl.rewards.values import ABSURD, BadValueError, as_float32
 from asyncrl.user_code.pool import Lane, Pool, is_logged

@@ -188,7 +188,9 @@ def _make_writable(order: dict[str, Any], new: str, uid: int) -> None:
     for target, descriptor in shown.items():
         _show(descriptor, target)
     for name, text in order["contents"].items():
-        _write(Path(new + first, name), text, uid)
+        path = Path(new + first, name)
+        path.write_text(text, encoding="utf-8")
+        os.chown(path, uid, uid)
 
 
 def _show(descriptor: int, target: str) -> None:
@@ -204,11 +206,6 @@ def _bind(descriptor: int, target: str) -> None:
     else:
         place.touch()
     _mount(f"/proc/self/fd/{descriptor}", target, None, _BIND | _RECURSIVE)
-
-
-def _write(path: Path, text: str, uid: int) -> None:
-    path.write_text(text, encoding="utf-8")
-    os.chown(path, uid, uid)
 
 
 def _become(uid: int, *, root: bool) -> None:

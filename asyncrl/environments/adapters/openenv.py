@@ -1,29 +1,15 @@
 """Environments behind an OpenEnv server: `openenv:echo_env:EchoEnv`, `openenv:generic`, or `tools`.
 
 The name is a client class, a subclass of OpenEnv's `EnvClient`. `generic` is its
-`GenericEnvClient`, which does not need the environment's package. `tools` is its `MCPToolClient`,
-whose actions, like those of its subclasses, are tool calls. Every sample has its own session
-(WebSocket) on the server. A turn becomes an action:
+`GenericEnvClient`, which does not need the environment's package; `tools` is its `MCPToolClient`,
+whose actions, like those of its subclasses, are calls of the tools that the server lists when a
+session begins. Every sample has its own session (WebSocket). docs/environments.md describes the
+arguments. The row's column `reset`, the argument `reset` and the sample's seed are passed to the
+server's reset.
 
-    environment:
-      name: openenv:generic
-      args:
-        base_url: http://127.0.0.1:8000
-        action: message          # the field of the action that takes the turn's text
-        observation: echoed      # the field of the observation that is shown
-
-`action` may also name a function, `path/to/file.py:function`, that turns the text of a turn into
-the client's action. Without `observation`, the whole observation is shown as JSON. The row's column
-`reset`, the argument `reset` and the sample's seed are passed to the server's reset. Only the
-beginning and the end of an observation longer than `max_result_characters` are shown.
-
-OpenEnv cannot save the state of a server, so by default samples cannot go back: they are never
-verified and start over when verification is due. `replay: deterministic` opens a new session with
-the same seed and actions, and compares the observations.
-
-A server of MCP tools (OpenEnv's `MCPEnvironment`) lists them when a session begins, and the model
-may call them. A call is one step of the server, and its result is the answer. The sample ends with
-a turn without a call, or with a step that is `done`.
+OpenEnv cannot save the state of a server, so by default samples start over when verification is
+due. `replay: deterministic` opens a new session with the same seed and actions, and compares the
+observations. With tools, a sample ends with a turn without a call, or with a step that is `done`.
 """
 
 from __future__ import annotations
@@ -133,10 +119,8 @@ def _answer(observation: Any) -> str:
 
 def _schema(tool: Any) -> dict[str, Any]:
     parameters = tool.input_schema or {"type": "object", "properties": {}}
-    return {
-        "type": "function",
-        "function": {"name": tool.name, "description": tool.description, "parameters": parameters},
-    }
+    about = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": about}
 
 
 _CLIENT = user_functions.FunctionKind("environment", "Client(base_url=...)", (), RewardError)

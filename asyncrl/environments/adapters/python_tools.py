@@ -1,9 +1,5 @@
 """Plain Python functions as tools: `python_tools:my_tools.py:add,my_tools.py:look_up`.
 
-A function's name, docstring and type hints become its schema
-(`asyncrl.environments.tool_functions`). The row's prompt stands, and `rewards.functions` score the
-answer.
-
 Replay is "recorded": any state of the functions comes from the sample's own calls, so their
 recorded answers stand. `replay: deterministic` repeats the calls and compares the answers; `replay:
 null` means that a call must not be repeated.

@@ -1,16 +1,13 @@
 """Classes for TRL's `environment_factory`: `trl:my_envs.py:Wordle`. TRL itself is not needed.
 
-Such a class has a method `reset(**row)`; every other public method is a tool, and an optional
-`get_reward()` scores the current state. The result of `reset` is appended to the row's last user
-message. A turn without a call ends the sample.
+Such a class has a method `reset(**row)`, whose result is appended to the row's last user message;
+every other public method is a tool, and an optional `get_reward()` scores the current state. Each
+turn's reward is its change. With `score: end`, the reward is read once, after a turn without a
+call, so a truncated sample has none.
 
-Each turn's reward is the change of `get_reward()`, so a truncated sample has the reward of the
-state that it reached. With `score: end`, the reward is read once, after a turn without a call; a
-truncated sample then has none.
-
-Replay is "deterministic", since TRL cannot save a state: reset and the calls are repeated,
-and the answers are compared. This exposes a class that draws unseeded random numbers; set `replay:
-recorded` if its state follows from the calls alone, else `replay: null`.
+Replay is "deterministic": reset and the calls are repeated, and the answers are compared. For a
+class that draws unseeded random numbers, set `replay: recorded` if its state follows from the calls
+alone, else `replay: null`.
 """
 
 from __future__ import annotations

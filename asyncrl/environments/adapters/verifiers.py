@@ -2,15 +2,13 @@
 
 The name is an installed taskset package, or a module that can be imported from the folder in which
 the run starts. Its tasks are the rows (a row's `idx` is the task's), its `@reward` functions give
-the reward, and an environment class that the package exports plays the episode: one turn, several
-turns with a scripted user, or tools.
+the reward, and its environment class plays the episode.
 
     verifiers: Env ── runs ──► Agent ── calls ──► interception server ── asks ──► _PolicyClient
     asyncrl:   reset, step ◄────────────────── Conversation ◄─────────────────────────┘
 
-verifiers starts a program for each episode, which it installs by `uv`. Here the agent's program is
-`PolicyHarness`, the same loop over model calls and tools inside this process, and the model's
-client is replaced by one that asks the policy. Stops, interceptors and scoring are verifiers' own.
+verifiers installs a program by `uv` for each episode. Here the agent's program is `PolicyHarness`,
+the same loop inside this process, and the model's client asks the policy.
 
 If an environment has several agents, `agent` names the policy; every other agent needs a model and
 a client in `env`, and runs our chat program too where verifiers' would be `null`. The first `tasks`
@@ -20,14 +18,9 @@ Replay is "deterministic": the episode is repeated with the accepted turns, and 
 compared. Set `replay: null` for tasks whose tools or users answer at random: their samples start
 over.
 
-`Conversation` inverts a program that calls a model: its calls become the results of `reset` and
-`step`.
-
-    program   call(messages) ──────────────► wait for the answer ──► call(messages) ──► end
-    session   reset ──► its messages         step(action) ──────────► new messages      done
-
-The program runs as a task of the worker's event loop. A call whose messages begin with those of the
-previous call and the policy's answer continues their conversation; any other call begins a new one.
+`Conversation` runs a program that calls a model as a task of the worker's event loop, and turns its
+calls into the results of `reset` and `step`. A call whose messages begin with those of the previous
+call and the policy's answer continues their conversation; any other call begins a new one.
 """
 
 from __future__ import annotations

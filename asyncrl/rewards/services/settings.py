@@ -39,10 +39,7 @@ _MAX_SECRET = 1 << 14
 
 
 def check_numbers(name: str, args: dict[str, Any], more: dict[str, Any] | None = None) -> None:
-    """Refuse numbers out of range; `more` is (type, lowest, highest) of others. Raises RewardError.
-
-    `name` is that of the reward.
-    """
+    """Refuse numbers out of range; `more` has (type, lowest, highest). Raises RewardError."""
     for key, (kind, low, high) in (_NUMBERS | (more or {})).items():
         value = args.get(key)
         if value is None:

@@ -111,8 +111,7 @@ def _refuse_other_formats(path: Path, file: BinaryIO, setting: str) -> None:
     for magic, advice in _OTHER_FORMATS:
         if head.startswith(magic):
             raise DataError(f"{setting}: {path} is not JSON lines but {advice}")
-    file.seek(len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0)
-    if path.suffix == ".json" and file.read(1) == b"[":
+    if path.suffix == ".json" and head.removeprefix(codecs.BOM_UTF8).startswith(b"["):
         raise DataError(
             f"{setting}: {path} is one JSON array; write one object per line, for instance with "
             f"`jq -c '.[]' {path}`"
@@ -208,7 +207,8 @@ def read_rows(
     if place.is_dir():
         if place.suffix in (*_JSON_LINES, _PARQUET):
             raise DataError(f"{setting}: {place} is a folder; give the file in it")
-        return _from_datasets(str(place), split, subset, setting, saved=_is_saved(place))
+        saved = any((place / f"dataset_{one}.json").is_file() for one in ("info", "dict"))
+        return _from_datasets(str(place), split, subset, setting, saved=saved)
     if place.exists():
         raise DataError(
             f"{setting}: {place} is neither a file nor a folder; write the data of a pipe or "
@@ -272,7 +272,3 @@ def _from_datasets(
         ) from error
     for number, example in enumerate(loaded):
         yield checked(f"{path}[{split}], example {number}", example)
-
-
-def _is_saved(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))

@@ -19,7 +19,7 @@ from reward_pools import running
 from asyncrl.errors import RewardError, RewardFailed
 from asyncrl.rewards import judge as judging
 from asyncrl.rewards import reward_model
-from asyncrl.rewards.loading import load_function
+from asyncrl.rewards.functions import load_function
 from asyncrl.rewards.services import calls
 from asyncrl.rewards.services.client import Breaker, Client, close_clients
 from asyncrl.rewards.services.settings import Limits

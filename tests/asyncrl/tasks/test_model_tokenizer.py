@@ -92,7 +92,7 @@ def test_stop_tokens_are_those_of_the_generation_config(tmp_path: Path) -> None:
     assert all(own in ids for ids in found)
     tokenizer.eos_token = None
     (tmp_path / "generation_config.json").unlink()
-    with pytest.raises(ModelError, match="no end-of-sequence token"):
+    with pytest.raises(ModelError, match="does not have an end-of-sequence token"):
         model_stop_tokens(str(tmp_path), tokenizer)
 
 

@@ -110,7 +110,7 @@ def test_errors_name_the_line_and_the_remedy(tmp_path: Path) -> None:
     assert "there are no examples" in refused("")
     assert "would leave none" in refused(good, evaluation_size=1)
     assert "must be unique" in refused(good, good, id_field="question")
-    assert "no example is left" in refused(good, evaluation_path=str(tmp_path / "q.jsonl"))
+    assert "no examples are left" in refused(good, evaluation_path=str(tmp_path / "q.jsonl"))
 
 
 def test_missing_files_and_wrong_kinds(tmp_path: Path) -> None:

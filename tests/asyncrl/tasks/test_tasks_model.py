@@ -134,9 +134,9 @@ def test_resolve_model_refuses(tiny_model: Path, tmp_path: Path) -> None:
 
     assert "there is no directory" in refused(tmp_path / "nothing")
     assert "built-in ones are 'builtin:arithmetic' and 'builtin:agent'" in refused("builtin:maths")
-    assert "no config.json" in refused(tmp_path)
+    assert "config.json is missing" in refused(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    assert "no tokenizer" in refused(tmp_path)
+    assert "does not have a tokenizer" in refused(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert "is a file" in refused(tiny_model / "config.json")
 

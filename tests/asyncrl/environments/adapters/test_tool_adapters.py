@@ -158,7 +158,7 @@ def test_async_functions_are_awaited(source: str) -> None:
         ("SOURCE:ad", {}, "Did you mean 'add'"),
         ("SOURCE:add,SOURCE:add", {}, "two tools are called 'add'"),
         ("SOURCE:add", {"replay": "maybe"}, "must be one of deterministic, recorded or null"),
-        ("SOURCE:add", {"reply": None}, "takes no reply; it takes replay"),
+        ("SOURCE:add", {"reply": None}, "does not take reply; it takes replay"),
     ],
 )
 def test_what_cannot_work_is_refused(
