@@ -33,7 +33,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -63,6 +63,15 @@ _LATE = (
     "some of that text until now"
 )
 _PROBE_TURNS = ("answer", "<think>\nreasoning\n</think>\n\nanswer")
+
+
+class TurnInConversation(NamedTuple):
+    """A turn, the messages before it, and the `new` ones that answer it."""
+
+    messages: Sequence[Message]
+    new: Sequence[Message]
+    turn: str
+    tools: Tools | None
 
 
 class ConversationCheck:
@@ -96,7 +105,7 @@ class ConversationCheck:
             self.needs_whole = True
             self._say_whole()
         for turn in _PROBE_TURNS:
-            if self._compare(messages, new, self.lead + turn, None, near):
+            if self._compare(TurnInConversation(messages, new, self.lead + turn, None), near):
                 return
 
     def probe_answer_of(self, tools: Tools) -> None:
@@ -137,14 +146,7 @@ class ConversationCheck:
                 f"a message of the role {role} after a turn was tried: the chat template {wrong}",
             )
 
-    def check(
-        self,
-        messages: Sequence[Message],
-        new: Sequence[Message],
-        turn: str,
-        tools: Tools | None,
-        text: str,
-    ) -> str:
+    def check(self, at: TurnInConversation, text: str) -> str:
         """Compare the end of a turn with the whole conversation as the template renders it.
 
         The check happens at turns 1, 2, 4, 8, ..., so that all checks together cost a fixed
@@ -153,23 +155,16 @@ class ConversationCheck:
         whole = text
         with contextlib.suppress(RenderingError):  # of the turn as plain content: some refuse it
             if not self.needs_whole:
-                whole = end_of_turn(self._template, messages, new, tools)
+                whole = end_of_turn(self._template, at.messages, at.new, at.tools)
             if whole != text:
                 self.needs_whole = True
                 self._say_whole(_LATE)
-            self._compare(messages, new, turn, tools, whole)
+            self._compare(at, whole)
         return whole
 
-    def _compare(
-        self,
-        messages: Sequence[Message],
-        new: Sequence[Message],
-        turn: str,
-        tools: Tools | None,
-        text: str,
-    ) -> bool:
+    def _compare(self, at: TurnInConversation, text: str) -> bool:
         """Return True, and say so once, if the template changes earlier text."""
-        _, found = self.whole(messages, new, turn, tools, text)
+        _, found = self.whole(at, text)
         if found is None:
             return False
         kept = {
@@ -181,21 +176,12 @@ class ConversationCheck:
         )
         return True
 
-    def whole(
-        self,
-        messages: Sequence[Message],
-        new: Sequence[Message],
-        turn: str,
-        tools: Tools | None,
-        text: str,
-    ) -> tuple[str, str | None]:
-        """Render a conversation; return the text, and where it differs from ours.
-
-        `messages` precede the turn, `new` follow it, and `text` is our text behind the turn.
-        """
-        own = {"role": "assistant", "content": turn.removeprefix(self.lead)}
-        whole = self._template.render([*messages, own, *new], tools)
-        return whole, first_difference(self._template.render(messages, tools) + turn + text, whole)
+    def whole(self, at: TurnInConversation, text: str) -> tuple[str, str | None]:
+        """Render a conversation; return it, and where it differs from ours with `text` behind."""
+        own = {"role": "assistant", "content": at.turn.removeprefix(self.lead)}
+        whole = self._template.render([*at.messages, own, *at.new], at.tools)
+        ours = self._template.render(at.messages, at.tools) + at.turn + text
+        return whole, first_difference(ours, whole)
 
     def _say_whole(self, late: str = "") -> None:
         self.say(
@@ -336,7 +322,8 @@ class TurnRenderer:
         text = end_of_turn(self._template, near, new, tools)
         self._check.look_for(near, new, tools)
         if _is_power_of_two(1 + [m.get("role") for m in messages].count("assistant")):
-            text = self._check.check(messages, new, self._pieces.text(turn_tokens), tools, text)
+            at = TurnInConversation(messages, new, self._pieces.text(turn_tokens), tools)
+            text = self._check.check(at, text)
         return np.asarray(self._after(text, turn_tokens), np.int32)
 
     def rewritten(
@@ -355,8 +342,8 @@ class TurnRenderer:
             return None
         new = _as_messages(new_messages)
         text = end_of_turn(self._template, messages, new, tools)
-        turn = self._pieces.text(turn_tokens)
-        whole, changed = self._check.whole(messages, new, turn, tools, text)
+        at = TurnInConversation(messages, new, self._pieces.text(turn_tokens), tools)
+        whole, changed = self._check.whole(at, text)
         return None if changed is None else np.asarray(self._pieces.encode(whole), np.int32)
 
     @contextlib.contextmanager

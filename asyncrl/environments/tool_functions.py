@@ -48,8 +48,8 @@ class FunctionTool:
         parameters = _without_titles(self._arguments.model_json_schema())
         parameters.pop("additionalProperties", None)
         parameters.setdefault("properties", {})
-        function = {"name": self.name, "description": summary, "parameters": parameters}
-        self.schema: dict[str, Any] = {"type": "function", "function": function}
+        about = {"name": self.name, "description": summary, "parameters": parameters}
+        self.schema: dict[str, Any] = {"type": "function", "function": about}
         """The schema in OpenAI's format, for the chat template."""
 
     def _model(self, described: Mapping[str, str]) -> Any:
@@ -83,9 +83,7 @@ class FunctionTool:
             )
         except (PydanticUserError, TypeError) as error:
             first = str(error).splitlines()[0]
-            raise UserError(
-                f"tool {self.name}: its type hints fit no schema: {first}"
-            ) from error
+            raise UserError(f"tool {self.name}: its type hints fit no schema: {first}") from error
 
     def arguments(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         """Return the function's arguments and an error text, which is empty if they are valid."""

@@ -165,7 +165,7 @@ def check_args(args: dict[str, Any]) -> None:
         raise RewardError(f"reward {NAME!r} needs args.model, the judge's name at the endpoint")
     _check_template(args)
     _check_score(args)
-    more = dict.fromkeys(("minimum", "maximum"), (float, -1e30, 1e30))
+    more: dict[str, Any] = dict.fromkeys(("minimum", "maximum"), (float, -1e30, 1e30))
     more |= {"max_tokens": (int, 1, 1 << 20), "temperature": (float, 0, 100)}
     check_numbers(NAME, args, more)
     taken = [key for key in _RESERVED if key in (args.get("body") or {})]

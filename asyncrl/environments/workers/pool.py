@@ -232,20 +232,13 @@ class EnvironmentPool(Pool[EnvironmentLane]):
         return answer
 
     def failure(
-        self,
-        session: Session,
-        reason: FailureReason,
-        method: str,
-        message: str,
-        seconds: float | None = None,
+        self, session: Session, reason: FailureReason, method: str, text: str, seconds: float = 0.0
     ) -> EnvironmentFailed:
         """Return the error of a session that did not answer."""
         if reason == "timeout":
             kind = "reset" if method == "reset" else "step"
-            message = (
-                f"did not return within {seconds or 0.0:g} s (environment.{kind}_timeout_seconds)"
-            )
-        text = f"{session.name}: {method}: {message}"
+            text = f"did not return within {seconds:g} s (environment.{kind}_timeout_seconds)"
+        text = f"{session.name}: {method}: {text}"
         return EnvironmentFailed(text, reason, in_reset=method == "reset")
 
     def count(self, error: EnvironmentFailed) -> None:
