@@ -9,12 +9,8 @@ import msgspec
 
 from asyncrl.errors import UserError
 from asyncrl.trainer.base.errors import CheckpointError
-from asyncrl.trainer.checkpoint.export_files import (
-    RECORD,
-    ExportRecord,
-    default_place,
-    is_export_of,
-)
+from asyncrl.trainer.checkpoint import export_files
+from asyncrl.trainer.checkpoint.export_files import default_place, is_export_of
 from asyncrl.trainer.checkpoint.format.files import choose, path_of
 from asyncrl.trainer.checkpoint.format.manifest import read_manifest
 from asyncrl.trainer.lora.files import ADAPTER
@@ -73,7 +69,9 @@ def model_of(checkpoint: Path, say: Callable[[str], None]) -> Path:
 
 def describe(exported: Path) -> str:
     """Describe an export for the terminal."""
-    record = msgspec.json.decode((exported / RECORD).read_bytes(), type=ExportRecord)
+    record = msgspec.json.decode(
+        (exported / export_files.RECORD).read_bytes(), type=export_files.ExportRecord
+    )
     size = sum(one.bytes for one in record.files.values())
     return f"step {record.policy_version}, {record.dtype}, {size / 1e9:.2f} GB"
 

@@ -44,13 +44,12 @@ def dataset_questions(
     order = np.random.default_rng(seed % 2**64).permutation(len(questions))
     shuffled = [questions[i] for i in order]
     if config.evaluation_path is not None:
-        evaluation = read_questions(
-            config,
+        path, split, setting = (
             config.evaluation_path,
             config.evaluation_split,
-            setting="task.evaluation_path",
-            prefix="eval-",
+            "task.evaluation_path",
         )
+        evaluation = read_questions(config, path, split, setting=setting, prefix="eval-")
         _refuse_shared_ids(questions, evaluation)
         evaluation = evaluation[: config.evaluation_size]
         train = shuffled
@@ -154,13 +153,8 @@ def _read_set(
     own = chosen.model_dump(exclude={"prompts", "samples"}, exclude_none=True)
     cleared = {"kind": "dataset", "subset": None, "id_field": None, "map": None}
     settings = task.model_copy(update=cleared | own)
-    questions = read_questions(
-        settings,
-        chosen.path,
-        chosen.split,
-        setting=f"evaluation.sets.{name}.path",
-        prefix=f"{name}/",
-    )
+    setting, prefix = f"evaluation.sets.{name}.path", f"{name}/"
+    questions = read_questions(settings, chosen.path, chosen.split, setting=setting, prefix=prefix)
     prompts, left_out = encoder.encode(questions)
     if not prompts:
         raise DataError(

@@ -10,15 +10,9 @@ import msgspec
 
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.tasks.prompts import Prompt, Task, held_out_sets, prompt_order
+from asyncrl.wire.messages import to_generator
 from asyncrl.wire.messages.frames import encode_tokens
-from asyncrl.wire.messages.to_generator import (
-    Evaluate,
-    FixedVersion,
-    Generate,
-    PromptPayload,
-    Unfinished,
-    Verify,
-)
+from asyncrl.wire.messages.to_generator import Evaluate, FixedVersion, Generate, Verify
 from asyncrl.wire.messages.unfinished_samples import Place
 
 
@@ -111,7 +105,8 @@ class SampleRequests:
         unfinished = None
         if (found := self._unfinished.pop(sample, None)) is not None:
             file, place, (purpose, *more) = found
-            unfinished = Unfinished(file, place, self._sample_seed(str(purpose), sample, *more))
+            again = self._sample_seed(str(purpose), sample, *more)
+            unfinished = to_generator.Unfinished(file, place, again)
         seed = self._sample_seed("training", sample)
         return Generate(sample, payload_of(prompt), seed, priority, unfinished)
 
@@ -166,6 +161,7 @@ def sample_seed(seed: int, *purpose: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def payload_of(prompt: Prompt) -> PromptPayload:
+def payload_of(prompt: Prompt) -> to_generator.PromptPayload:
     """Convert a prompt for the request."""
-    return PromptPayload(prompt.prompt_id, encode_tokens(prompt.tokens), prompt.example)
+    tokens = encode_tokens(prompt.tokens)
+    return to_generator.PromptPayload(prompt.prompt_id, tokens, prompt.example)

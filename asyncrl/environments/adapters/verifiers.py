@@ -34,13 +34,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.environments.adapters.tool_turns import refuse_unknown, replay_of
-from asyncrl.environments.agents.openai_messages import (
-    POLICY,
-    PolicySettings,
-    Turn,
-    completion,
-    differences,
-)
+from asyncrl.environments.agents import openai_messages
+from asyncrl.environments.agents.openai_messages import PolicySettings, Turn
 from asyncrl.environments.chat_messages import Message, chat_message, new_messages
 from asyncrl.environments.protocol import Action, Replay, StepResult
 from asyncrl.errors import RewardError
@@ -322,7 +317,7 @@ def _config(taskset: str, settings: dict[str, Any], agent: str | None) -> tuple[
 
 def _notes(taskset: str, agent: str, config: Any, policy: PolicySettings) -> list[str]:
     settings = {} if config.sampling is None else config.sampling.model_dump(exclude_none=True)
-    unused = differences(settings, policy)
+    unused = openai_messages.differences(settings, policy)
     if not unused:
         return []
     listed = ", ".join(f"{name}: {value!r}" for name, value in unused.items())
@@ -353,7 +348,7 @@ def _policy_client(served: Served) -> Any:
             conversation = served.conversation(session_id)
             messages = [chat_message(one) for one in body["messages"]]
             turn = await conversation.ask(ModelCall(messages, body.get("tools") or []))
-            raw = completion("turn", _MODEL, 0, turn)
+            raw = openai_messages.completion("turn", _MODEL, 0, turn)
             response = dialect.parse_response(dialect.validate_response(raw))
             response.raw = raw
             return response
@@ -364,8 +359,8 @@ def _policy_client(served: Served) -> Any:
 def adapt(rest: str, args: dict[str, Any]) -> Callable[[], VerifiersEnvironment]:
     """Return a factory for `rest`, a taskset of verifiers. Raises RewardError."""
     name, args = f"verifiers:{rest}", dict(args)
-    told = args.pop(POLICY, None)
-    policy = None if told is None else PolicySettings(**told)
+    given = args.pop(openai_messages.POLICY, None)
+    policy = None if given is None else PolicySettings(**given)
     refuse_unknown(args, name, ["env", "replay", "agent", "tasks"])
     replay = replay_of(args, name, "deterministic")
     try:

@@ -18,19 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl.environments import protocol
 from asyncrl.environments.config import EnvironmentConfig
-from asyncrl.environments.protocol import (
-    LABEL,
-    UNSCORED,
-    Action,
-    BadAnswerError,
-    FailureReason,
-    StepResult,
-    Traits,
-    checked_reset,
-    checked_step,
-    checked_tools,
-)
+from asyncrl.environments.protocol import Action, BadAnswerError, FailureReason, StepResult, Traits
 from asyncrl.environments.registry import check_name
 from asyncrl.environments.workers import messages
 from asyncrl.environments.workers.interpreter import check_interpreter
@@ -51,8 +41,8 @@ class EnvironmentFailed(RewardFailed):
     """An environment did not answer; `rewards.on_error` decides about its sample."""
 
     def __init__(self, message: str, reason: FailureReason, *, in_reset: bool = False) -> None:
-        unscored = in_reset or reason in UNSCORED
-        super().__init__(message, function=LABEL, reason=reason, unscored=unscored)
+        unscored = in_reset or reason in protocol.UNSCORED
+        super().__init__(message, function=protocol.LABEL, reason=reason, unscored=unscored)
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +84,7 @@ class Session:
             raise TypeError(f"a step was answered with {type(answer).__name__}")
         self.max_turn_tokens = answer.max_turn_tokens
         try:  # the user's code can write to its process's files
-            return checked_step(answer.result)
+            return protocol.checked_step(answer.result)
         except BadAnswerError as error:
             raise self.pool.failure(self, error.reason, "step", str(error)) from error
 
@@ -201,8 +191,8 @@ class EnvironmentPool(Pool[EnvironmentLane]):
             answer = await self.call(session, call, "reset", alone=alone)
             if not isinstance(answer, Opened):
                 raise TypeError(f"a reset was answered with {type(answer).__name__}")
-            session.first = checked_reset(answer.first)
-            checked_tools(answer.traits.tools)
+            session.first = protocol.checked_reset(answer.first)
+            protocol.checked_tools(answer.traits.tools)
             session.traits = answer.traits
             session.max_turn_tokens = answer.max_turn_tokens
         except BaseException as error:

@@ -20,16 +20,8 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.environments.protocol import (
-    BadAnswerError,
-    FailureReason,
-    Traits,
-    check_methods,
-    checked_reset,
-    checked_step,
-    max_turn_tokens_of,
-    traits_of,
-)
+from asyncrl.environments import protocol
+from asyncrl.environments.protocol import BadAnswerError, FailureReason, Traits
 from asyncrl.environments.registry import Factory, load_factory
 from asyncrl.environments.workers import messages
 from asyncrl.environments.workers.messages import Answer, Call, Failed, Open, Restore, Setup, Step
@@ -201,18 +193,18 @@ class Session:
 
     async def _open(self, message: Open) -> Answer:
         environment = self._environment = await self._next(self._factory)
-        check_methods(environment)
+        protocol.check_methods(environment)
         row = argument_for(message.row, row_only=False)
-        first = checked_reset(await self._next(environment.reset, row, message.seed))
-        traits = self._traits = traits_of(environment)
-        limit = max_turn_tokens_of(environment, traits)
+        first = protocol.checked_reset(await self._next(environment.reset, row, message.seed))
+        traits = self._traits = protocol.traits_of(environment)
+        limit = protocol.max_turn_tokens_of(environment, traits)
         return messages.Opened(message.call, first, traits, limit)
 
     async def _step(self, message: Step) -> Answer:
         if self._traits.restores:
             await self._next(self._snapshots.add, await self._next(self._environment.snapshot))
-        step = checked_step(await self._next(self._environment.step, message.action))
-        limit = max_turn_tokens_of(self._environment, self._traits)
+        step = protocol.checked_step(await self._next(self._environment.step, message.action))
+        limit = protocol.max_turn_tokens_of(self._environment, self._traits)
         return messages.Stepped(message.call, replace(step, info={}), limit)
 
     async def _restore(self, message: Restore) -> Answer:

@@ -213,11 +213,7 @@ def _evaluating(model: Any) -> Iterator[None]:
 
 
 def _prompt_ids(tokenizer: Any, problems: list[Problem]) -> list[list[int]]:
-    texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": p.question}], tokenize=False, add_generation_prompt=True
-        )
-        for p in problems
-    ]
+    asked = [[{"role": "user", "content": p.question}] for p in problems]
+    texts = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return ids
