@@ -44,11 +44,8 @@ def dataset_questions(
     order = np.random.default_rng(seed % 2**64).permutation(len(questions))
     shuffled = [questions[i] for i in order]
     if config.evaluation_path is not None:
-        path, split, setting = (
-            config.evaluation_path,
-            config.evaluation_split,
-            "task.evaluation_path",
-        )
+        path, split = config.evaluation_path, config.evaluation_split
+        setting = "task.evaluation_path"
         evaluation = read_questions(config, path, split, setting=setting, prefix="eval-")
         _refuse_shared_ids(questions, evaluation)
         evaluation = evaluation[: config.evaluation_size]
