@@ -133,12 +133,10 @@ class RewardLane(Lane[RewardCall]):
         """Offer the waiting calls to other lanes; fail them if no lane can start a process."""
         for lane in self._lanes:
             lane.feed()
-        if all(lane.error is not None for lane in self._lanes):
-            failed = RewardFailed(
-                str(error), function=self._calls.label(0), reason="not_loaded", unscored=True
-            )
-            while self.queue:
-                self.queue.popleft().settle(failed)
+        label = self._calls.label(0)
+        while self.queue and all(lane.error is not None for lane in self._lanes):
+            failed = RewardFailed(str(error), function=label, reason="not_loaded", unscored=True)
+            self.queue.popleft().settle(failed)
         await super()._wait_to_start(error)
 
     def _computed(self) -> list[RewardCall]:
