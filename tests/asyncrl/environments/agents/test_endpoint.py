@@ -75,7 +75,7 @@ def test_a_request_is_bounded_in_size_and_time(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(module, "_BODY_SECONDS", 0.01)
         async with asyncio.timeout(60):
             status, body, _ = await asked(endpoint, key, [ASKED[:5]])
-        assert (status, "did not come" in body["error"]["message"]) == (408, True)
+        assert (status, "did not arrive" in body["error"]["message"]) == (408, True)
 
     asyncio.run(scenario())
 

@@ -102,7 +102,7 @@ def test_a_stream_brings_the_turn() -> None:
 
 
 REFUSED = [
-    ({"temperature": 0.7}, "temperature=0.7 would make the turns those of another policy"),
+    ({"temperature": 0.7}, "temperature=0.7 would draw the turns from another policy"),
     ({"top_p": 0.9}, "set sampling.top_p of the run"),
     ({"n": 2}, "n=2: a call is answered with one turn"),
     ({"logprobs": True}, "log-probabilities are not returned"),
