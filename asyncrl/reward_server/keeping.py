@@ -53,117 +53,74 @@ def _served_here(config: RewardConfig) -> dict[int, dict[str, Any]]:
     }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Server:
+    """The server of one model, whose process restarts after its end."""
+
     args: Mapping[str, Any]
-    listening: socket.socket
     log: Path
-    process: subprocess.Popen[bytes]
-    began: float
-    starts: int = 1
+    say: Callable[[str], None]
+    listening: socket.socket = field(init=False)
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.listening = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+        self.process = _spawn(self.args, self.listening, self.log)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.listening.getsockname()[1]}"
 
-
-@dataclass(slots=True, eq=False)
-class RewardServers:
-    """The servers of one run, by the index of their function in `rewards.functions`."""
-
-    logs: Path
-    say: Callable[[str], None]
-    _servers: dict[int, _Server] = field(default_factory=dict)
-    _watching: asyncio.Task[None] | None = None
-
-    @property
-    def urls(self) -> dict[int, str]:
-        """The servers' addresses by the index of their function."""
-        return {index: server.url for index, server in self._servers.items()}
-
-    async def start(self, config: RewardConfig) -> None:
-        """Start the servers and wait until each has scored a trial text.
-
-        Raises UserError if one does not, within `rewards.startup_seconds`.
-        """
-        for index, args in _served_here(config).items():
-            self._add(index, args)
-        served = with_urls(config, self.urls)
-        for index, server in self._servers.items():
-            args = served.functions[index].args
-            await self._until_ready(index, server, args, config.startup_seconds)
-        if self._servers:
-            self._watching = asyncio.create_task(self._watch())
-
-    async def close(self) -> None:
-        """End the servers. Idempotent."""
-        if self._watching is not None:
-            self._watching.cancel()
-            self._watching = None
-        servers, self._servers = list(self._servers.values()), {}
-        for server in servers:
-            server.process.terminate()
-        for server in servers:
-            try:
-                await asyncio.to_thread(server.process.wait, _END_SECONDS)
-            except subprocess.TimeoutExpired:
-                server.process.kill()
-                await asyncio.to_thread(server.process.wait)
-            server.listening.close()
-
-    def _add(self, index: int, args: Mapping[str, Any]) -> None:
-        listening = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
-        log = self.logs / f"reward-server-{index}.log"
-        process = _spawn(args, listening, log)
-        self._servers[index] = _Server(args, listening, log, process, time.monotonic())
-
-    async def _until_ready(
-        self, index: int, server: _Server, args: dict[str, Any], seconds: float
-    ) -> None:
+    async def until_ready(self, index: int, args: dict[str, Any], seconds: float) -> None:
+        """Wait until it has scored a trial text for function number `index`. Raises UserError."""
         args = args | {"attempt_seconds": None}  # the model is loaded first
         trial = asyncio.create_task(reward_model.try_once(args, seconds))
-        while not trial.done() and server.process.poll() is None:
+        while not trial.done() and self.process.poll() is None:
             await asyncio.wait([trial], timeout=_CHECK_SECONDS)
         ended = not trial.done()
         if ended:
             trial.cancel()
             await asyncio.wait([trial])
-        reason = _last_line(server.log) if ended else trial.result()
+        reason = _last_line(self.log) if ended else trial.result()
         if ended or reason is not None:
             how = "ended while it started"
             if not ended:
                 how = f"did not score a trial text within {seconds:g} s (rewards.startup_seconds)"
             raise UserError(
-                f"the server of rewards.functions[{index}] with {server.args['model']} {how}: "
+                f"the server of rewards.functions[{index}] with {self.args['model']} {how}: "
                 f"{reason}"
             )
 
-    async def _watch(self) -> None:
-        """Restart servers that have ended."""
+    async def keep(self) -> None:
+        """Restart the process whenever it has ended."""
+        pause = _PAUSE_SECONDS
         while True:
-            await asyncio.sleep(_CHECK_SECONDS)
-            for server in self._servers.values():
-                code = server.process.poll()
-                if code is not None:
-                    try:
-                        await self._start_again(server, code)
-                    except OSError as error:  # no memory, processes or descriptors
-                        self.say(f"WARNING: a reward server could not be started: {error}")
+            began = time.monotonic()
+            while (code := self.process.poll()) is None:  # noqa: ASYNC110 - a process ends
+                await asyncio.sleep(_CHECK_SECONDS)
+            if time.monotonic() - began > _LONG_SECONDS:
+                pause = _PAUSE_SECONDS
+            last = _last_line(self.log)
+            self.say(
+                f"WARNING: the reward server with {self.args['model']} ended with exit code {code}"
+                f"{': ' + last if last else ''}; it restarts in {pause:g} s. Rewards wait for it, "
+                "up to rewards.timeout_seconds each"
+            )
+            await asyncio.sleep(pause)
+            pause = min(_LONGEST_PAUSE, 2 * pause)
+            try:
+                self.process = _spawn(self.args, self.listening, self.log)
+            except OSError as error:  # no memory, processes or descriptors
+                self.say(f"WARNING: a reward server could not be started: {error}")
 
-    async def _start_again(self, server: _Server, code: int) -> None:
-        if time.monotonic() - server.began > _LONG_SECONDS:
-            server.starts = 1
-        pause = min(_LONGEST_PAUSE, _PAUSE_SECONDS * 2.0 ** min(server.starts - 1, 16))
-        last = _last_line(server.log)
-        self.say(
-            f"WARNING: the reward server with {server.args['model']} ended with exit code {code}"
-            f"{': ' + last if last else ''}; it restarts in {pause:g} s. Rewards wait for it, up "
-            "to rewards.timeout_seconds each"
-        )
-        await asyncio.sleep(pause)
-        server.starts += 1
-        server.began = time.monotonic()
-        server.process = _spawn(server.args, server.listening, server.log)
+    async def close(self) -> None:
+        """End the process, which has been asked to terminate."""
+        try:
+            await asyncio.to_thread(self.process.wait, _END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            await asyncio.to_thread(self.process.wait)
+        self.listening.close()
 
 
 def _spawn(args: Mapping[str, Any], listening: socket.socket, log: Path) -> subprocess.Popen[bytes]:
@@ -219,16 +176,28 @@ def with_urls(config: RewardConfig, urls: Mapping[int, str]) -> RewardConfig:
 async def served(
     config: RewardConfig, logs: Path, say: Callable[[str], None]
 ) -> AsyncIterator[RewardConfig]:
-    """Yield the configuration with the addresses of running servers.
+    """Yield the configuration with the addresses of running servers, which score a trial text.
 
-    Raises UserError if a server cannot serve its model.
+    Raises UserError if one does not within `rewards.startup_seconds`.
     """
-    servers = RewardServers(logs, say)
+    servers: dict[int, _Server] = {}
+    keeping: list[asyncio.Task[None]] = []
     try:
-        await servers.start(config)
-        yield with_urls(config, servers.urls)
+        for index, args in _served_here(config).items():
+            servers[index] = _Server(args, logs / f"reward-server-{index}.log", say)
+        found = with_urls(config, {index: server.url for index, server in servers.items()})
+        for index, server in servers.items():
+            args = found.functions[index].args
+            await server.until_ready(index, args, config.startup_seconds)
+        keeping += [asyncio.create_task(server.keep()) for server in servers.values()]
+        yield found
     finally:
-        await servers.close()
+        for task in keeping:
+            task.cancel()
+        for server in servers.values():
+            server.process.terminate()
+        for server in servers.values():
+            await server.close()
 
 
 async def open_reward_servers(

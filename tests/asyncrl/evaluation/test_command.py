@@ -33,7 +33,7 @@ def test_a_run_is_evaluated_with_its_own_configuration_and_overrides(
         parse_config({"run": run}, source="the test"), resume=False, clean=False
     )
     made.close()
-    with pytest.raises(UserError, match=r"mine does not have a checkpoint yet"):
+    with pytest.raises(UserError, match=r"mine has no checkpoint yet"):
         resolve_target("mine", None, [], tmp_path, Console())
     checkpoint, newer = write_whole(made.path / "checkpoints", 3, 4)
     truncate(newer / WEIGHTS)
