@@ -28,24 +28,19 @@ _OPERATORS: dict[type, Callable[[int, int], int]] = {
 }
 
 
+_PARAMETERS = {"expression": {"type": "string"}}
+_FUNCTION = {
+    "name": NAME,
+    "description": "Compute with whole numbers: +, - and *.",
+    "parameters": {"type": "object", "properties": _PARAMETERS, "required": ["expression"]},
+}
+
+
 class Calculator:
     """Computes up to `calls` expressions for the policy; a turn without a call is its answer."""
 
     replay = "deterministic"
-    tools = (
-        {
-            "type": "function",
-            "function": {
-                "name": NAME,
-                "description": "Compute with whole numbers: +, - and *.",
-                "parameters": {
-                    "type": "object",
-                    "properties": {"expression": {"type": "string"}},
-                    "required": ["expression"],
-                },
-            },
-        },
-    )
+    tools = ({"type": "function", "function": _FUNCTION},)
 
     def __init__(self, calls: int = 4) -> None:
         self._calls_left = calls
@@ -55,7 +50,7 @@ class Calculator:
         """Keep the row's prompt and remember its `answer`."""
         del seed
         if row.get("answer") is None:
-            raise ValueError("calculator: the row has no `answer`; set task.answer_field")
+            raise ValueError("calculator: the row needs an `answer`; set task.answer_field")
         self._answer = str(row["answer"]).strip()
 
     def step(self, action: Action) -> StepResult:

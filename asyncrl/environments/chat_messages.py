@@ -39,10 +39,10 @@ def chat_message(message: Any) -> Message:
     """Convert a client's message for chat templates. Raises RefusedCallError if impossible."""
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         role = message.get("role") if isinstance(message, dict) else message
-        raise _refused(f"a message has the role {role!r}; there are {', '.join(_ROLES)}")
+        raise _refused(f"a message has the role {role!r}; use {', '.join(_ROLES)}")
     for name in _NOT_READ:
         if message.get(name):
-            raise _refused(f"a message has {name}, which is not supported; calls are `tool_calls`")
+            raise _refused(f"a message has {name}, which is not supported; use `tool_calls`")
     content = _text(message.get("content"))
     if not isinstance(content, str):
         raise _refused("the content of a message must be a text, or parts that are texts")
@@ -55,7 +55,7 @@ def chat_message(message: Any) -> Message:
     calls = message.get("tool_calls")
     if calls:
         if not isinstance(calls, list) or not all(_name_of_call(one) for one in calls):
-            raise _refused("a tool call needs a function with a name; others are not supported")
+            raise _refused("a tool call must have a function with a name")
         out["tool_calls"] = [_call(one) for one in calls]
     return out
 

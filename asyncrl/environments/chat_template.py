@@ -58,7 +58,7 @@ def _with_placeholder(
     if found != 1:
         raise RenderingError(
             f"the model's chat template shows the text of an assistant's turn {found} times "
-            "instead of once, so what follows a turn cannot be told; give the model directory "
+            "instead of once, so the text after a turn is unknown; give the model directory "
             "another chat_template.jinja"
         )
     return text, word

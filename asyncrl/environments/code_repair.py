@@ -7,8 +7,7 @@ policy        def f(a, b): return a+b+2
 environment   f(2, 5) is 9 not 10
 policy        def f(a, b): return a+b+3             reward 1 - cost: one attempt was wrong
 
-Programs run as with the reward `code` (docs/rewards.md): the kernel contains them, and what is
-right is compared outside. Import-light.
+Programs run as with the reward `code` (docs/rewards.md).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from asyncrl.programs.tests import Called, read_tests
 from asyncrl.sandbox.limits import MIB, Limits
 
 _AT_ONCE = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
-"""Bounds concurrent programs. More would only wait for each other and reach their time limits."""
+"""Bounds concurrent programs: more would wait for each other and reach their time limits."""
 _CLOCK = 8.0
 """Wall-clock seconds that a program may take per second of CPU time."""
 _CALL = {"call", "args", "returns"}
@@ -45,7 +44,7 @@ class CodeRepair:
         self, attempts: int = 3, cost: float = 0.1, seconds: int = 2, memory_mib: int = 256
     ) -> None:
         if attempts < 1:
-            raise ValueError(f"code_repair: needs at least one attempt, got {attempts}")
+            raise ValueError(f"code_repair: attempts must be at least 1, got {attempts}")
         self._attempts, self._cost = attempts, cost
         self._seconds, self._memory_mib = seconds, memory_mib
         self._tests: list[dict[str, Any]] = []
@@ -100,13 +99,10 @@ def _failure_of(program: str, tests: str, seconds: int, memory_mib: int) -> str 
     failure = None
     for first in range(0, len(wanted), MAX_CALLS):
         asked = wanted[first : first + MAX_CALLS]
-        limits = Limits(
-            wall_seconds=_CLOCK * seconds, cpu_seconds=seconds, memory_bytes=memory_mib * MIB
-        )
+        wall = _CLOCK * seconds
+        limits = Limits(wall_seconds=wall, cpu_seconds=seconds, memory_bytes=memory_mib * MIB)
         with _AT_ONCE:
-            found, outcome = call(
-                program, asked, limits, call_seconds=_CLOCK * seconds, until_failure=True
-            )
+            found, outcome = call(program, asked, limits, call_seconds=wall, until_failure=True)
         failure = _first_failure(found, asked)
         if outcome.ending == "wall_seconds":
             raise _SlowError(failure)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import SamplingConfig
+from asyncrl.environments.agents.openai_messages import POLICY, PolicySettings
 from asyncrl.environments.tool_formats import ToolFormat
 from asyncrl.plain_values import Arguments
 from asyncrl.rewards.config import RewardConfig
@@ -64,8 +68,8 @@ class EnvironmentConfig(BaseModel):
         given = [n for n, one in fields.items() if getattr(self, n) != one.default]
         if self.name is None and given:
             raise ValueError(
-                f"{', '.join(given)} has no effect without name, the environment's; set it, as in "
-                "name: calculator, or leave the section out"
+                f"{', '.join(given)} has no effect without environment.name; set it, as in name: "
+                "calculator, or remove the section"
             )
         return self
 
@@ -99,22 +103,45 @@ def refuse_contradictions(
     """Refuse contradictory sections. Raises ValueError."""
     if environment.name is None and not rewards.functions:
         raise ValueError(
-            "rewards.functions: [] leaves nothing to reward; name a function, or an environment "
-            "(environment.name)"
+            "rewards.functions: [] without environment.name leaves no reward; name a function or "
+            "an environment"
         )
     if environment.name is not None and cache.reuse == "lenient":
         raise ValueError(
-            "cache.reuse: lenient does not work with environment.name: what an environment "
-            "answered in an earlier epoch is not its answer now. Use cache.reuse: drafts"
+            "cache.reuse: lenient does not work with environment.name, because answers of an "
+            "earlier epoch may differ from those of now. Use cache.reuse: drafts"
         )
     if (environment.name or "").startswith("python_tools:") and not rewards.functions:
         raise ValueError(
-            "environment.name: python_tools gives no reward of its own, and rewards.functions is "
-            "empty: every reward would be 0; name a function, as in rewards: {functions: [{name: "
-            "exact_match}]}"
+            "environment.name: python_tools does not give a reward, and rewards.functions is "
+            "empty; name a function, as in rewards: {functions: [{name: exact_match}]}"
         )
     if environment.name is not None and not rewards.functions and not environment.reward_weight:
         raise ValueError(
-            "environment.reward_weight: 0 leaves nothing to reward, since rewards.functions is "
-            "empty: every reward would be 0; name a function, or leave reward_weight out"
+            "environment.reward_weight: 0 with empty rewards.functions makes every reward 0; name "
+            "a function, or remove reward_weight"
         )
+
+
+def with_policy(
+    environment: EnvironmentConfig, sampling: SamplingConfig, model: str, stop_tokens: Sequence[int]
+) -> EnvironmentConfig:
+    """Return the environment with the policy's settings among its arguments, if it compares them.
+
+    The last part of `model`, a path or id, becomes the model's name for clients; `stop_tokens` are
+    ids that end a turn.
+    """
+    if not (environment.name or "").startswith(("agent:", "verifiers:")):
+        return environment
+    policy = PolicySettings(
+        model=PurePath(model).name,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop=tuple(sampling.stop),
+        stop_tokens=tuple(stop_tokens),
+        max_tokens=sampling.max_tokens,
+    )
+    args = environment.args | {POLICY: dataclasses.asdict(policy)}
+    return environment.model_copy(update={"args": args})

@@ -11,7 +11,8 @@
 
         def close(self): ...                     # optional
 
-One instance serves one sample: `reset`, then `step` for each turn, then `close`. Optional:
+One instance serves one sample: `reset`, which may return messages or a text that replace the row's
+prompt, then `step` for each turn, then `close`. Optional:
 
 - `snapshot()` returns a state, which stays in its process, and `restore(state)` goes back to it,
   even after a step that has raised. The state must not change with the environment, so it is
@@ -35,7 +36,7 @@ import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from asyncrl.rewards.values import MAX_FLOAT32
 
@@ -104,17 +105,6 @@ class StepResult:
     """Schemas of a new conversation; None: the environment's own."""
 
 
-@runtime_checkable
-class Environment(Protocol):
-    """The required methods of every environment. Either may be async."""
-
-    def reset(self, row: dict[str, Any], seed: int) -> Any:
-        """Begin a sample; return messages or a text that replace the row's prompt, or None."""
-
-    def step(self, action: Action) -> Any:
-        """Answer a turn with a `StepResult`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Traits:
     """The optional capabilities of an environment, read from its object after `reset`."""
@@ -137,6 +127,10 @@ class BadAnswerError(Exception):
         self.reason: FailureReason = reason
 
 
+def _wrong(message: str) -> BadAnswerError:
+    return BadAnswerError("wrong_type", message)
+
+
 def check_methods(environment: Any) -> None:
     """Refuse an environment without callable methods. Raises BadAnswerError."""
     for name, shown_as, arguments in (
@@ -145,7 +139,7 @@ def check_methods(environment: Any) -> None:
     ):
         method = getattr(environment, name, None)
         if not callable(method):
-            raise BadAnswerError("wrong_type", f"it has no method {shown_as}")
+            raise _wrong(f"it has no method {shown_as}")
         try:
             signature = inspect.signature(method, follow_wrapped=False)
         except (ValueError, TypeError):  # some written in C have none
@@ -153,10 +147,9 @@ def check_methods(environment: Any) -> None:
         try:
             signature.bind(*arguments)
         except TypeError as error:
-            raise BadAnswerError(
-                "wrong_type",
+            raise _wrong(
                 f"it cannot be called as {shown_as}: {error}; the signature of its `{name}` is "
-                f"{signature}",
+                f"{signature}"
             ) from error
 
 
@@ -164,15 +157,10 @@ def traits_of(environment: Any) -> Traits:
     """Read an environment's optional parts. Raises BadAnswerError."""
     replay = getattr(environment, "replay", None)
     if replay not in (None, "deterministic", "recorded"):
-        raise BadAnswerError(
-            "wrong_type",
-            f'`replay` must be "deterministic", "recorded" or None, got {shown(replay)}',
-        )
+        raise _wrong(f'`replay` must be "deterministic", "recorded" or None, got {shown(replay)}')
     both = [callable(getattr(environment, name, None)) for name in ("snapshot", "restore")]
     if any(both) and not all(both):
-        raise BadAnswerError(
-            "wrong_type", "`snapshot` and `restore` belong together; it has only one of them"
-        )
+        raise _wrong("`snapshot` and `restore` belong together; it has only one of them")
     return Traits(replay, all(both), checked_tools(getattr(environment, "tools", None) or []))
 
 
@@ -182,10 +170,9 @@ def max_turn_tokens_of(environment: Any, traits: Traits) -> int | None:
     if limit is None:
         return None
     if not _is_token(limit) or limit < 1 or traits.goes_back:
-        raise BadAnswerError(
-            "wrong_type",
+        raise _wrong(
             "`max_turn_tokens` must be a whole number from 1, and only an environment without "
-            f"`replay` and `restore` may have it, got {shown(limit)}",
+            f"`replay` and `restore` may have it, got {shown(limit)}"
         )
     return int(limit)
 
@@ -196,9 +183,7 @@ def checked_reset(result: Any) -> list[Message] | str | None:
         return None
     observation = _observation(result, "reset must return messages, a text or None")
     if not observation or isinstance(observation[0], int):
-        raise BadAnswerError(
-            "wrong_type", f"reset must return messages, a text or None, got {shown(result)}"
-        )
+        raise _wrong(f"reset must return messages, a text or None, got {shown(result)}")
     return observation  # type: ignore[return-value]  # no token ids: just checked
 
 
@@ -211,18 +196,15 @@ def checked_step(result: Any) -> StepResult:
             observation, "an observation must be messages, a text or token ids"
         )
     if not observation and not done:
-        raise BadAnswerError(
-            "wrong_type",
+        raise _wrong(
             f"the observation is {shown(observation)}, but `done` is False: the policy needs "
-            "something to answer",
+            "something to answer"
         )
     begins, tools = _bool("new_conversation", given.new_conversation), given.tools
     if tools is not None:
         tools = checked_tools(tools)
         if not begins:
-            raise BadAnswerError(
-                "wrong_type", "a step's `tools` are those of a new conversation: set it as well"
-            )
+            raise _wrong("a step's `tools` are those of a new conversation: set it as well")
     return StepResult(observation, done, _reward(given.reward), given.info, begins, tools)
 
 
@@ -232,19 +214,17 @@ def _parts(result: Any) -> StepResult:
     if isinstance(result, Mapping):
         unknown = [str(key) for key in result if key not in names]
         if unknown:
-            raise BadAnswerError(
-                "wrong_type",
+            raise _wrong(
                 f"step returned a dict with the unknown keys {', '.join(sorted(unknown))}; it may "
-                f"have {', '.join(names)}",
+                f"have {', '.join(names)}"
             )
         result = StepResult(**result)
     elif isinstance(result, tuple) and 2 <= len(result) <= len(names):
         result = StepResult(*result)
     elif not all(hasattr(result, name) for name in names[:3]):
-        raise BadAnswerError(
-            "wrong_type",
+        raise _wrong(
             "step must return a StepResult, or a dict or tuple of observation, done, reward and "
-            f"info, got {shown(result)}{_hint(result)}",
+            f"info, got {shown(result)}{_hint(result)}"
         )
     info = getattr(result, "info", None)
     return StepResult(
@@ -265,26 +245,24 @@ def _observation(value: Any, rule: str) -> Observation:
             return [_message(dict(one)) for one in value]
         if all(_is_token(one) for one in value):
             return [int(one) for one in value]
-    raise BadAnswerError("wrong_type", f"{rule}, got {shown(value)}{_hint(value)}")
+    raise _wrong(f"{rule}, got {shown(value)}{_hint(value)}")
 
 
 def _message(message: Message) -> Message:
     if not isinstance(message.get("role"), str):
-        raise BadAnswerError("wrong_type", f"a message needs a `role`, got {shown(message)}")
+        raise _wrong(f"a message needs a `role`, got {shown(message)}")
     if "content" not in message and "tool_calls" not in message:
-        raise BadAnswerError("wrong_type", f"a message needs `content`, got {shown(message)}")
+        raise _wrong(f"a message needs `content`, got {shown(message)}")
     return message
 
 
 def _reward(reward: Any) -> float:
     if isinstance(reward, str | bytes) or not hasattr(reward, "__float__"):
-        raise BadAnswerError("wrong_type", f"`reward` must be a number, got {shown(reward)}")
+        raise _wrong(f"`reward` must be a number, got {shown(reward)}")
     try:
         value = float(reward)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise BadAnswerError(
-            "wrong_type", f"`reward` must be a number, got {shown(reward)} ({error})"
-        ) from error
+        raise _wrong(f"`reward` must be a number, got {shown(reward)} ({error})") from error
     if not math.isfinite(value) or abs(value) > MAX_FLOAT32:
         raise BadAnswerError("not_finite", f"`reward` must be finite in float32, got {value}")
     return value
@@ -297,15 +275,14 @@ def checked_tools(tools: Any) -> list[dict[str, Any]]:
     BadAnswerError.
     """
     if not isinstance(tools, list | tuple) or not all(isinstance(one, Mapping) for one in tools):
-        raise BadAnswerError("wrong_type", f"`tools` must be a list of schemas, got {shown(tools)}")
+        raise _wrong(f"`tools` must be a list of schemas, got {shown(tools)}")
     for one in tools:
         function = one.get("function", one)
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not name:
-            raise BadAnswerError(
-                "wrong_type",
+            raise _wrong(
                 'each of `tools` must be {"type": "function", "function": {"name": ..., '
-                f'"parameters": ...}}}}, with a text as name, got {shown(one)}',
+                f'"parameters": ...}}}}, with a text as name, got {shown(one)}'
             )
     return [dict(one) for one in tools]
 
@@ -318,7 +295,7 @@ def _bool(name: str, value: Any) -> bool:
     if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):
         return bool(value)
     order = "; a tuple is (observation, done, reward, info)" if name == "done" else ""
-    raise BadAnswerError("wrong_type", f"`{name}` must be True or False, got {shown(value)}{order}")
+    raise _wrong(f"`{name}` must be True or False, got {shown(value)}{order}")
 
 
 def _hint(value: Any) -> str:

@@ -30,9 +30,7 @@ ADAPTERS: dict[str, str] = {
     for prefix in ("gymnasium", "openenv", "python_tools", "trl", "verifiers")
 } | {"agent": "asyncrl.environments.agents.sessions:adapter"}
 
-_KIND = user_functions.FunctionKind(
-    noun="environment", signature="Class()", arguments=(), error=RewardError
-)
+_KIND = user_functions.FunctionKind("environment", "Class()", (), RewardError)
 
 
 def check_name(name: str) -> None:
@@ -46,12 +44,12 @@ def check_name(name: str) -> None:
         return
     if separator and prefix in ADAPTERS:
         if not rest:
-            raise RewardError(f"environment {name!r}: something must follow the colon")
+            raise RewardError(f"environment {name!r}: the name after the colon is missing")
         return
     if not separator:
         raise RewardError(
-            f"there is no environment {name!r}.{nearest(name, BUILTIN)} A class of your own is "
-            "written my.module:Class or path/to/file.py:Class."
+            f"there is no environment {name!r}.{nearest(name, BUILTIN)} Name your own class as "
+            "my.module:Class or path/to/file.py:Class."
         )
     try:
         user_functions.check_name(_KIND, name)

@@ -33,7 +33,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -59,10 +59,19 @@ _MARK = "words-of-a-message"
 _CALL_ID = "abcdefghi"
 """Mistral's templates accept only ids of this length."""
 _LATE = (
-    ". Conversations are compared at turns 1, 2, 4, 8, ..., so turns between two of these may have "
-    "had less behind them until now"
+    ". Conversations are compared at turns 1, 2, 4, 8, ..., so turns between two of these may lack "
+    "some of that text until now"
 )
 _PROBE_TURNS = ("answer", "<think>\nreasoning\n</think>\n\nanswer")
+
+
+class TurnInConversation(NamedTuple):
+    """A turn, the messages before it, and the `new` ones that answer it."""
+
+    messages: Sequence[Message]
+    new: Sequence[Message]
+    turn: str
+    tools: Tools | None
 
 
 class ConversationCheck:
@@ -96,7 +105,7 @@ class ConversationCheck:
             self.needs_whole = True
             self._say_whole()
         for turn in _PROBE_TURNS:
-            if self._compare(messages, new, self.lead + turn, None, near):
+            if self._compare(TurnInConversation(messages, new, self.lead + turn, None), near):
                 return
 
     def probe_answer_of(self, tools: Tools) -> None:
@@ -129,7 +138,7 @@ class ConversationCheck:
             try:
                 if _MARK in self._template.render([*before, *marked], tools):
                     continue
-                wrong = "shows nothing of what such a message says, so the policy does not read it"
+                wrong = "does not show the content of such a message, so the policy cannot read it"
             except RenderingError as error:
                 wrong = f"refuses it ({error})"
             self.say(
@@ -137,14 +146,7 @@ class ConversationCheck:
                 f"a message of the role {role} after a turn was tried: the chat template {wrong}",
             )
 
-    def check(
-        self,
-        messages: Sequence[Message],
-        new: Sequence[Message],
-        turn: str,
-        tools: Tools | None,
-        text: str,
-    ) -> str:
+    def check(self, at: TurnInConversation, text: str) -> str:
         """Compare the end of a turn with the whole conversation as the template renders it.
 
         The check happens at turns 1, 2, 4, 8, ..., so that all checks together cost a fixed
@@ -153,23 +155,16 @@ class ConversationCheck:
         whole = text
         with contextlib.suppress(RenderingError):  # of the turn as plain content: some refuse it
             if not self.needs_whole:
-                whole = end_of_turn(self._template, messages, new, tools)
+                whole = end_of_turn(self._template, at.messages, at.new, at.tools)
             if whole != text:
                 self.needs_whole = True
                 self._say_whole(_LATE)
-            self._compare(messages, new, turn, tools, whole)
+            self._compare(at, whole)
         return whole
 
-    def _compare(
-        self,
-        messages: Sequence[Message],
-        new: Sequence[Message],
-        turn: str,
-        tools: Tools | None,
-        text: str,
-    ) -> bool:
+    def _compare(self, at: TurnInConversation, text: str) -> bool:
         """Return True, and say so once, if the template changes earlier text."""
-        _, found = self.whole(messages, new, turn, tools, text)
+        _, found = self.whole(at, text)
         if found is None:
             return False
         kept = {
@@ -181,27 +176,18 @@ class ConversationCheck:
         )
         return True
 
-    def whole(
-        self,
-        messages: Sequence[Message],
-        new: Sequence[Message],
-        turn: str,
-        tools: Tools | None,
-        text: str,
-    ) -> tuple[str, str | None]:
-        """Render a conversation; return the text, and where it differs from ours.
-
-        `messages` precede the turn, `new` follow it, and `text` is our text behind the turn.
-        """
-        own = {"role": "assistant", "content": turn.removeprefix(self.lead)}
-        whole = self._template.render([*messages, own, *new], tools)
-        return whole, first_difference(self._template.render(messages, tools) + turn + text, whole)
+    def whole(self, at: TurnInConversation, text: str) -> tuple[str, str | None]:
+        """Render a conversation; return it, and where it differs from ours with `text` behind."""
+        own = {"role": "assistant", "content": at.turn.removeprefix(self.lead)}
+        whole = self._template.render([*at.messages, own, *at.new], at.tools)
+        ours = self._template.render(at.messages, at.tools) + at.turn + text
+        return whole, first_difference(ours, whole)
 
     def _say_whole(self, late: str = "") -> None:
         self.say(
             "whole",
-            "what the chat template puts behind a turn depends on the turns before it: each turn "
-            f"renders the whole conversation, so long ones cost more per turn{late}",
+            "the text that the chat template puts behind a turn depends on the turns before it: "
+            f"each turn renders the whole conversation, so long ones cost more per turn{late}",
         )
 
     def say(self, kind: str, finding: str) -> None:
@@ -336,7 +322,8 @@ class TurnRenderer:
         text = end_of_turn(self._template, near, new, tools)
         self._check.look_for(near, new, tools)
         if _is_power_of_two(1 + [m.get("role") for m in messages].count("assistant")):
-            text = self._check.check(messages, new, self._pieces.text(turn_tokens), tools, text)
+            at = TurnInConversation(messages, new, self._pieces.text(turn_tokens), tools)
+            text = self._check.check(at, text)
         return np.asarray(self._after(text, turn_tokens), np.int32)
 
     def rewritten(
@@ -355,8 +342,8 @@ class TurnRenderer:
             return None
         new = _as_messages(new_messages)
         text = end_of_turn(self._template, messages, new, tools)
-        turn = self._pieces.text(turn_tokens)
-        whole, changed = self._check.whole(messages, new, turn, tools, text)
+        at = TurnInConversation(messages, new, self._pieces.text(turn_tokens), tools)
+        whole, changed = self._check.whole(at, text)
         return None if changed is None else np.asarray(self._pieces.encode(whole), np.int32)
 
     @contextlib.contextmanager
@@ -394,16 +381,15 @@ class TurnRenderer:
         place = self._pieces.end_token(ids)
         by_role = not ids
         if by_role:
-            ids = self._pieces.after(
-                end_of_turn(template, [PROBE_QUESTION], [PROBE_QUESTION], None)
-            )
+            text = end_of_turn(template, [PROBE_QUESTION], [PROBE_QUESTION], None)
+            ids = self._pieces.after(text)
             place = 0 if self._pieces.end_token(ids) == 0 else None
         if place is None:
             check.say(
                 "border",
-                "the chat template ends a turn of the assistant without a special token: what "
-                "follows a turn is tokenised on its own, and the tokens at the border may differ "
-                "from those of the whole text; those of the turn stay",
+                "the chat template ends a turn of the assistant without a special token: the text "
+                "after a turn is tokenised on its own, so the tokens at the border may differ from "
+                "those of the whole text; those of the turn stay",
             )
             return []
         if not self._pieces.ends(ids[: place + 1]):

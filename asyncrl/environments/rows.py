@@ -35,11 +35,10 @@ def main() -> None:
         factory = load_factory(words[0], json.loads((*words, "{}")[1]))
     except (RewardError, ValueError) as error:
         sys.exit(str(error))
-    rows = getattr(factory, "rows", None) or getattr(
-        getattr(factory, "func", None), "rows", None
-    )  # a class is made with its arguments by a partial
+    made = getattr(factory, "func", None)  # a partial holds a class and its arguments
+    rows = getattr(factory, "rows", None) or getattr(made, "rows", None)
     if rows is None:
-        sys.exit(f"environment {sys.argv[1]} has no rows of its own; give it a dataset")
+        sys.exit(f"environment {sys.argv[1]} does not have rows; give it a dataset")
     for row in rows():
         sys.stdout.write(json.dumps(row) + "\n")
 

@@ -7,8 +7,8 @@ Example:
     >>> tools = [{"type": "function", "function": {"name": "add", "parameters": {
     ...     "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}}]
     >>> text = '<tool_call>{"name": "add", "arguments": {"a": "x"}}</tool_call>'
-    >>> parse_turn(text, "hermes", tools).calls[0].result()["content"]
-    "error: wrong arguments for add: a: 'x' is not of type 'integer'"
+    >>> parse_turn(text, "hermes", tools).calls[0].error
+    "wrong arguments for add: a: 'x' is not of type 'integer'"
 
 Schemas come from agents and servers, arguments from the policy, and the check runs in the
 generator's event loop, where all samples wait for it. So it is bounded by an amount of work, which
@@ -180,11 +180,6 @@ class ToolCall:
     error: str = ""
     """The error that the model reads instead of a result; empty if the call is right."""
     error_kind: CallError | None = None
-
-    def result(self, content: str | None = None) -> Message:
-        """Return the tool's answer as a message: this content, or the call's error."""
-        text = f"error: {self.error}" if content is None else content
-        return {"role": "tool", "name": self.name, "tool_call_id": self.id, "content": text}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the call for `Action.tool_calls`, with `error` only if there is one."""

@@ -19,7 +19,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 ToolFormat = Literal["auto", "hermes", "llama", "mistral", "json"]
 """The form of a model's calls; `auto`: the form named in its chat template."""
@@ -68,11 +68,7 @@ def format_of_template(template: str | Mapping[str, str] | None) -> ToolFormat:
 
 
 def read_turn(text: str, form: ToolFormat) -> WrittenTurn:
-    """The calls of a turn.
-
-    Args:
-        text: of the turn, special tokens included, without the stop token.
-        form: not `auto`.
+    """Read the calls of a turn's text, with special tokens but without the stop token.
 
     Example:
         >>> read_turn('so <tool_call>{"name": "add"}</tool_call>', "hermes").content
@@ -178,7 +174,6 @@ _READERS: dict[str, Callable[[str], Found]] = {
     "mistral": _mistral,
     "json": _json,
 }
-FORMATS: tuple[str, ...] = get_args(ToolFormat)
 
 
 def load_json(text: str) -> tuple[Any, str]:
@@ -193,7 +188,7 @@ def load_json(text: str) -> tuple[Any, str]:
             raise RecursionError
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        return None, "the JSON has half of a surrogate pair, which is no character"
+        return None, "the JSON has half of a surrogate pair, which is not a character"
     except RecursionError:
         return None, "the JSON is nested too deeply"
     except ValueError as error:

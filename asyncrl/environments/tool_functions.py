@@ -47,14 +47,9 @@ class FunctionTool:
         self._arguments = self._model(described)
         parameters = _without_titles(self._arguments.model_json_schema())
         parameters.pop("additionalProperties", None)
-        self.schema: dict[str, Any] = {
-            "type": "function",
-            "function": {
-                "name": self.name,
-                "description": summary,
-                "parameters": {**parameters, "properties": parameters.get("properties", {})},
-            },
-        }
+        parameters.setdefault("properties", {})
+        about = {"name": self.name, "description": summary, "parameters": parameters}
+        self.schema: dict[str, Any] = {"type": "function", "function": about}
         """The schema in OpenAI's format, for the chat template."""
 
     def _model(self, described: Mapping[str, str]) -> Any:
@@ -66,13 +61,13 @@ class FunctionTool:
         for parameter in signature.parameters.values():
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise UserError(
-                    f"tool {self.name}: the argument {parameter.name} has no name in a call; "
-                    "a model calls with named arguments only"
+                    f"tool {self.name}: the argument {parameter.name} cannot be given by name, "
+                    "as in the calls of a model"
                 )
             if parameter.annotation is parameter.empty:
                 raise UserError(
-                    f"tool {self.name}: the argument {parameter.name} has no type hint, so there "
-                    f"is no schema; write {parameter.name}: int, for instance"
+                    f"tool {self.name}: the argument {parameter.name} needs a type hint for its "
+                    f"schema; write {parameter.name}: int, for instance"
                 )
             default = ... if parameter.default is parameter.empty else parameter.default
             about = described.get(parameter.name)
@@ -88,7 +83,7 @@ class FunctionTool:
             )
         except (PydanticUserError, TypeError) as error:
             first = str(error).splitlines()[0]
-            raise UserError(f"tool {self.name}: no schema fits its type hints: {first}") from error
+            raise UserError(f"tool {self.name}: its type hints fit no schema: {first}") from error
 
     def arguments(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         """Return the function's arguments and an error text, which is empty if they are valid."""

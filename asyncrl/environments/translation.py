@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from asyncrl.environments.protocol import Action, BadAnswerError, Message, Observation
+from asyncrl.environments.rendering import TurnRenderer
 from asyncrl.errors import AsyncrlError
 from asyncrl.rollout.trajectory import IntArray
 
@@ -19,41 +21,6 @@ is not tokenised, since that would block the generator for seconds."""
 Tools = Sequence[dict[str, Any]]
 Read = Callable[[str, Tools, int], tuple[Message, list[dict[str, Any]]]]
 """Maps a turn's text, the tools and the turn's number to a message and its calls."""
-
-
-class Renderer(Protocol):
-    """The interface of `asyncrl.environments.rendering.TurnRenderer`."""
-
-    def prompt(self, messages: Sequence[Message] | str, tools: Tools | None = None) -> IntArray:
-        """Return `[P]` the tokens of a conversation's beginning."""
-
-    def between(
-        self,
-        messages: Sequence[Message],
-        new_messages: Sequence[Message] | str,
-        turn_tokens: Sequence[int] | IntArray,
-        tools: Tools | None = None,
-    ) -> IntArray:
-        """Return `[N]` the tokens that follow a turn, up to the next turn's beginning."""
-
-    @property
-    def history(self) -> Literal["keep", "template"]:
-        """Policy for templates that change earlier turns."""
-
-    def rewritten(
-        self,
-        messages: Sequence[Message],
-        new_messages: Sequence[Message] | str,
-        turn_tokens: Sequence[int] | IntArray,
-        tools: Tools | None = None,
-    ) -> IntArray | None:
-        """Return `[P]` the next turn's whole prompt if the template changes earlier turns."""
-
-    def other_way(self) -> contextlib.AbstractContextManager[None]:
-        """Give observations, inside this context, the tokens of the renderer's `other_way`."""
-
-    def turn_text(self, turn_tokens: Sequence[int] | IntArray) -> str:
-        """Return a turn's text, special tokens included, without the final stop token."""
 
 
 class Observed(NamedTuple):
@@ -81,6 +48,7 @@ def read_plainly(text: str, tools: Tools, turn: int) -> tuple[Message, list[dict
     return {"role": "assistant", "content": text}, []
 
 
+@dataclass(slots=True)
 class Translation:
     """Translates for one model.
 
@@ -90,26 +58,15 @@ class Translation:
     `stop` holds strings that end a turn and are removed from its message, as other servers do.
     """
 
-    def __init__(
-        self,
-        renderer: Renderer,
-        decode: Callable[[list[int]], str],
-        vocabulary: int,
-        *,
-        max_observation_tokens: int,
-        max_prompt_tokens: int | None = None,
-        system_prompt: str | None = None,
-        read: Read = read_plainly,
-        stop: Sequence[str] = (),
-    ) -> None:
-        self._renderer = renderer
-        self._decode = decode
-        self._vocabulary = vocabulary
-        self._max_observation_tokens = max_observation_tokens
-        self._max_prompt_tokens = max_prompt_tokens
-        self._system_prompt = system_prompt
-        self._read = read
-        self._stop = stop
+    renderer: TurnRenderer
+    decode: Callable[[list[int]], str]
+    vocabulary: int
+    _: KW_ONLY
+    max_observation_tokens: int
+    max_prompt_tokens: int | None = None
+    system_prompt: str | None = None
+    read: Read = read_plainly
+    stop: Sequence[str] = ()
 
     def conversation(
         self, first: Sequence[Message] | str | None, row: dict[str, Any]
@@ -117,18 +74,18 @@ class Translation:
         """Return the messages before the first turn: the environment's, else the row's prompt."""
         said = first if first is not None else row.get("prompt", "")
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
-        system = self._system_prompt
-        if system is not None and not (messages and messages[0].get("role") == "system"):
-            messages = [{"role": "system", "content": system}, *messages]
-        return messages
+        system = self.system_prompt
+        if system is None or (messages and messages[0].get("role") == "system"):
+            return messages
+        return [{"role": "system", "content": system}, *messages]
 
     def prompt(self, messages: Sequence[Message], tools: Tools) -> IntArray:
         """Return `[P]` the tokens before the first turn. Raises BadAnswerError."""
         self.check_prompt(messages)
-        if tools and self._max_prompt_tokens is not None:
-            _check_size("list of tools", tools, self._max_prompt_tokens, "engine.max_model_len")
+        if tools and self.max_prompt_tokens is not None:
+            _check_size("list of tools", tools, self.max_prompt_tokens, "engine.max_model_len")
         with _refusals_of_the_template():
-            tokens = self._renderer.prompt(messages, tools or None)
+            tokens = self.renderer.prompt(messages, tools or None)
         if not len(tokens):
             raise BadAnswerError("wrong_type", "the prompt is empty once tokenised")
         return tokens
@@ -136,12 +93,12 @@ class Translation:
     def action(self, tokens: IntArray, tools: Tools, turn: int) -> Action:
         """Return a turn of the policy as its environment receives it."""
         ids = tokens.tolist()
-        message, calls = self._read(self._renderer.turn_text(ids), tools, turn)
-        text = self._decode(ids)
+        message, calls = self.read(self.renderer.turn_text(ids), tools, turn)
+        text = self.decode(ids)
         if not calls:
             message = {"role": "assistant", "content": text}
         content = message["content"]
-        if places := [place for one in self._stop if (place := content.find(one)) >= 0]:
+        if places := [place for one in self.stop if (place := content.find(one)) >= 0]:
             message = {**message, "content": content[: min(places)]}
         return Action(text, ids, message, calls)
 
@@ -151,12 +108,12 @@ class Translation:
         A process learns during a run what its chat template needs, so renderings can differ between
         times and processes.
         """
-        return self._renderer.other_way()
+        return self.renderer.other_way()
 
     @property
     def keeps_history(self) -> bool:
         """True if generated tokens stay where the chat template changes earlier turns."""
-        return self._renderer.history == "keep"
+        return self.renderer.history == "keep"
 
     def begun(self, observation: Observation, tools: Tools) -> Observed:
         """Render a whole new conversation. Raises BadAnswerError."""
@@ -167,8 +124,8 @@ class Translation:
 
     def check_prompt(self, messages: Sequence[Message]) -> None:
         """Refuse a conversation that exceeds any prompt. Raises BadAnswerError."""
-        if self._max_prompt_tokens is not None:
-            _check_size("prompt", messages, self._max_prompt_tokens, "engine.max_model_len")
+        if self.max_prompt_tokens is not None:
+            _check_size("prompt", messages, self.max_prompt_tokens, "engine.max_model_len")
 
     def between(
         self, before: Sequence[Message], new: Observation, turn: IntArray, tools: Tools
@@ -176,7 +133,7 @@ class Translation:
         """Return `[N]` the tokens that follow a turn. Raises BadAnswerError."""
         said: Any = new
         with _refusals_of_the_template():
-            tokens = self._renderer.between(before, said, turn, tools or None)
+            tokens = self.renderer.between(before, said, turn, tools or None)
         if not len(tokens):
             raise BadAnswerError("wrong_type", "the observation is empty once tokenised")
         return tokens
@@ -190,7 +147,7 @@ class Translation:
     ) -> Observed:
         """Return an observation's tokens and messages. Raises BadAnswerError."""
         rewritten: IntArray | None = None
-        limit = self._max_observation_tokens
+        limit = self.max_observation_tokens
         _check_size("observation", observation, limit, "environment.max_observation_tokens")
         if is_ids(observation):
             ids, messages = self._of_ids(observation)
@@ -199,13 +156,13 @@ class Translation:
             ids = self.between(before, said, turn_tokens, tools)
             if not self.keeps_history:
                 with _refusals_of_the_template():
-                    rewritten = self._renderer.rewritten(before, said, turn_tokens, tools or None)
+                    rewritten = self.renderer.rewritten(before, said, turn_tokens, tools or None)
             messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
-        if len(ids) > self._max_observation_tokens:
+        if len(ids) > self.max_observation_tokens:
             raise BadAnswerError(
                 "too_long",
                 f"the observation has {len(ids)} tokens, more than "
-                f"environment.max_observation_tokens ({self._max_observation_tokens})",
+                f"environment.max_observation_tokens ({self.max_observation_tokens})",
             )
         if rewritten is not None:
             return Observed(rewritten, messages, begins_context=True)
@@ -213,13 +170,13 @@ class Translation:
 
     def _of_ids(self, observation: Observation) -> tuple[IntArray, list[Message]]:
         tokens = np.asarray(observation, np.int64)
-        if tokens.max() >= self._vocabulary:
+        if tokens.max() >= self.vocabulary:
             raise BadAnswerError(
                 "wrong_type",
-                f"the observation has the token id {tokens.max()}, and the model has "
-                f"{self._vocabulary}",
+                f"the observation has the token id {tokens.max()}, but the model's ids end at "
+                f"{self.vocabulary - 1}",
             )
-        said = self._decode(tokens.tolist())
+        said = self.decode(tokens.tolist())
         return tokens.astype(np.int32), [{"role": "user", "content": said}]
 
 

@@ -2,10 +2,9 @@
 
     controller ── socket, process ──► reward server ◄── requests ── reward workers of all generators
 
-A run has one copy of each model, whatever the number of generators and workers. The controller
-keeps the listening socket. So the address stays when the process ends and another one is started,
-and connections wait meanwhile. Generators read the addresses from RUN/reward-servers.json. The
-kernel kills a server with the controller.
+The controller keeps the listening socket, so a restarted server has the same address, and
+connections wait for it. Generators read the addresses from RUN/reward-servers.json. The kernel
+kills a server with the controller.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ _FILE = "reward-servers.json"
 _BACKLOG = 1024
 _CHECK_SECONDS = 0.5
 _PAUSE_SECONDS = 1.0
-"""Before a server that ended is started again; twice as long each time, up to the next."""
+"""First pause before a restart; it doubles each time, up to `_LONGEST_PAUSE`."""
 _LONGEST_PAUSE = 60.0
 _LONG_SECONDS = 600.0
-"""A server that lived for so long did not end soon, and the pauses begin again."""
+"""Lifetime of a server after which the pauses begin again with the first."""
 _END_SECONDS = 5.0
 
 
 def starts_servers(config: RewardConfig) -> bool:
-    """Whether a run with these rewards starts reward servers."""
+    """Return True if a run with these rewards starts reward servers."""
     return bool(_served_here(config))
 
 
 def _served_here(config: RewardConfig) -> dict[int, dict[str, Any]]:
-    """By a function's index, its arguments."""
+    """Return the arguments of each function that needs a server, by the function's index."""
     return {
         index: one.args
         for index, one in enumerate(config.functions)
@@ -54,121 +53,74 @@ def _served_here(config: RewardConfig) -> dict[int, dict[str, Any]]:
     }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Server:
+    """The server of one model, whose process restarts after its end."""
+
     args: Mapping[str, Any]
-    listening: socket.socket
     log: Path
-    process: subprocess.Popen[bytes]
-    began: float
-    """Monotonic seconds."""
-    starts: int = 1
+    say: Callable[[str], None]
+    listening: socket.socket = field(init=False)
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.listening = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+        self.process = _spawn(self.args, self.listening, self.log)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.listening.getsockname()[1]}"
 
-
-@dataclass(slots=True, eq=False)
-class RewardServers:
-    """The servers of one run."""
-
-    logs: Path
-    """Folder of their logs."""
-    say: Callable[[str], None]
-    _servers: dict[int, _Server] = field(default_factory=dict)
-    """By the index of their function in `rewards.functions`."""
-    _watching: asyncio.Task[None] | None = None
-
-    @property
-    def urls(self) -> dict[int, str]:
-        """By the index of the function."""
-        return {index: server.url for index, server in self._servers.items()}
-
-    async def start(self, config: RewardConfig) -> None:
-        """Start the servers and wait until each has scored a trial text.
-
-        Raises:
-            UserError: one does not, within `rewards.startup_seconds`.
-        """
-        for index, args in _served_here(config).items():
-            self._add(index, args)
-        served = with_urls(config, self.urls)
-        for index, server in self._servers.items():
-            args = served.functions[index].args
-            await self._until_ready(index, server, args, config.startup_seconds)
-        if self._servers:
-            self._watching = asyncio.create_task(self._watch())
-
-    async def close(self) -> None:
-        """End the servers. Idempotent."""
-        if self._watching is not None:
-            self._watching.cancel()
-            self._watching = None
-        servers, self._servers = list(self._servers.values()), {}
-        for server in servers:
-            server.process.terminate()
-        for server in servers:
-            try:
-                await asyncio.to_thread(server.process.wait, _END_SECONDS)
-            except subprocess.TimeoutExpired:
-                server.process.kill()
-                await asyncio.to_thread(server.process.wait)
-            server.listening.close()
-
-    def _add(self, index: int, args: Mapping[str, Any]) -> None:
-        listening = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
-        log = self.logs / f"reward-server-{index}.log"
-        process = _spawn(args, listening, log)
-        self._servers[index] = _Server(args, listening, log, process, time.monotonic())
-
-    async def _until_ready(
-        self, index: int, server: _Server, args: dict[str, Any], seconds: float
-    ) -> None:
+    async def until_ready(self, index: int, args: dict[str, Any], seconds: float) -> None:
+        """Wait until it has scored a trial text for function number `index`. Raises UserError."""
         args = args | {"attempt_seconds": None}  # the model is loaded first
         trial = asyncio.create_task(reward_model.try_once(args, seconds))
-        while not trial.done() and server.process.poll() is None:
+        while not trial.done() and self.process.poll() is None:
             await asyncio.wait([trial], timeout=_CHECK_SECONDS)
         ended = not trial.done()
         if ended:
             trial.cancel()
             await asyncio.wait([trial])
-        reason = _last_line(server.log) if ended else trial.result()
+        reason = _last_line(self.log) if ended else trial.result()
         if ended or reason is not None:
-            how = "ended as it was started"
+            how = "ended while it started"
             if not ended:
-                how = f"scored no trial text within {seconds:g} s (rewards.startup_seconds)"
+                how = f"did not score a trial text within {seconds:g} s (rewards.startup_seconds)"
             raise UserError(
-                f"the server of rewards.functions[{index}] with {server.args['model']} {how}: "
+                f"the server of rewards.functions[{index}] with {self.args['model']} {how}: "
                 f"{reason}"
             )
 
-    async def _watch(self) -> None:
-        """Start servers again that have ended."""
+    async def keep(self) -> None:
+        """Restart the process whenever it has ended."""
+        pause = _PAUSE_SECONDS
         while True:
-            await asyncio.sleep(_CHECK_SECONDS)
-            for server in self._servers.values():
-                code = server.process.poll()
-                if code is not None:
-                    try:
-                        await self._start_again(server, code)
-                    except OSError as error:  # no memory, processes or descriptors; tried again
-                        self.say(f"WARNING: a reward server could not be started: {error}")
+            began = time.monotonic()
+            while (code := self.process.poll()) is None:  # noqa: ASYNC110 - a process ends
+                await asyncio.sleep(_CHECK_SECONDS)
+            if time.monotonic() - began > _LONG_SECONDS:
+                pause = _PAUSE_SECONDS
+            last = _last_line(self.log)
+            self.say(
+                f"WARNING: the reward server with {self.args['model']} ended with exit code {code}"
+                f"{': ' + last if last else ''}; it restarts in {pause:g} s. Rewards wait for it, "
+                "up to rewards.timeout_seconds each"
+            )
+            await asyncio.sleep(pause)
+            pause = min(_LONGEST_PAUSE, 2 * pause)
+            try:
+                self.process = _spawn(self.args, self.listening, self.log)
+            except OSError as error:  # no memory, processes or descriptors
+                self.say(f"WARNING: a reward server could not be started: {error}")
 
-    async def _start_again(self, server: _Server, code: int) -> None:
-        if time.monotonic() - server.began > _LONG_SECONDS:
-            server.starts = 1
-        pause = min(_LONGEST_PAUSE, _PAUSE_SECONDS * 2.0 ** min(server.starts - 1, 16))
-        last = _last_line(server.log)
-        self.say(
-            f"WARNING: the reward server with {server.args['model']} ended with exit code {code}"
-            f"{': ' + last if last else ''}; it is started again in {pause:g} s. Rewards wait "
-            f"for it, up to rewards.timeout_seconds each"
-        )
-        await asyncio.sleep(pause)
-        server.starts += 1
-        server.began = time.monotonic()
-        server.process = _spawn(server.args, server.listening, server.log)
+    async def close(self) -> None:
+        """End the process, which has been asked to terminate."""
+        try:
+            await asyncio.to_thread(self.process.wait, _END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            await asyncio.to_thread(self.process.wait)
+        self.listening.close()
 
 
 def _spawn(args: Mapping[str, Any], listening: socket.socket, log: Path) -> subprocess.Popen[bytes]:
@@ -191,36 +143,61 @@ def _spawn(args: Mapping[str, Any], listening: socket.socket, log: Path) -> subp
 
 def _last_line(path: Path) -> str:
     try:
-        with path.open("rb") as log:
-            log.seek(max(0, path.stat().st_size - (1 << 14)))
-            lines = log.read().decode("utf-8", "replace").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")[:400]
 
 
 def with_servers(config: RewardConfig, run: Path) -> RewardConfig:
-    """The configuration with the addresses that the controller of a run has written."""
+    """Return the configuration with the addresses that the run's controller has written."""
     if not starts_servers(config):
         return config
     try:
         urls = msgspec.json.decode((run / _FILE).read_bytes(), type=dict[int, str])
     except (OSError, msgspec.MsgspecError) as error:
-        raise UserError(f"{run / _FILE} has no addresses of reward servers: {error}") from error
+        raise UserError(
+            f"the addresses of the reward servers cannot be read from {run / _FILE}: {error}"
+        ) from error
     return with_urls(config, urls)
 
 
 def with_urls(config: RewardConfig, urls: Mapping[int, str]) -> RewardConfig:
-    """A copy in which functions ask these servers, by the functions' indices."""
+    """Return a copy in which functions use these servers, by the functions' indices."""
     functions = list(config.functions)
     for index, url in urls.items():
-        own = {
-            key: value
-            for key, value in functions[index].args.items()
-            if key not in reward_model.SERVER_ARGS
-        }
+        given = functions[index].args.items()
+        own = {key: value for key, value in given if key not in reward_model.SERVER_ARGS}
         functions[index] = functions[index].model_copy(update={"args": own | {"url": url}})
     return config.model_copy(update={"functions": tuple(functions)})
+
+
+@contextlib.asynccontextmanager
+async def served(
+    config: RewardConfig, logs: Path, say: Callable[[str], None]
+) -> AsyncIterator[RewardConfig]:
+    """Yield the configuration with the addresses of running servers, which score a trial text.
+
+    Raises UserError if one does not within `rewards.startup_seconds`.
+    """
+    servers: dict[int, _Server] = {}
+    keeping: list[asyncio.Task[None]] = []
+    try:
+        for index, args in _served_here(config).items():
+            servers[index] = _Server(args, logs / f"reward-server-{index}.log", say)
+        found = with_urls(config, {index: server.url for index, server in servers.items()})
+        for index, server in servers.items():
+            args = found.functions[index].args
+            await server.until_ready(index, args, config.startup_seconds)
+        keeping += [asyncio.create_task(server.keep()) for server in servers.values()]
+        yield found
+    finally:
+        for task in keeping:
+            task.cancel()
+        for server in servers.values():
+            server.process.terminate()
+        for server in servers.values():
+            await server.close()
 
 
 async def open_reward_servers(
@@ -229,33 +206,11 @@ async def open_reward_servers(
     say: Callable[[str], None],
     closing: contextlib.AsyncExitStack,
 ) -> None:
-    """Start the reward servers of a run, if it has any; `closing` ends them.
-
-    Raises:
-        UserError: one cannot serve its model.
-    """
-    servers = RewardServers(run / "logs", say)
-    closing.push_async_callback(servers.close)
-    await servers.start(config)
-    if servers.urls:
-        write_atomically(run / _FILE, msgspec.json.encode(servers.urls).decode())
-        for index, url in servers.urls.items():
-            model = config.functions[index].args["model"]
-            say(f"reward model {model} is served at {url}, on the CPU")
-
-
-@contextlib.asynccontextmanager
-async def served(
-    config: RewardConfig, logs: Path, say: Callable[[str], None]
-) -> AsyncIterator[RewardConfig]:
-    """The configuration with the addresses of servers that run until the end.
-
-    Raises:
-        UserError: a server cannot serve its model.
-    """
-    servers = RewardServers(logs, say)
-    try:
-        await servers.start(config)
-        yield with_urls(config, servers.urls)
-    finally:
-        await servers.close()
+    """Start the reward servers of a run until `closing` ends. Raises UserError as `served`."""
+    found = await closing.enter_async_context(served(config, run / "logs", say))
+    urls = {index: found.functions[index].args["url"] for index in _served_here(config)}
+    if urls:
+        write_atomically(run / _FILE, msgspec.json.encode(urls).decode())
+    for index, url in urls.items():
+        model = config.functions[index].args["model"]
+        say(f"reward model {model} is served at {url}, on the CPU")

@@ -3,9 +3,8 @@
     POST /classify   {"messages": [...]} or {"input": "..."} ──► {"data": [{"probs": [logits]}]}
 
 `python -m asyncrl.reward_server.server` inherits the listening socket and ends with the controller.
-It is no vLLM since it takes the CPU: the GPUs are handed out, and vLLM's build for GPUs computes
-nowhere else. It does what a reward needs and no more: rewards are asked one text at a time, and
-those that wait while the model computes are its next batch.
+It computes on the CPU, which vLLM's build for GPUs cannot: the run's GPUs are taken. A request has
+one text, and those that wait while the model computes form its next batch.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
@@ -41,17 +41,17 @@ from asyncrl.user_code.process_tree import end_with_parent
 logger = logging.getLogger(__name__)
 
 BATCH_TOKENS = 16_384
-"""Most tokens of a batch, padding included; a longer text is a batch of its own."""
+"""Most tokens of a batch, padding included; a longer text is a separate batch."""
 _END_SECONDS = 3
 
 
 class Question(msgspec.Struct):
-    """The fields of vLLM's request that are understood; logits are given whatever it asks for."""
+    """The supported fields of vLLM's request. The answer always has logits."""
 
     messages: list[dict[str, str]] | None = None
     input: str = ""
     truncate_prompt_tokens: int | None = None
-    """Any number: a text that is too long loses its beginning."""
+    """Any number: the beginning of a longer text is left out."""
 
 
 class TooLongError(Exception):
@@ -61,12 +61,8 @@ class TooLongError(Exception):
 class Classifier:
     """A loaded model. `encode` may be called from several threads, `score` from one.
 
-    Args:
-        folder: or hub id.
-        max_tokens: of a text; None: as many as the model has positions.
-
-    Raises:
-        UserError: it is no reward model that can be served.
+    `folder` may be a hub id; by default, `max_tokens` of a text is the number of the model's
+    positions. Raises UserError if it cannot be served as a reward model.
     """
 
     def __init__(self, folder: str, max_tokens: int | None = None) -> None:
@@ -78,8 +74,7 @@ class Classifier:
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             if wants_own_code(error):
                 raise UserError(
-                    f"{folder} has code of its own (auto_map in its files); models with code of "
-                    "their own are not supported"
+                    f"{folder} needs its own code (auto_map in its files), which is not supported"
                 ) from error
             raise UserError(f"{folder} cannot be loaded: {error}") from error
         if missing := sorted(info.get("missing_keys", ())):
@@ -91,17 +86,15 @@ class Classifier:
         if model.config.pad_token_id is None:
             model.config.pad_token_id = self._tokenizer.pad_token_id
         self.pads = model.config.pad_token_id is not None
-        """Whether it takes several texts at once."""
+        """True if the model takes several texts at once."""
         positions = getattr(model.config, "max_position_embeddings", None)
         self.max_tokens: int = max_tokens or positions or 1 << 20
         self._encoding = threading.Lock()  # tokenizers change their own state
 
     def encode(self, question: Question) -> list[int]:
-        """The tokens of a text, or of messages: by the chat template, else as a pair of texts.
+        """Return the tokens of a text, or of messages: by the chat template, else as a text pair.
 
-        Raises:
-            RenderingError: the chat template refuses the messages.
-            TooLongError: there are more than the model takes.
+        Raises RenderingError if the template refuses the messages, and TooLongError.
         """
         tokenizer, messages = self._tokenizer, question.messages
         with self._encoding:
@@ -115,25 +108,20 @@ class Classifier:
         if len(tokens) > self.max_tokens and question.truncate_prompt_tokens is None:
             raise TooLongError(
                 f"the text has {len(tokens)} tokens, and the reward model takes {self.max_tokens}; "
-                "lower sampling.max_tokens, or have the beginning left out (truncate: left)"
+                "lower sampling.max_tokens, or leave out the beginning (args.truncate: left)"
             )
         return tokens[-self.max_tokens :]
 
     def score(self, batch: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The outputs for each text.
-
-        Args:
-            batch: tokens of texts; one, if the model does not pad.
-        """
-        longest = max(len(tokens) for tokens in batch)
-        ids = torch.full((len(batch), longest), self._model.config.pad_token_id or 0)
-        mask = torch.zeros_like(ids)
-        for row, tokens in enumerate(batch):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-            mask[row, : len(tokens)] = 1
+        """Return the outputs for the tokens of each text; one text, if the model does not pad."""
+        texts = [torch.tensor(tokens, dtype=torch.long) for tokens in batch]
+        pad = self._model.config.pad_token_id or 0
+        ids = pad_sequence(texts, batch_first=True, padding_value=pad)
+        mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
         with torch.inference_mode():
             logits = self._model(input_ids=ids, attention_mask=mask).logits
-        return [[float(value) for value in row] for row in logits.float()]
+        scores: list[list[float]] = logits.float().tolist()
+        return scores
 
 
 @dataclass(slots=True, eq=False)
@@ -152,7 +140,7 @@ class App:
         self._arrived = asyncio.Event()
 
     async def classify(self, request: Request) -> JSONResponse:
-        """The outputs for one text."""
+        """Answer with the outputs for one text."""
         try:
             question = msgspec.json.decode(await request.body(), type=Question)
             tokens = await asyncio.to_thread(self._classifier.encode, question)
@@ -170,7 +158,7 @@ class App:
         return JSONResponse({"data": [{"index": 0, "probs": outputs}]})
 
     async def run(self) -> None:
-        """Compute what arrives."""
+        """Compute batches as texts arrive."""
         while True:
             await self._arrived.wait()
             batch = await self._next()
@@ -189,7 +177,7 @@ class App:
                     text.outputs.set_result(outputs)
 
     async def _next(self) -> list[_Text]:
-        """Texts that wait and fit into one batch; those that nobody waits for are dropped."""
+        """Take waiting texts that fit into one batch; drop those whose caller has disconnected."""
         batch: list[_Text] = []
         longest = 0
         while self._waiting:

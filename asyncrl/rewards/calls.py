@@ -1,4 +1,4 @@
-"""The calls of a pool: from the caller to a reward or a failure, in one or more attempts."""
+"""Calls of a pool: from the caller to a reward or a failure, in one or more attempts."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from asyncrl.wire.records.evaluations import Verdict
 from asyncrl.wire.records.reward_counts import ServiceCounts
 
 _SHOWN_CHARACTERS = 80
-"""Of a response that an error message quotes."""
+"""Longest quotation of a response in an error message."""
 
 
 class Reward(NamedTuple):
-    """What a response is worth."""
+    """The reward of a response."""
 
     value: float
     """The weighted sum, finite in float32."""
     terms: tuple[float, ...] = ()
-    """What each function returned, in the order of the configuration, without weights; empty for
-    a failure that counts as 0."""
+    """The functions' values in the order of the configuration, without weights; empty after a
+    failure that counts as 0."""
     verdict: Verdict = "scored"
-    """Unless `scored`, it failed and counts as 0 in training."""
+    """Any other verdict is a failure, which counts as 0 in training."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -38,11 +38,11 @@ class RewardCall(PendingCall):
     description: str
     """The example and the response, for error messages."""
     term: int = 0
-    """Index of the function that is being computed."""
+    """Index of the function that runs now."""
     attempts: int = 0
-    """Processes that died while they computed it."""
+    """Number of processes that died while they computed this call."""
     lost_before_begin: int = 0
-    """Processes that died with this call first in their input."""
+    """Number of processes that died with this call first in their input."""
 
 
 def described(example_id: str, response: str) -> str:
@@ -55,17 +55,17 @@ def described(example_id: str, response: str) -> str:
 
 @dataclass(slots=True)
 class CallQueue:
-    """The calls that no worker has, in order of arrival, and the errors that they may end with."""
+    """Calls that were not sent to a worker, in order of arrival, and the errors of failed calls."""
 
     config: RewardConfig
     waiting: deque[RewardCall] = field(default_factory=deque)
     retried: int = 0
-    """Calls that were made again because their process had died."""
+    """Number of calls that were repeated because their process had died."""
     services: dict[str, ServiceCounts] = field(default_factory=dict)
-    """By function, what was used of servers."""
+    """Requests to servers, by function."""
 
     def note_uses(self, uses: Iterable[ServiceUse]) -> None:
-        """Add what a call used of servers."""
+        """Add the requests that one call made to servers."""
         for use in uses:
             label = self.label(use.term)
             used = ServiceCounts(
@@ -81,9 +81,9 @@ class CallQueue:
         self.waiting.extendleft(reversed([one for one in calls if not one.answer.done()]))
 
     def process_died(self, victims: list[RewardCall], lost: WorkerLost) -> None:
-        """Repeat the calls that a process was computing, or fail one that has had all attempts.
+        """Repeat the calls of a dead process, or fail the only one after its last attempt.
 
-        A call that starts too many processes would do so again.
+        A call that starts too many processes is not repeated.
         """
         if len(victims) > 1:
             self.repeat_alone(victims)
@@ -97,9 +97,9 @@ class CallQueue:
                 self.put_back([call])
 
     def repeat_alone(self, calls: list[RewardCall]) -> None:
-        """Repeat calls of which one, nobody knows which, has ended or blocked their process.
+        """Repeat each call alone, because one of them, unknown which, ended or blocked a process.
 
-        Alone, so that the call that is at fault does not use up the attempts of the others.
+        Then the call at fault does not use up the attempts of the others.
         """
         for call in calls:
             call.alone = True
@@ -107,7 +107,7 @@ class CallQueue:
         self.put_back(calls)
 
     def died(self, call: RewardCall, lost: WorkerLost) -> RewardFailed:
-        """The error of a call whose processes all died, or that started too many processes."""
+        """Return the error of a call that killed its processes or started too many."""
         rest, most = f"It was scoring {call.description}", self.config.max_attempts
         if not lost.too_many and most > 1:
             rest += f" (attempt {call.attempts} of {most})"
@@ -119,10 +119,7 @@ class CallQueue:
         )
 
     def overdue(self, call: RewardCall, why: str = "", *, waited: bool = False) -> RewardTimeout:
-        """The error of a call that took too long.
-
-        With `waited` it did not compute, but waited for something else, which `why` names.
-        """
+        """Return the error of a call that took too long; `waited`: for a service named in `why`."""
         return RewardTimeout(
             f"reward {self.name(call.term)!r} did not return within "
             f"{self.config.timeout_seconds:g} s (rewards.timeout_seconds) for {call.description}"
@@ -132,7 +129,7 @@ class CallQueue:
         )
 
     def failed(self, call: RewardCall, answer: Failed) -> RewardFailed:
-        """The error of a call that the worker could not score."""
+        """Return the error of a call that the worker could not score."""
         call.term = answer.term
         if answer.reason == "timeout":
             return self.overdue(call, answer.message, waited=True)
@@ -145,11 +142,9 @@ class CallQueue:
         )
 
     def name(self, term: int) -> str:
-        """The function as the configuration names it."""
-        functions = self.config.functions
-        return functions[term].name if 0 <= term < len(functions) else "weighted sum"
+        """Return the function's name in the configuration."""
+        return "weighted sum" if term == WHOLE_SUM else self.config.functions[term].name
 
     def label(self, term: int) -> str:
-        """The function's name in metrics."""
-        labels = self.config.labels
-        return labels[term] if 0 <= term < len(labels) else "weighted sum"
+        """Return the function's name in metrics."""
+        return "weighted sum" if term == WHOLE_SUM else self.config.labels[term]

@@ -1,9 +1,9 @@
 """The reward `code`: the share of a problem's tests that a program passes, run in the sandbox.
 
-Import-light: a worker process loads this file. `asyncrl.programs.tests` says what tests are. What
-is right is compared outside the sandbox, so a program can pass them only by being right, but for
-tests that stay an `assert`. The first failure that the sandbox itself has ends the reward with an
-error: it is never taken for a wrong program. Nor is a lack of time that is the machine's.
+Results are compared outside the sandbox, so a program can pass only by being right, except for
+tests that are an `assert` (`asyncrl.programs.tests`). A failure of the sandbox raises an error, and
+so does a lack of time on a busy machine: neither counts as a wrong program. Import-light: worker
+processes load this file.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from asyncrl.sandbox.run import Outcome
 TOTAL_SECONDS = 8.0
 _WALL = 4.0
 _OWN_SHARE = 0.5
-"""Of the time of all tests: a program that took so much by its own doing is too slow."""
+"""Share of `total_seconds` of own time from which a program counts as too slow."""
 TESTS = "tests"
-"""The column that holds the tests, unless the arguments name another."""
+"""Default column of the tests."""
 
 
 def code(
@@ -40,27 +40,14 @@ def code(
     memory_mib: int = 512,
     tolerance: float = 0.0,
 ) -> float:
-    """The share of the tests that the response's Python program passes, from 0 to 1.
+    """Return the share of the tests in column `tests` that the response's program passes.
 
-    Tests that are not reached within `total_seconds` count as failed if the program has taken half
-    of that time by its own doing.
-
-    Args:
-        prompt: not used.
-        response: of the model; `program_of` finds the program.
-        row: of the dataset.
-        tests: the column that holds the tests.
-        partial: False: 1 if all are passed, else 0; the first failure ends it.
-        test_seconds: most CPU time of one test, rounded up to whole seconds. Its time by the clock
-            may be four times that, so that a busy machine fails no right program.
-        total_seconds: longest time of all of them; below `rewards.timeout_seconds`.
-        memory_mib: most memory of one run of the sandbox.
-        tolerance: by how much returned floats may differ, and by which part of the larger one.
-
-    Raises:
-        ValueError: the row has no tests, or one is none of the three forms.
-        NoRewardError: `timeout`: tests were not reached because the machine was busy.
-        SandboxError: this machine cannot contain a program.
+    Without `partial`, the result is 1 if all pass, else 0. A test may take `test_seconds` of CPU
+    time, rounded up to whole seconds, and four times that by the clock, so that a busy machine does
+    not fail a right program. Tests that are not reached within `total_seconds` count as failed if
+    the program's own time was at least half of that. `tolerance` is absolute and relative, for
+    returned floats. Raises ValueError if the row's tests are missing or invalid, NoRewardError
+    (`timeout`) if the machine was too busy, SandboxError if it cannot contain a program.
     """
     del prompt
     wanted = read_tests(row.get(tests), tests)
@@ -82,14 +69,13 @@ class _Judging:
     memory_mib: int
     tolerance: float
     own_seconds: float = 0.0
-    """That the program took by its own doing."""
     deadline: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.deadline = time.monotonic() + self.total_seconds
 
     def passed(self, tests: Sequence[Test]) -> int:
-        """How many are passed; without partial credit only up to the first failure."""
+        """Count the passed tests, without partial credit only up to the first failure."""
         judged, passed = 0, 0
         while judged < len(tests):
             if self._left() <= 0:
@@ -103,7 +89,7 @@ class _Judging:
         return passed
 
     def _next(self, tests: Sequence[Test]) -> list[bool]:
-        """Whether the next tests are passed, some or one of them; none: the time was out."""
+        """Run the next test or tests; return for each if it passed. Empty: the time is over."""
         if isinstance(tests[0], Printed):
             right, outcome = prints(self.program, tests[0], self._limits(_WALL))
             return [] if self._ended_by_the_clock(outcome) else [right]
@@ -125,7 +111,7 @@ class _Judging:
         return answers
 
     def _ended_by_the_clock(self, outcome: Outcome) -> bool:
-        """Whether the time of all tests was out, not that of one."""
+        """Return True if the time of all tests is over, not just that of one."""
         self.own_seconds += outcome.own_seconds
         return outcome.ending == "wall_seconds" and self._left() <= 0
 
@@ -141,12 +127,12 @@ class _Judging:
         )
 
     def _out_of_time(self, unreached: int, tests: int) -> None:
-        """Tell a program that is too slow from a machine that is. Raises NoRewardError."""
+        """Raise NoRewardError if the machine was too slow, not the program."""
         if self.own_seconds < _OWN_SHARE * self.total_seconds:
             raise NoRewardError(
                 "timeout",
                 f"{unreached} of {tests} tests were not reached within args.total_seconds "
-                f"({self.total_seconds:g}), of which the program took {self.own_seconds:.1f} s. "
-                "The machine is too busy or the tests are too many: raise it and "
-                "rewards.timeout_seconds, or start fewer rewards.workers",
+                f"({self.total_seconds:g} s), of which the program used {self.own_seconds:.1f} s. "
+                "The machine is too busy or there are too many tests: raise args.total_seconds "
+                "and rewards.timeout_seconds, or lower rewards.workers",
             )

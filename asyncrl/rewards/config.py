@@ -17,9 +17,9 @@ class RewardFunctionConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: FunctionName = Field(default="arithmetic", min_length=1)
-    """`exact_match`, `math_verify`, `format`, `arithmetic`, `code` (docs/rewards.md),
-    `reward_model`, `judge` (docs/rewards.md), or a function of your own, given as
-    `my.module:function` or `path/to/file.py:function`."""
+    """`exact_match`, `math_verify`, `format`, `arithmetic`, `code`, `reward_model`, `judge`
+    (docs/rewards.md), or your own function, given as `my.module:function` or
+    `path/to/file.py:function`."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor of this term in the sum."""
     args: Arguments = {}
@@ -27,33 +27,33 @@ class RewardFunctionConfig(BaseModel):
 
 
 class RewardConfig(BaseModel):
-    """How responses are scored: a weighted sum of functions, in worker processes."""
+    """The scoring of responses: a weighted sum of functions, in worker processes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(),)
-    """The terms; the reward is the sum of weight times value. May be empty with an environment,
-    and is so unless it is given there (`environment.name`)."""
+    """The terms; the reward is the sum of weight times value. May be empty with an environment
+    (`environment.name`), which is the default there."""
     timeout_seconds: float = Field(default=10.0, gt=0, le=WEEK_SECONDS)
-    """Longest time for scoring one response, all terms together. Then the process is killed with
-    all that it has started; an async function is cancelled first."""
+    """Longest time for scoring one response, all terms together. After it, the process is killed
+    with all that it has started; an async function is cancelled first."""
     startup_seconds: float = Field(default=60.0, gt=0, le=WEEK_SECONDS)
     """Longest time for a worker process to import the functions."""
     workers: int = Field(default=1, ge=1, le=256)
     """Worker processes. Each scores one response at a time, or `concurrency` if a function is
     `async def`."""
     concurrency: int = Field(default=16, ge=1, le=1024)
-    """Calls of async functions that one worker process runs at once."""
+    """Maximum number of concurrent calls of async functions in one worker process."""
     max_attempts: int = Field(default=3, ge=1, le=10)
-    """How often a response is scored in a new process when its process dies. A function that
-    raises or hangs is not called again."""
+    """Maximum number of processes that score a response, if they die. A function that raises or
+    hangs is not called again."""
     max_processes: int = Field(default=256, ge=1, le=32768)
-    """Processes that one worker and all that its functions have started may be, threads not
-    counted. A worker with more is killed."""
+    """Maximum number of processes of one worker, including those that its functions start; threads
+    are not counted. A worker with more is killed."""
     on_error: Literal["stop", "zero"] = "stop"
-    """What happens when a function raises, hangs, returns no finite number or loses its process
-    `max_attempts` times. `stop`: the run ends with its error. `zero`: the response gets the reward
-    0; failures are counted by function and reason, and the first ones logged."""
+    """Handling of a function that raises, hangs, does not return a finite number or loses its
+    process `max_attempts` times. `stop`: the run ends with its error. `zero`: the response gets the
+    reward 0; failures are counted by function and reason, and the first ones logged."""
 
     @model_validator(mode="after")
     def _code_ends_in_time(self) -> Self:
@@ -65,9 +65,9 @@ class RewardConfig(BaseModel):
                 and total >= self.timeout_seconds
             ):
                 raise ValueError(
-                    f"rewards.timeout_seconds: {self.timeout_seconds:g} must be longer than the "
-                    f"reward `code` takes at most, args.total_seconds: {total:g}; a program that "
-                    "takes too long fails its tests, a reward that does fails the run"
+                    f"rewards.timeout_seconds ({self.timeout_seconds:g}) must be above the time "
+                    f"limit of the reward `code`, args.total_seconds ({total:g}): a slow program "
+                    "fails its tests, but a slow reward fails the run"
                 )
         return self
 

@@ -1,22 +1,25 @@
-"""The built-in rewards, by name. Import-light: a worker process loads this file.
+"""The built-in rewards and the search for a reward by name. Import-light, for worker processes.
 
-Each is a function `(prompt, response, example, **args) -> float`. `prompt` is the question as plain
-text, `response` the model's response, `example` the example of the dataset with at least `answer`.
+`prompt` is the question as plain text, `example` the dataset's example with at least `answer`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
+from asyncrl.errors import RewardError
+from asyncrl.rewards import judge, reward_model
 from asyncrl.rewards.code import code
-from asyncrl.rewards.judge import judge
-from asyncrl.rewards.reward_model import reward_model
+from asyncrl.sandbox.check import why_not
+from asyncrl.suggestions import nearest
+from asyncrl.user_code import loading as user_functions
 
 Example = dict[str, Any]
 RewardFunction = Callable[..., Any]
-"""`(prompt: str, response: str, example: dict, **args) -> float`, or the same as `async def`."""
+"""`(prompt: str, response: str, example: dict, **args) -> float`, sync or async."""
 
 _AFTER_COLON = re.compile(r":\s*(\d+)\s*(?:<[^<>]*>\s*)?\Z")
 
@@ -24,7 +27,7 @@ _AFTER_COLON = re.compile(r":\s*(\d+)\s*(?:<[^<>]*>\s*)?\Z")
 def exact_match(
     prompt: str, response: str, example: Example, *, ignore_case: bool = False
 ) -> float:
-    """1.0 if the response equals the answer; white space around either is ignored."""
+    """Return 1.0 if the response equals the answer, ignoring white space around either."""
     del prompt
     given, answer = response.strip(), _answer(example).strip()
     if ignore_case:
@@ -33,7 +36,7 @@ def exact_match(
 
 
 def math_verify(prompt: str, response: str, example: Example) -> float:
-    r"""1.0 if the response's final expression equals the answer, judged by `math-verify`.
+    r"""Return 1.0 if `math-verify` finds the final expression equal to the answer.
 
     It reads LaTeX (`\boxed{}` first) and plain expressions. The pool's timeout bounds it.
     """
@@ -50,16 +53,13 @@ def math_verify(prompt: str, response: str, example: Example) -> float:
 
 
 def response_format(prompt: str, response: str, example: Example, *, pattern: str) -> float:
-    """1.0 if the regular expression `pattern` matches the whole response (dot is any character).
-
-    For a match anywhere, write `.*(?:...).*`.
-    """
+    """Return 1.0 if the regular expression matches the whole response (dot: any character)."""
     del prompt, example
     return float(re.fullmatch(pattern, response.strip(), re.DOTALL) is not None)
 
 
 def arithmetic(prompt: str, response: str, example: Example) -> float:
-    """1.0 if the response ends with a colon and the answer (the built-in task's format)."""
+    """Return 1.0 if the response ends with a colon and the answer (the built-in task's format)."""
     del prompt
     found = _AFTER_COLON.search(response)
     return float(found is not None and found.group(1) == _answer(example))
@@ -70,14 +70,69 @@ BUILTIN: dict[str, RewardFunction] = {
     "code": code,
     "exact_match": exact_match,
     "format": response_format,
-    "judge": judge,
+    "judge": judge.judge,
     "math_verify": math_verify,
-    "reward_model": reward_model,
+    "reward_model": reward_model.reward_model,
 }
 
 
 def _answer(example: Example) -> str:
     answer = example.get("answer")
     if answer is None:
-        raise ValueError("the example has no answer; set task.answer_field, or use another reward")
+        raise ValueError("the example has no answer: set task.answer_field, or use another reward")
     return str(answer)
+
+
+_KIND = user_functions.FunctionKind(
+    "reward", "function(prompt, response, example)", ("", "", {}), RewardError
+)
+
+
+def check_name(name: str) -> None:
+    """Refuse names that cannot be a reward, without running any of the user's code.
+
+    Raises RewardError unless it is a built-in name, `module:function`, or `file.py:function` of an
+    existing file.
+    """
+    if name in BUILTIN:
+        return
+    if ":" not in name:
+        raise RewardError(
+            f"there is no reward {name!r}.{nearest(name, BUILTIN)} Name your own function as "
+            "my.module:function or path/to/file.py:function."
+        )
+    user_functions.check_name(_KIND, name)
+
+
+def load_function(name: str, args: dict[str, Any]) -> RewardFunction:
+    """Import the function and check that it can be called with `args`.
+
+    Exceptions of the user's module pass through. Raises RewardError if the module or function does
+    not exist, does not take these arguments, or runs programs that this machine cannot contain.
+    """
+    check_name(name)
+    if name not in BUILTIN:
+        return user_functions.load_function(_KIND, name, args)
+    function = BUILTIN[name]
+    user_functions.check_signature(_KIND, name, function, args)
+    checks = {reward_model.reward_model: reward_model.check_args, judge.judge: judge.check_args}
+    if function in checks:
+        checks[function](args)
+        import_module("asyncrl.rewards.services.client")  # loads openai before a call's time runs
+    if function is response_format:
+        _check_pattern(args["pattern"])
+    if function is code:
+        reason = why_not()
+        if reason is not None:
+            raise RewardError(f"the reward `code` runs programs of the model, and {reason}")
+    return function
+
+
+def _check_pattern(pattern: Any) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise RewardError(
+            f"reward 'format': args.pattern must be a regular expression, got {pattern!r:.200} "
+            f"({error})"
+        ) from error

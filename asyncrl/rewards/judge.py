@@ -1,10 +1,8 @@
-"""`judge`: a score that another model gives, asked through an OpenAI-compatible chat endpoint.
+"""`judge`: another model scores the response, through an OpenAI-compatible chat endpoint.
 
-    reward = the number in the judge's answer: group 1 of `score_pattern` at its last match, or the
-             field `score_field` of its JSON
-
-An answer without that number is a failure (`no_score`), never 0: `rewards.on_error` decides.
-Import-light: a worker process loads this file, and the client if it is configured.
+The score is the number in the judge's answer: group 1 of `score_pattern` at its last match, or the
+field `score_field` of its JSON. An answer without it is a failure (`no_score`), never 0.
+Import-light: worker processes load this file, and the client only if it is configured.
 """
 
 from __future__ import annotations
@@ -40,8 +38,6 @@ class _Choice(msgspec.Struct):
 
 
 class _Completion(msgspec.Struct):
-    """What is read of a chat completion."""
-
     choices: list[_Choice]
 
 
@@ -70,42 +66,16 @@ async def judge(
     breaker_failures: int = 10,
     breaker_seconds: float = 30.0,
 ) -> float:
-    """The score that a judge gives a response.
+    """Return the judge's score of a response.
 
-    Args:
-        prompt: the question.
-        response: of the model.
-        example: of the dataset.
-        base_url: of the endpoint, as OpenAI's clients take it: `/chat/completions` is added.
-        model: its name there.
-        template: what the judge is asked; {prompt}, {response} and {answer} are replaced.
-        template_file: a file with that.
-        system: a system message before it.
-        score_pattern: regular expression with one group, the score; the last match counts.
-        score_field: or the field of a JSON answer; dots lead into objects.
-        minimum: a lower score is a failure.
-        maximum: a higher score is a failure.
-        max_tokens: most tokens of the judge's answer.
-        temperature: of the judge.
-        body: further fields of the request; one that is null is left out, `max_tokens` too.
-        api_key_env: environment variable with the key.
-        api_key_file: file with it, mode 0600.
-        concurrency: most requests of a worker process at once.
-        attempts: most attempts of one call.
-        attempt_seconds: longest silence of one; default: what is left of the call's time.
-        breaker_failures: failed calls in a row after which calls fail at once.
-        breaker_seconds: after which one call is let through then.
-
-    Raises:
-        NoRewardError: the judge gave no score.
-        ValueError: the template has {answer}, and the example has none.
+    docs/rewards.md describes the arguments; the last five are `Limits`. A field of `body` that is
+    null removes one of the request. Raises NoRewardError if the judge gives no score, ValueError if
+    the template has {answer} and the example does not.
     """
     question = _question(template, template_file)
     right = example.get("answer")
     if right is None and "{answer}" in question:
-        raise ValueError(
-            "the example has no answer; set task.answer_field, or ask without {answer}"
-        )
+        raise ValueError("the example has no answer: set task.answer_field, or drop {answer}")
     words = {"prompt": prompt, "response": response, "answer": str(right)}
     messages = [{"role": "user", "content": fill(question, words)}]
     if system is not None:
@@ -121,15 +91,13 @@ async def judge(
     )
     fields = {"max_tokens": max_tokens, "temperature": temperature} | (body or {})
     request = {key: value for key, value in fields.items() if value is not None}
-    answer = await client.post(
-        "/chat/completions", request | {"model": model, "messages": messages}
-    )
+    request |= {"model": model, "messages": messages}
+    answer = await client.post("/chat/completions", request)
     try:
         choice = msgspec.convert(answer, _Completion).choices[0]
     except (msgspec.ValidationError, IndexError):
-        raise NoRewardError(
-            "garbage", f"the judge sent no chat completion: {_cut(str(answer))}"
-        ) from None
+        text = f"the judge's response is not a chat completion: {_cut(str(answer))}"
+        raise NoRewardError("garbage", text) from None
     said = choice.message.content
     try:
         if said is None:  # as when a model has only reasoned
@@ -139,25 +107,20 @@ async def judge(
         if choice.finish_reason != "length":
             raise
         most = request.get("max_tokens") or request.get("max_completion_tokens")
-        cut = f"{error}; it was cut off at args.max_tokens ({most})"
+        cut = f"{error}; the answer was cut off at args.max_tokens ({most})"
         raise NoRewardError(error.reason, cut) from None
     if (minimum is not None and score < minimum) or (maximum is not None and score > maximum):
-        raise NoRewardError(
-            "no_score", f"the judge's score {score:g} is out of range: {_cut(said)}"
-        )
+        raise NoRewardError("no_score", f"the score {score:g} is out of range: {_cut(said)}")
     return score
 
 
 def fill(template: str, words: dict[str, str]) -> str:
-    """Put the words into the template at once: a response that says `{answer}` gets none."""
+    """Replace all placeholders in one pass, so that `{answer}` in a response stays as it is."""
     return _PLACES.sub(lambda match: words[match.group(1)], template)
 
 
 async def try_once(args: dict[str, Any], seconds: float) -> str | None:
-    """Ask the judge a trial question; why it refuses or cannot be reached, None if it answers.
-
-    An answer without a score is none of that.
-    """
+    """Ask a trial question; return why the judge does not answer it. A missing score is allowed."""
     from asyncrl.rewards.services.client import refusal
 
     error = await refusal(judge("What is 1+1?", "2", {"answer": "2"}, **args), seconds)
@@ -165,17 +128,15 @@ async def try_once(args: dict[str, Any], seconds: float) -> str | None:
 
 
 def score_in(said: str, pattern: str | None, field: str | None) -> float:
-    """The score in a judge's answer. Raises NoRewardError: there is none."""
+    """Return the score in a judge's answer. Raises NoRewardError without one."""
     if field is not None:
         return _score_in_json(said, field)
     matches = list(_compiled(pattern or "").finditer(said))
     found = matches[-1].group(1) if matches else None
     if found is None:
-        raise NoRewardError(
-            "no_score", f"score_pattern is nowhere in the judge's answer: {_cut(said)}"
-        )
+        raise NoRewardError("no_score", f"score_pattern does not match the answer {_cut(said)}")
     if _NUMBER.match(found) is None:
-        raise NoRewardError("no_score", f"score_pattern found {_cut(found)}, which is no number")
+        raise NoRewardError("no_score", f"score_pattern matched {_cut(found)}, not a number")
     return float(found)
 
 
@@ -184,7 +145,7 @@ def _score_in_json(said: str, field: str) -> float:
     try:
         found: Any = json.loads(fenced.group(1) if fenced else said)
     except (ValueError, RecursionError):
-        raise NoRewardError("no_score", f"the judge's answer is no JSON: {_cut(said)}") from None
+        raise NoRewardError("no_score", f"the judge's answer is not JSON: {_cut(said)}") from None
     for key in field.split("."):
         found = found.get(key) if isinstance(found, dict) else None
     if isinstance(found, str) and _NUMBER.match(found):
@@ -204,12 +165,8 @@ def check_args(args: dict[str, Any]) -> None:
         raise RewardError(f"reward {NAME!r} needs args.model, the judge's name at the endpoint")
     _check_template(args)
     _check_score(args)
-    more = {
-        "max_tokens": (int, 1, 1 << 20),
-        "temperature": (float, 0, 100),
-        "minimum": (float, -1e30, 1e30),
-        "maximum": (float, -1e30, 1e30),
-    }
+    more: dict[str, Any] = dict.fromkeys(("minimum", "maximum"), (float, -1e30, 1e30))
+    more |= {"max_tokens": (int, 1, 1 << 20), "temperature": (float, 0, 100)}
     check_numbers(NAME, args, more)
     taken = [key for key in _RESERVED if key in (args.get("body") or {})]
     if taken:
@@ -221,25 +178,23 @@ def _check_template(args: dict[str, Any]) -> None:
     template, file = args.get("template"), args.get("template_file")
     if (template is None) == (file is None):
         raise RewardError(
-            f"reward {NAME!r} needs args.template, or args.template_file: what the judge is asked, "
-            "with {prompt}, {response} and {answer} where these stand"
+            f"reward {NAME!r} needs either args.template or args.template_file: the judge's "
+            "question, with the placeholders {prompt}, {response} and {answer}"
         )
     try:
         text = _question(template, file)
     except (OSError, UnicodeDecodeError) as error:
         raise RewardError(f"reward {NAME!r}: args.template_file: {file}: {error}") from error
     if "{response}" not in text:
-        raise RewardError(
-            f"reward {NAME!r}: the template has no {{response}}, so the judge would not see it"
-        )
+        raise RewardError(f"reward {NAME!r}: the template lacks the placeholder {{response}}")
 
 
 def _check_score(args: dict[str, Any]) -> None:
     pattern, field = args.get("score_pattern"), args.get("score_field")
     if (pattern is None) == (field is None):
         raise RewardError(
-            f"reward {NAME!r} needs args.score_pattern (a regular expression whose group is the "
-            "score, such as 'Score: (\\d+)') or args.score_field (of a JSON answer), one of the two"
+            f"reward {NAME!r} needs either args.score_pattern (a regular expression whose group is "
+            "the score, such as 'Score: (\\d+)') or args.score_field (a field of a JSON answer)"
         )
     if field is not None and (not isinstance(field, str) or not field):
         raise RewardError(f"reward {NAME!r}: args.score_field must be the name of a field")
@@ -250,8 +205,7 @@ def _check_score(args: dict[str, Any]) -> None:
             raise RewardError(f"reward {NAME!r}: args.score_pattern: {error}") from error
         if groups != 1:
             raise RewardError(
-                f"reward {NAME!r}: args.score_pattern must have one group, the score; it "
-                f"has {groups}"
+                f"reward {NAME!r}: args.score_pattern must have one group, the score, not {groups}"
             )
     low, high = args.get("minimum"), args.get("maximum")
     if isinstance(low, int | float) and isinstance(high, int | float) and low > high:

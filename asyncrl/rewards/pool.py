@@ -4,10 +4,10 @@ Calls wait in one queue for the lanes (`asyncrl.user_code.pool`). A call whose p
 repeated in a new one, up to `max_attempts` times; a function that raises or hangs is not called
 again.
 
-A worker of ordinary functions gets calls when it has none. While calls are quick it is sent many at
-once: each answer costs turns of the event loop, and the engine leaves only a few of those, so one
-call at a time would yield about one reward per engine step. A worker of async functions is kept at
-`concurrency` calls.
+A worker of sync functions gets new calls after it has answered all. While calls are quick, it gets
+many at once: each answer takes turns of the event loop, of which the engine leaves only a few, so
+one call at a time would give about one reward per engine step. A worker of async functions always
+has up to `concurrency` calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asyncrl.errors import RewardError, RewardFailed
 from asyncrl.rewards import protocol
 from asyncrl.rewards.calls import CallQueue, Reward, RewardCall, described
 from asyncrl.rewards.config import RewardConfig
-from asyncrl.rewards.loading import check_name
+from asyncrl.rewards.functions import check_name
 from asyncrl.rewards.protocol import WHOLE_SUM, Began, Call, Failed, FromWorker, Scored
 from asyncrl.rewards.values import ABSURD, BadValueError, as_float32
 from asyncrl.user_code.pool import Lane, Pool, is_logged
@@ -40,20 +40,15 @@ log = logging.getLogger(__name__)
 _MAX_BATCH = 64
 """Most calls that are sent to a worker at once."""
 _QUICK_SECONDS = 0.002
-"""A worker is sent several calls at once while each call of its last batch took less than this."""
+"""A worker gets several calls at once while each call of its last batch took less than this."""
 _MAX_LOST_BEFORE_BEGIN = 3
-"""Processes that may die with a call in their input before that counts as an attempt."""
+"""Number of processes that die with a call in their input until that counts as an attempt."""
 _CANCEL_SECONDS = 1.0
-"""Time for a worker of async functions to cancel a call that is overdue by itself."""
+"""Time for a worker of async functions to cancel an overdue call on its own."""
 
 
 class RewardLane(Lane[RewardCall]):
-    """Serves one worker process. Used from one event loop.
-
-    Args:
-        calls: shared by all lanes.
-        lanes: all of them.
-    """
+    """Serves one worker process, from one event loop. All `lanes` share `calls`."""
 
     def __init__(self, calls: CallQueue, lanes: Sequence[RewardLane]) -> None:
         super().__init__(_program(calls.config), FromWorker, calls.waiting)
@@ -66,12 +61,12 @@ class RewardLane(Lane[RewardCall]):
 
     @property
     def running(self) -> int:
-        """Calls that the worker is computing."""
+        """Number of calls that the worker computes now."""
         return len(self.due) or min(1, len(self.sent))
 
     @property
     def call_seconds(self) -> float:
-        """Time limit of a call."""
+        """Time limit of a call in seconds."""
         extra = _CANCEL_SECONDS if self.process.loaded.asynchronous else 0.0
         return self._config.timeout_seconds + extra
 
@@ -81,7 +76,7 @@ class RewardLane(Lane[RewardCall]):
         return 0 if self.sent else min(-(-len(self.queue) // self._config.workers), self._limit)
 
     def abandon(self, call: RewardCall) -> None:
-        """The caller was cancelled. A function that is not async may never return: kill it."""
+        """Kill a sync function whose caller was cancelled: it may never return."""
         if call.number in self.due and not self.process.loaded.asynchronous:
             self.forget(call.number)
             self._abandoned = True
@@ -110,7 +105,7 @@ class RewardLane(Lane[RewardCall]):
             self._slowest = 0.0
 
     def _give_up_overdue(self) -> None:
-        """The call that takes too long fails; the others are repeated."""
+        """Fail the call that takes too long; repeat the others."""
         computed = [] if self._abandoned else self._computed()  # else it is being killed
         for call in computed:
             self.forget(call.number)
@@ -135,24 +130,21 @@ class RewardLane(Lane[RewardCall]):
         self._calls.process_died(victims, lost)
 
     async def _wait_to_start(self, error: RewardError) -> None:
-        """While no lane can start a process, calls fail; others get those that were put back."""
+        """Offer the waiting calls to other lanes; fail them if no lane can start a process."""
         for lane in self._lanes:
             lane.feed()
-        calls = [] if any(lane.ready for lane in self._lanes) else self.take(1)
-        if not calls:
-            await super()._wait_to_start(error)
-        for call in calls:
-            label = self._calls.label(0)
-            call.settle(
-                RewardFailed(str(error), function=label, reason="not_loaded", unscored=True)
-            )
+        label = self._calls.label(0)
+        while self.queue and all(lane.error is not None for lane in self._lanes):
+            failed = RewardFailed(str(error), function=label, reason="not_loaded", unscored=True)
+            self.queue.popleft().settle(failed)
+        await super()._wait_to_start(error)
 
     def _computed(self) -> list[RewardCall]:
-        """The calls that the worker was computing, or else the first that it was sent."""
+        """Return the calls that the worker computed last, or else the first that it received."""
         return [self.sent[number] for number in self.due] or list(self.sent.values())[:1]
 
     def return_sent(self) -> None:
-        """Return the calls that the worker has to the queue; none loses an attempt."""
+        """Put the worker's calls back into the queue; none loses an attempt."""
         self._calls.put_back(self.sent.values())
         self.sent.clear()
         self.due.clear()
@@ -183,29 +175,29 @@ class RewardPool(Pool[RewardLane]):
         super().__init__(lanes)
         self._numbers = itertools.count()
         self.scored = 0
-        """Calls answered with a reward."""
+        """Number of calls answered with a reward."""
         self._failures: Counter[tuple[str, str]] = Counter()
         self._largest: dict[str, float] = {}
 
     @property
     def has_functions(self) -> bool:
-        """Whether there is anything to score with; without, nothing is started."""
+        """True if the configuration names functions; otherwise no process starts."""
         return bool(self._config.functions)
 
     @property
     def running(self) -> int:
-        """Calls that workers are computing now."""
+        """Number of calls that workers compute now."""
         return sum(lane.running for lane in self._lanes)
 
     @property
     def waiting(self) -> int:
-        """Calls that no worker has begun, including those already sent to one."""
+        """Number of calls that no worker has begun, including sent ones."""
         sent = sum(len(lane.sent) for lane in self._lanes)
         return len(self._queue.waiting) + sent - self.running
 
     @property
     def counts(self) -> RewardCounts:
-        """What went wrong so far, failures counted as zero included."""
+        """Failures so far, including those that count as 0, and the use of servers."""
         failed: dict[str, dict[str, int]] = {}
         for (function, reason), count in self._failures.items():
             failed.setdefault(function, {})[reason] = count
@@ -219,9 +211,8 @@ class RewardPool(Pool[RewardLane]):
     async def start(self) -> None:
         """Check the names and start every worker.
 
-        Raises:
-            RewardError: an unknown name, a missing file or module, a function that does not take
-                the given arguments, or a module that fails while it is imported.
+        Raises RewardError if a function does not exist, cannot be imported or does not take the
+        given arguments.
         """
         if not self.has_functions:
             return
@@ -232,19 +223,12 @@ class RewardPool(Pool[RewardLane]):
     async def score(
         self, prompt: str, response: str, example: dict[str, Any], *, example_id: str = ""
     ) -> Reward:
-        """The weighted sum of all functions for one response; 0 on failure with `on_error: zero`.
+        """Return the weighted sum of all functions, or 0 after a failure with `on_error: zero`.
 
-        Args:
-            prompt: the question as text.
-            response: the model's response.
-            example: see `asyncrl.rewards.values`.
-            example_id: names the example in error messages.
-
-        Raises:
-            RewardTimeout: a function did not return in time.
-            RewardFailed: a function raised, lost its process `max_attempts` times, or returned no
-                number that is finite in float32.
-            RewardError: the pool is not running.
+        `prompt` is the question as text; `asyncrl.rewards.values` describes `example`; `example_id`
+        names it in errors. Raises RewardTimeout if a function does not return in time, RewardFailed
+        if it raises, loses its process `max_attempts` times or does not return a number that is
+        finite in float32, and RewardError if the pool is not running.
         """
         if not self._loops:
             raise _not_running()
@@ -276,8 +260,8 @@ class RewardPool(Pool[RewardLane]):
         frame = pack(Call(number, prompt, response, example))
         if len(frame) > MAX_FRAME:
             raise RewardFailed(
-                f"{description} is larger than a reward worker can be sent "
-                f"({len(frame)} bytes, at most {MAX_FRAME})",
+                f"{description} is too large for a message to a reward worker: {len(frame)} bytes, "
+                f"more than {MAX_FRAME}",
                 function=self._labels[0],
                 reason="too_large",
             )
@@ -295,7 +279,6 @@ class RewardPool(Pool[RewardLane]):
             raise
 
     def _log_failure(self, error: RewardFailed) -> None:
-        """Log some of them: each may have a long traceback."""
         count = self._failures[error.function, error.reason]
         if is_logged(count):
             log.warning("counted as 0 (rewards.on_error: zero), number %d: %s", count, error)
@@ -305,16 +288,13 @@ class RewardPool(Pool[RewardLane]):
             size = abs(value)
             if size > ABSURD and size > self._largest.get(label, 0.0):
                 if label not in self._largest:
-                    log.warning(
-                        "reward %r returned %g; rewards this large dominate every advantage",
-                        label,
-                        value,
-                    )
+                    text = "reward %r returned %g; rewards this large dominate every advantage"
+                    log.warning(text, label, value)
                 self._largest[label] = size
 
 
 def _not_running() -> RewardError:
-    return RewardError("the reward pool is not running: it was not started yet, or it is closed")
+    return RewardError("the reward pool is not running: it has not been started, or it is closed")
 
 
 def _program(config: RewardConfig) -> Program:
@@ -332,10 +312,9 @@ def _program(config: RewardConfig) -> Program:
 
 
 def _check(message: FromWorker, functions: int) -> None:
-    """Refuse what no worker sends: the user's code can write to its process's files.
+    """Refuse impossible messages, since user code can write to its process's files.
 
-    Raises:
-        WorkerLost: a function that does not exist, or a reward that is not finite in float32.
+    Raises WorkerLost for an unknown function or a reward that is not finite in float32.
     """
     if isinstance(message, Scored):
         try:

@@ -1,9 +1,8 @@
-"""The messages between the pool and a worker process.
+"""Messages between the pool and a worker process: frames on the worker's standard streams.
 
-Each is a frame on the worker's standard streams (`asyncrl.user_code.streams`). The pool sends one
-`Setup`. After the answer to it come `Call`s, which may queue up in the stream. The worker answers
-each with a `Began` as each term starts, then `Scored` or `Failed`: in turn, or in any order if a
-function is async.
+The pool sends one `Setup` and, after the answer, `Call`s, which may queue up in the stream. The
+worker sends a `Began` as each term of a call starts, then `Scored` or `Failed`: in order, or in any
+order if a function is async.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ FailureReason = Literal[
     "garbage",
     "no_score",
 ]
-"""Why a call failed: the function raised, did not return in time, lost its process at every
-attempt, returned something else than a number, returned a number that is not finite in float32, or
-started too many processes; the call was larger than a frame; the functions could not be loaded
-again in a new process. Of functions that ask a server: it answered no attempt, or was not asked
-since earlier calls had failed; it refused the request; it refused every request, as with a wrong
-key; it sent something else than agreed; a judge's answer has no score."""
+"""The reason of a failure: the function raised, did not return in time, lost its process at every
+attempt, did not return a number, returned one that is not finite in float32, or started too many
+processes; the call exceeded a frame; the functions could not be loaded again in a new process. With
+a server: it answered no attempt; calls were suspended after earlier failures; it refused this
+request; it refuses every request, as with a wrong key; its answer was malformed; a judge's answer
+has no score. docs/rewards.md lists them."""
 
 UNSCORED: frozenset[FailureReason] = frozenset(
     {"not_loaded", "unavailable", "breaker_open", "denied", "garbage", "no_score"}
 )
-"""Those that say nothing about the response (docs/decisions/0086). So does a timeout of a function
-that waited for something else (`asyncrl.rewards.calls`)."""
+"""Failures that do not depend on the response (docs/decisions/0086), like a timeout of a function
+that waited for a service (`asyncrl.rewards.calls`)."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 WHOLE_SUM = -1
-"""Stands for the weighted sum where a term's index is expected."""
+"""The index that stands for the weighted sum."""
 
 
 class Term(msgspec.Struct, frozen=True):
@@ -62,7 +61,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     search_path: str
     """Folder that the user's modules are imported from."""
     timeout_seconds: float
-    """Longest time for one call of async functions; the pool itself bounds the others."""
+    """Longest time for one call of async functions; the pool itself bounds sync ones."""
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
@@ -76,22 +75,21 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 
 
 class ServiceUse(msgspec.Struct, frozen=True):
-    """What a call used of a server, attempts that failed included."""
+    """A call's use of a server, including failed attempts."""
 
     term: int
-    """Index of the function."""
     requests: Count
-    """Attempts; 0: the breaker was open."""
+    """Number of attempts; 0: the breaker was open."""
     retries: dict[str, Count]
-    """Attempts that were repeated, by what was wrong with them."""
+    """Number of repeated attempts by cause."""
     seconds: Annotated[float, msgspec.Meta(ge=0)]
-    """From the beginning of the function to the answer."""
+    """Time from the function's beginning to the answer."""
     opened: bool = False
-    """Whether its failure opened the breaker."""
+    """The failure of this call opened the breaker."""
 
 
 class Began(msgspec.Struct, frozen=True, tag=True):
-    """Term number `term` starts now. If nothing follows, it is the culprit."""
+    """Term number `term` starts now. If no message follows, it is the culprit."""
 
     call: int
     term: int
@@ -104,21 +102,21 @@ class Scored(msgspec.Struct, frozen=True, tag=True):
     value: float
     """The weighted sum, finite in float32."""
     terms: tuple[float, ...]
-    """What each function returned, without its weight."""
+    """The functions' values, without weights."""
     seconds: float
-    """Time that scoring took in the worker."""
+    """Time of scoring in the worker."""
     uses: tuple[ServiceUse, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A term, or the sum, gave no reward; the worker continues."""
+    """A term, or the sum, did not give a reward; the worker continues."""
 
     call: int
     term: int
     """Index of the term, or `WHOLE_SUM`."""
     reason: FailureReason
     message: str
-    """What it returned, or the last lines of the user's traceback."""
+    """The invalid value, or the last lines of the user's traceback."""
     uses: tuple[ServiceUse, ...] = ()
 
 

@@ -4,8 +4,8 @@
     sglang   POST /classify   {text}                     embedding
     tei      POST /predict    {inputs: text or pair}     label and score of each output
 
-The server is asked for logits. What the score is, is decided here. Import-light: a worker process
-loads this file, and the client if it is configured.
+The server returns logits; this module computes the score. Import-light: worker processes load this
+file, and the client only if it is configured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.rewards.values import NoRewardError, as_number
 
 NAME = "reward_model"
 SERVER_ARGS = ("model", "max_tokens", "threads")
-"""Arguments for the server that a run starts; the others are the function's own."""
+"""Arguments for the server that a run starts; the others are for the function."""
 _KEYS = ("args.token_env", "args.token_file")
 _CHOICES = {
     "server": ("vllm", "sglang", "tei"),
@@ -54,39 +54,16 @@ async def reward_model(
     breaker_failures: int = 10,
     breaker_seconds: float = 30.0,
 ) -> float:
-    """The score that a reward model gives a response.
+    """Return the reward model's score of a response.
 
-    Args:
-        prompt: the question.
-        response: of the model.
-        example: not used.
-        url: of a server that runs.
-        server: which one it is: `vllm`, `sglang` or `tei`.
-        template: the text that is scored, with {prompt} and {response}; default: a conversation of
-            a user and an assistant in the model's own chat template, of `tei` a pair of texts.
-        pair: vLLM reads prompt and response as a pair of texts.
-        model: a folder or hub id instead: the run starts one server with it on this machine.
-        apply: what is done to the outputs: `none`, `sigmoid` or `softmax`.
-        label: which output counts, if there are several; of `tei` its name.
-        max_tokens: of `model`'s server: the longest text.
-        truncate: what happens to a text that is too long: `refuse`, or `left`, which leaves out
-            its beginning.
-        threads: of `model`'s server.
-        token_env: environment variable with the server's token.
-        token_file: file with it, mode 0600.
-        concurrency: most requests of a worker process at once.
-        attempts: most attempts of one call.
-        attempt_seconds: longest silence of one; default: what is left of the call's time.
-        breaker_failures: failed calls in a row after which calls fail at once.
-        breaker_seconds: after which one call is let through then.
-
-    Raises:
-        NoRewardError: the server gave no score.
+    docs/rewards.md describes the arguments; the last five are `Limits`. The default `template` is a
+    conversation of a user and an assistant in the model's chat template, for `tei` a pair of texts.
+    Raises NoRewardError if the server does not give a score.
     """
     del example, model, max_tokens, threads
     if url is None:
         raise NoRewardError(
-            "unavailable", "args.model: a run or `asyncrl eval` starts this server, nobody else"
+            "unavailable", "args.model: only a run or `asyncrl eval` starts this server"
         )
     from asyncrl.rewards.services.client import client_of
 
@@ -102,7 +79,7 @@ async def reward_model(
     try:
         outputs = _outputs(server, answer)
     except (KeyError, IndexError, TypeError, AttributeError):
-        shown = f"the reward server {url} sent no score: {answer!r:.200}"
+        shown = f"the answer of the reward server {url} has no score: {answer!r:.200}"
         raise NoRewardError("garbage", shown) from None
     return score_of(outputs, apply, label)
 
@@ -110,7 +87,7 @@ async def reward_model(
 def _request(
     server: str, prompt: str, response: str, text: str | None, pair: bool, cut: bool
 ) -> tuple[str, dict[str, Any]]:
-    """Path and body."""
+    """Return the request's path and body."""
     if server == "tei":
         inputs = [prompt, response] if text is None else text
         more = {"truncate": cut, "truncation_direction": "Left"}
@@ -128,7 +105,7 @@ def _request(
 
 
 def _outputs(server: str, answer: Any) -> dict[int | str, float]:
-    """The model's outputs by number, or by name."""
+    """Return the model's outputs by number, or by name."""
     if server == "tei":
         return {one["label"]: as_number(one["score"]) for one in answer}
     if server == "sglang":
@@ -140,14 +117,13 @@ def _outputs(server: str, answer: Any) -> dict[int | str, float]:
 
 
 def score_of(outputs: dict[int | str, float], apply: str, label: int | str | None) -> float:
-    """The score that a model's outputs are. Raises NoRewardError: they are none."""
+    """Return the score from a model's outputs. Raises NoRewardError if they do not give one."""
+    names = ", ".join(map(str, outputs))
     if label is None and len(outputs) != 1:
-        shown = f"the model has {len(outputs)} outputs ({', '.join(map(str, outputs))})"
-        raise NoRewardError("garbage", f"{shown}; say which one is the score: args.label")
+        shown = f"the model has {len(outputs)} outputs ({names})"
+        raise NoRewardError("garbage", f"{shown}; choose the score with args.label")
     if label is not None and label not in outputs:
-        raise NoRewardError(
-            "garbage", f"args.label: {label} is none of the outputs {', '.join(map(str, outputs))}"
-        )
+        raise NoRewardError("garbage", f"args.label: {label} is not among the outputs {names}")
     if apply == "softmax" and len(outputs) == 1:
         raise NoRewardError("garbage", "the softmax of one output is always 1; use sigmoid")
     value = next(iter(outputs.values())) if label is None else outputs[label]
@@ -163,8 +139,8 @@ def check_args(args: dict[str, Any]) -> None:
     url, model, server = args.get("url"), args.get("model"), args.get("server", "vllm")
     if (url is None) == (model is None):
         raise RewardError(
-            f"reward {NAME!r} needs args.url (a server that runs, such as `vllm serve MODEL`) or "
-            "args.model (a folder or hub id: the run starts the server itself), one of the two"
+            f"reward {NAME!r} needs either args.url (the address of a server, such as `vllm serve "
+            "MODEL`) or args.model (a folder or hub id: the run starts the server)"
         )
     for key, allowed in _CHOICES.items():
         if args.get(key, allowed[0]) not in allowed:
@@ -189,8 +165,8 @@ def _check_text(args: dict[str, Any], server: str) -> None:
     if template is None:
         if server == "sglang":
             raise RewardError(
-                f"reward {NAME!r}: SGLang scores a text as it is, so it needs args.template: the "
-                "text, with {prompt} and {response} where these stand"
+                f"reward {NAME!r}: SGLang scores a text as it is, so it needs args.template, with "
+                "the placeholders {prompt} and {response}"
             )
     elif not isinstance(template, str) or "{response}" not in template:
         raise RewardError(f"reward {NAME!r}: args.template must be a text with {{response}}")
@@ -199,11 +175,11 @@ def _check_text(args: dict[str, Any], server: str) -> None:
     if args.get("pair") and server != "vllm":
         raise RewardError(f"reward {NAME!r}: args.pair is for vLLM's server")
     if args.get("truncate") == "left" and server == "sglang":
-        raise RewardError(f"reward {NAME!r}: SGLang leaves out no beginning of a text")
+        raise RewardError(f"reward {NAME!r}: SGLang does not support args.truncate: left")
 
 
 def no_classifier(model: str) -> str | None:
-    """Why a folder holds no sequence classifier; None: it does, or it is a hub id."""
+    """Say why a folder is not a sequence classifier; None if it is one, or for a hub id."""
     folder = Path(model)
     if not folder.is_dir():
         if model.startswith(("/", ".", "~")) or model.count("/") > 1:
@@ -215,15 +191,13 @@ def no_classifier(model: str) -> str | None:
     except (OSError, ValueError, AttributeError) as error:
         return f"{folder / 'config.json'} cannot be read: {error}"
     if not any("ForSequenceClassification" in str(one) for one in architectures):
-        return (
-            f"{model} is a {', '.join(map(str, architectures)) or 'model of no known kind'}, and a "
-            "reward model is a sequence classifier (...ForSequenceClassification)"
-        )
+        kind = ", ".join(map(str, architectures)) or "model without architectures in config.json"
+        return f"{model} is a {kind}, not a sequence classifier (...ForSequenceClassification)"
     return None
 
 
 async def try_once(args: dict[str, Any], seconds: float) -> str | None:
-    """Ask for a trial score; why there is none, None if there is one."""
+    """Ask for a trial score; return why it was not given, or None."""
     from asyncrl.rewards.services.client import refusal
 
     error = await refusal(reward_model("What is 1+1?", "2", {}, **args), seconds)

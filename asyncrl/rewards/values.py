@@ -1,9 +1,9 @@
-"""Which values a reward function may return. Import-light: a worker process loads this file.
-
-What a reward function receives as its third argument. Import-light: a worker loads this file.
+"""The third argument of a reward function, and the values that it may return.
 
 def score(prompt, response, example): ...   the user's columns, `prompt`, `answer` and `row`
 def score(prompt, response, row): ...       the user's example exactly as it is in the dataset
+
+Import-light: worker processes load this file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROW = "row"
 
 
 def wants_row(function: Any) -> bool:
-    """Whether the third parameter of a function is called `row`."""
+    """Return True if the third parameter of a function is called `row`."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # some functions written in C have no signature
@@ -30,16 +30,11 @@ def wants_row(function: Any) -> bool:
 
 
 def argument_for(example: dict[str, Any], *, row_only: bool) -> dict[str, Any]:
-    """The third argument of one call, a new dict whose values are shared between calls.
+    """Return the third argument of one call, a new dict whose values are shared between calls.
 
-    Args:
-        example: `prompt`, `answer` and, for an example of a dataset, `row`.
-        row_only: the function asked for the unchanged example.
-
-    Returns:
-        With `row_only` the row. Otherwise the row's columns, with `prompt` (the question as text)
-        and `answer` (`task.answer_field`, a number as text) in place of columns of these names,
-        and the row under `row`. A task without rows (`arithmetic`) has its example in its place.
+    With `row_only` it is the row. Otherwise it has the row's columns, with `prompt` (the question
+    as text) and `answer` (`task.answer_field`, a number as text) in place of columns of these
+    names, and the row under `row`. Without a row (`arithmetic`), the example takes its place.
     """
     row = example.get(ROW)
     if not isinstance(row, dict):
@@ -50,13 +45,13 @@ def argument_for(example: dict[str, Any], *, row_only: bool) -> dict[str, Any]:
 MAX_FLOAT32 = 3.4028234663852886e38
 """Largest finite float32: rewards are float32 from the trainer on."""
 _LONGEST_CHAIN = 20
-"""Errors, each the cause of the one before, that are looked at."""
+"""Most causes of an error that are followed."""
 ABSURD = 1e6
-"""Rewards above this are warned about: advantages are differences of rewards."""
+"""Rewards above this cause a warning: advantages are differences of rewards."""
 
 
 class NoRewardError(Exception):
-    """A built-in function has no reward, for a reason that is told as it is."""
+    """A built-in function cannot give a reward; the message is shown without a traceback."""
 
     def __init__(self, reason: FailureReason, message: str) -> None:
         super().__init__(message)
@@ -64,9 +59,9 @@ class NoRewardError(Exception):
 
 
 class Unavailable(NoRewardError):  # noqa: N818 - says what happened
-    """To be raised by a user's reward function or environment whose service is down.
+    """Raised by a user's reward function or environment whose service is down.
 
-    The failure then says nothing about the response.
+    The failure then does not count against the response.
     """
 
     def __init__(self, message: str) -> None:
@@ -74,10 +69,10 @@ class Unavailable(NoRewardError):  # noqa: N818 - says what happened
 
 
 def is_unavailable(error: BaseException | None) -> bool:
-    """Whether an error of the user's code comes from a service that nobody reached.
+    """Return True if an error of the user's code comes from a service that cannot be reached.
 
-    That is `Unavailable`, or a connection that was refused, whatever the client's own error is. A
-    connection that broke is not enough: a program of the response may have been at its end.
+    That is `Unavailable`, or a refused connection among the error's causes. A broken connection
+    does not count: a program of the response may have been at the other end.
 
     >>> is_unavailable(ConnectionRefusedError()), is_unavailable(ConnectionResetError())
     (True, False)
@@ -94,10 +89,9 @@ class BadValueError(NoRewardError):
 
 
 def as_number(result: Any) -> float:
-    """Any number as a float: int, bool, numpy and torch scalars too.
+    """Convert any number (also bool, numpy and torch scalars) to a float.
 
-    Raises:
-        BadValueError: it is not one number, or the number is not finite in float32.
+    Raises BadValueError if it is not one number, or not finite in float32.
     """
     if isinstance(result, str | bytes | bytearray) or not hasattr(result, "__float__"):
         raise BadValueError("not_a_number", _must_return("a number", result))
@@ -113,17 +107,12 @@ def as_number(result: Any) -> float:
 
 
 def as_float32(value: float, what: str = "a reward must return") -> float:
-    """The value itself, if it is finite in float32.
-
-    Raises:
-        BadValueError: it is not.
-    """
+    """Return the value itself. Raises BadValueError unless it is finite in float32."""
     if not math.isfinite(value):
         raise BadValueError("not_finite", f"{what} a finite number, got {value}")
     if abs(value) > MAX_FLOAT32:
         raise BadValueError(
-            "not_finite",
-            f"{what} a finite number in float32 (at most 3.4e38), got {value}",
+            "not_finite", f"{what} a finite number in float32 (at most 3.4e38), got {value}"
         )
     return value
 

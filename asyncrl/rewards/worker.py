@@ -1,25 +1,157 @@
 """A reward worker: `python -m asyncrl.rewards.worker PARENT STATUS PROCESSES`.
 
 Calls queue up in the worker's input. They are answered one after the other, or, if a function is
-async, run concurrently in one event loop: at most `rewards.concurrency` of them, which is the
-pool's to keep. One that takes longer than the timeout is then cancelled; the others continue. Its
-time begins with its first function. Built-in functions that block take turns in threads; any other
-function that blocks the loop, or that does not end when it is cancelled, is left to the pool, which
-kills the worker. Import-light: no torch, no pydantic.
+async, run concurrently in one event loop; the pool sends at most `rewards.concurrency`. A call that
+exceeds the timeout, counted from its first function, is cancelled; the others continue. Built-in
+functions that block take turns in threads. If any other function blocks the loop, or does not end
+when it is cancelled, the pool kills the worker. Import-light: no torch, no pydantic.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import inspect
+import os
+import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import msgspec
 
 from asyncrl.rewards import protocol
-from asyncrl.rewards.scoring import LoadedTerm, Turns, finish, score
+from asyncrl.rewards.functions import RewardFunction, load_function
+from asyncrl.rewards.protocol import WHOLE_SUM, Began, Call, Failed, FailureReason, Scored, Term
 from asyncrl.rewards.services import calls
-from asyncrl.user_code.streams import Ready, last_lines
+from asyncrl.rewards.values import (
+    NoRewardError,
+    argument_for,
+    as_float32,
+    as_number,
+    is_unavailable,
+    wants_row,
+)
+from asyncrl.user_code.streams import Ready, bounded, last_lines
 from asyncrl.user_code.worker import Channel
+
+AT_ONCE = {"code": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+           "math_verify": 1}  # fmt: skip
+"""Most concurrent calls of a built-in function. Programs run in separate processes, one for each
+core; more would wait for each other and use up their time."""
+
+
+class Turns:
+    """Runs functions that block. Used from one event loop."""
+
+    def __init__(self) -> None:
+        self._rooms = {name: asyncio.Semaphore(most) for name, most in AT_ONCE.items()}
+        self._threads = ThreadPoolExecutor(sum(AT_ONCE.values()))
+
+    async def run(self, name: str, function: Callable[[], Any], begin: Callable[[], None]) -> Any:
+        """Call `begin`, then the built-in function `name` with its arguments, when its turn comes.
+
+        The function continues to its end even if the caller is cancelled.
+        """
+        room = self._rooms[name]
+        await room.acquire()
+        try:
+            begin()
+            context = contextvars.copy_context()
+            loop = asyncio.get_running_loop()
+            running = loop.run_in_executor(self._threads, context.run, function)
+        except BaseException:
+            room.release()
+            raise
+
+        def ended(done: asyncio.Future[Any]) -> None:
+            room.release()
+            if not done.cancelled():
+                done.exception()  # the caller gets it, unless it was cancelled
+
+        running.add_done_callback(ended)
+        return await asyncio.shield(running)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTerm:
+    """One function of the weighted sum, imported."""
+
+    function: RewardFunction
+    weight: float
+    args: dict[str, Any]
+    row_only: bool
+    """See `argument_for`."""
+    asynchronous: bool
+    """A call returns an awaitable."""
+    takes_turns: str | None = None
+    """The name in `AT_ONCE` of a built-in function that blocks."""
+
+    @classmethod
+    def load(cls, term: Term) -> LoadedTerm:
+        """Import the function. Raises RewardError, and errors of the user's module."""
+        function = load_function(term.name, term.args)
+        turns = term.name if term.name in AT_ONCE else None
+        return cls(function, term.weight, term.args, wants_row(function), is_async(function), turns)
+
+
+def is_async(function: Any) -> bool:
+    """Return True for an `async def` function, or an object whose `__call__` is one."""
+    called = getattr(type(function), "__call__", None)  # noqa: B004 - its type is asked for
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+
+
+async def score(
+    call: Call, terms: list[LoadedTerm], began: Callable[[Began], None], turns: Turns | None = None
+) -> Scored | Failed:
+    """Call each function, after `began`, and add up the weighted values.
+
+    Without async functions this never waits, so `finish` can run it without an event loop. With
+    `turns`, functions that take turns come first, so that the call's time begins with its turn.
+    """
+    values = [0.0] * len(terms)
+    started, index = time.perf_counter(), 0
+    order = range(len(terms))
+    first = sorted(order, key=lambda place: terms[place].takes_turns is None)
+    try:
+        for index in order if turns is None else first:
+            term = terms[index]
+            begin = partial(_begin, began, Began(call.call, index))
+            example = argument_for(call.example, row_only=term.row_only)
+            function = partial(term.function, call.prompt, call.response, example, **term.args)
+            if turns is not None and term.takes_turns is not None:
+                result = await turns.run(term.takes_turns, function, begin)
+            else:
+                begin()
+                result = await function() if term.asynchronous else function()
+            values[index] = as_number(result)
+        index = WHOLE_SUM
+        weighted = [term.weight * value for term, value in zip(terms, values, strict=True)]
+        total = as_float32(sum(weighted), "the weighted sum of the rewards must be")
+    except NoRewardError as error:
+        return Failed(call.call, index, error.reason, bounded(str(error)))
+    except (Exception, SystemExit, KeyboardInterrupt):  # noqa: BLE001 - process edge: reported
+        reason: FailureReason = "unavailable" if is_unavailable(sys.exception()) else "raised"
+        return Failed(call.call, index, reason, last_lines())
+    return Scored(call.call, total, tuple(values), time.perf_counter() - started)
+
+
+def _begin(began: Callable[[Began], None], message: Began) -> None:
+    began(message)
+    calls.begin_term(message.term)
+
+
+def finish(scoring: Any) -> Scored | Failed:
+    """Run a coroutine that never waits to its end."""
+    try:
+        scoring.send(None)
+    except StopIteration as done:
+        result: Scored | Failed = done.value
+        return result
+    raise RuntimeError("a function that is not async waited")
 
 
 def main() -> None:
@@ -42,14 +174,14 @@ def main() -> None:
     if asynchronous:
         asyncio.run(_serve_concurrently(channel, terms, setup.timeout_seconds))
         return
-    while isinstance(message := channel.read(), protocol.Call):
+    while isinstance(message := channel.read(), Call):
         channel.send(finish(score(message, terms, channel.send)))
 
 
 async def _serve_concurrently(
     channel: Channel, terms: list[LoadedTerm], timeout_seconds: float
 ) -> None:
-    """Answer calls until the stream ends; then give up those that are running."""
+    """Answer calls until the stream ends; then abandon those in progress."""
     running: set[asyncio.Task[None]] = set()
     turns = Turns()
     async for message in channel.messages():
@@ -60,7 +192,7 @@ async def _serve_concurrently(
 
 async def _answer(
     channel: Channel,
-    call: protocol.Call,
+    call: Call,
     terms: list[LoadedTerm],
     timeout_seconds: float,
     turns: Turns,
@@ -69,7 +201,7 @@ async def _answer(
     limit = asyncio.timeout(None)
     task = asyncio.current_task()
 
-    def began(message: protocol.Began) -> None:
+    def began(message: Began) -> None:
         if limit.when() is None:
             limit.reschedule(asyncio.get_running_loop().time() + timeout_seconds)
             state.cancelled_at = time.monotonic() + timeout_seconds
@@ -79,13 +211,13 @@ async def _answer(
         async with limit:
             answer = await score(call, terms, began, turns)
     except TimeoutError:
-        answer = protocol.Failed(call.call, state.term, "timeout", "")
+        answer = Failed(call.call, state.term, "timeout", "")
     except asyncio.CancelledError:
         if task is None or task.cancelling():  # the worker ends
             raise
-        answer = protocol.Failed(call.call, state.term, "raised", last_lines())
+        answer = Failed(call.call, state.term, "raised", last_lines())
     if limit.expired():  # the function turned its cancellation into a result
-        answer = protocol.Failed(call.call, state.term, "timeout", "")
+        answer = Failed(call.call, state.term, "timeout", "")
     channel.send(msgspec.structs.replace(answer, uses=tuple(state.uses)) if state.uses else answer)
 
 

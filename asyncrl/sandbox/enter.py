@@ -88,10 +88,8 @@ def main() -> None:
         first = _enter(order)
         _, status = os.waitpid(first, 0)
         answer: dict[str, Any] = {"exit_code": os.waitstatus_to_exitcode(status)}
-    except _RefusedError as error:
-        answer = {"refused": str(error)}
-    except OSError as error:
-        answer = {"refused": f"{error.strerror or error}: {error.filename or 'a system call'}"}
+    except (_RefusedError, OSError) as error:
+        answer = {"refused": _reason(error)}
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     answer["cpu_seconds"] = used.ru_utime + used.ru_stime
     _answer(answer)
@@ -99,6 +97,12 @@ def main() -> None:
 
 def _answer(answer: dict[str, Any]) -> None:
     os.write(_ANSWER, json.dumps(answer).encode() + b"\n")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}: {error.filename or 'a system call'}"
+    return str(error)
 
 
 def _die_with(parent: int) -> None:
@@ -131,13 +135,11 @@ def _enter(order: dict[str, Any]) -> int:
         uid = _FIRST_UID + outside if root else _INNER_UID
         _make_root(order, uid)
         _become(uid, root=root)
-        if select.select([alive], [], [], 0)[0]:  # the parent has died meanwhile
+        if select.select([alive], [], [], 0)[0]:  # the parent has died
             os._exit(1)
         _first_process(order)
-    except _RefusedError as error:
-        _answer({"refused": str(error)})
-    except OSError as error:
-        _answer({"refused": f"{error.strerror or error}: {error.filename or 'a system call'}"})
+    except (_RefusedError, OSError) as error:
+        _answer({"refused": _reason(error)})
     os._exit(1)
 
 
@@ -186,7 +188,9 @@ def _make_writable(order: dict[str, Any], new: str, uid: int) -> None:
     for target, descriptor in shown.items():
         _show(descriptor, target)
     for name, text in order["contents"].items():
-        _write(Path(new + first, name), text, uid)
+        path = Path(new + first, name)
+        path.write_text(text, encoding="utf-8")
+        os.chown(path, uid, uid)
 
 
 def _show(descriptor: int, target: str) -> None:
@@ -202,11 +206,6 @@ def _bind(descriptor: int, target: str) -> None:
     else:
         place.touch()
     _mount(f"/proc/self/fd/{descriptor}", target, None, _BIND | _RECURSIVE)
-
-
-def _write(path: Path, text: str, uid: int) -> None:
-    path.write_text(text, encoding="utf-8")
-    os.chown(path, uid, uid)
 
 
 def _become(uid: int, *, root: bool) -> None:

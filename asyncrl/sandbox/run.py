@@ -32,6 +32,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
+import msgspec
+
 from asyncrl.sandbox.limits import Limits, SandboxError
 from asyncrl.sandbox.seccomp import ARCHITECTURES, program
 from asyncrl.user_code.process_tree import descendants
@@ -166,22 +168,12 @@ Ending = Literal["exit", "signal", "wall_seconds", "cpu_seconds", "memory_bytes"
 limit that it reached."""
 
 _ENTER = Path(__file__).with_name("enter.py")
-_SYSTEM = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/etc/ld.so.cache",
-    "/etc/alternatives",
-)
+_LIBRARIES = ("/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
+_SYSTEM = ("/usr", "/bin", "/sbin", *_LIBRARIES)
 _OWN = ("/tmp", "/dev/shm")  # noqa: S108 - inside
 """Separate folders of the sandbox. Paths to be shown may lie below them."""
 _MOUNT_POINTS = ("/tmp", "/mnt", "/var/tmp", "/srv", "/home", "/dev")  # noqa: S108
-"""Folders of the machine; the sandbox is built on one that does not contain anything to be
-shown.
-"""
+"""Folders of the machine; the sandbox is built on one without anything to be shown."""
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",  # noqa: S108 - inside
@@ -267,10 +259,7 @@ def run(
 
 
 def _order(
-    command: Sequence[str],
-    contents: Mapping[str, str],
-    limits: Limits,
-    readable: Sequence[str | Path],
+    command: Sequence[str], contents: Mapping[str, str], limits: Limits, readable: Sequence[Any]
 ) -> bytes:
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in ARCHITECTURES:
@@ -284,19 +273,13 @@ def _order(
         "parent": os.getpid(),
         "command": list(command),
         "environment": _ENVIRONMENT,
-        "contents": {name: _valid(text) for name, text in contents.items()},
+        "contents": {k: text.encode(errors="replace").decode() for k, text in contents.items()},
         "readable": folders,
         "links": links,
         "mount_point": _mount_point(folders),
         "filter": base64.b64encode(program(machine)).decode(),
     }
-    for name in limits.__struct_fields__:
-        order[name] = getattr(limits, name)
-    return json.dumps(order).encode()
-
-
-def _valid(text: str) -> str:
-    return text.encode(errors="replace").decode()
+    return json.dumps(order | msgspec.structs.asdict(limits)).encode()
 
 
 def visible(paths: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -311,7 +294,7 @@ def visible(paths: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     folders: list[str] = []
     for path in sorted(ends):
         if any(_holds(path, own) for own in _OWN):
-            raise SandboxError(f"{path} cannot be shown: the sandbox has a {_OWN[0]} of its own")
+            raise SandboxError(f"{path} cannot be shown: the sandbox has a separate {_OWN[0]}")
         if not _inside(folders, path):
             folders.append(path)
     return folders, {link: links[link] for link in links if not _inside(folders, link)}
@@ -346,8 +329,8 @@ def _mount_point(shown: Sequence[str]) -> str:
         if free and Path(place).is_dir() and not Path(place).is_symlink():
             return place
     raise SandboxError(
-        f"there is nowhere to build it: each of {', '.join(_MOUNT_POINTS)} is missing, a link, or "
-        "holds something that the program may read"
+        f"the sandbox cannot be built: each of {', '.join(_MOUNT_POINTS)} is missing, a link, or "
+        "contains something that the program may read"
     )
 
 

@@ -22,13 +22,12 @@ from asyncrl.monitoring.sinks.config import missing_credentials, missing_package
 from asyncrl.reward_server.keeping import starts_servers
 from asyncrl.rewards import judge, reward_model
 from asyncrl.rewards.config import RewardConfig
-from asyncrl.rewards.functions import BUILTIN
-from asyncrl.rewards.loading import load_function
+from asyncrl.rewards.functions import BUILTIN, load_function
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.startup.devices import place
 from asyncrl.startup.lora_check import check_peft, check_serving
 from asyncrl.startup.machine_checks import compiler
-from asyncrl.tasks.data.map_messages import MAP
+from asyncrl.tasks.data.map_worker import MAP
 from asyncrl.user_code.loading import check_name
 
 

@@ -29,7 +29,7 @@ _OF_THE_RUN = {
             *("chat_template", "tokenize", "padding", "truncation", "max_length"),
             *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
         ),
-        "it is no variable of a template",
+        "it is not a variable of templates",
     ),
 }
 """Arguments of `apply_chat_template`, and why they cannot be variables."""
@@ -112,17 +112,16 @@ class TaskConfig(BaseModel):
     def _variables_are_the_users(cls, given: dict[str, Any]) -> dict[str, Any]:
         for name in given:
             if not name.isidentifier():
-                raise ValueError(f"{name!r} is no name of a variable")
+                raise ValueError(f"{name!r} cannot be the name of a variable")
             if name in _OF_THE_RUN:
-                raise ValueError(f"{name} is not yours to set: {_OF_THE_RUN[name]}")
+                raise ValueError(f"{name} cannot be set here: {_OF_THE_RUN[name]}")
         return given
 
     @model_validator(mode="after")
     def _the_template_is_used(self) -> Self:
         if self.chat_template == "never" and self.chat_template_kwargs:
             raise ValueError(
-                "chat_template_kwargs has no effect with chat_template: never; leave one of them "
-                "out"
+                "chat_template_kwargs has no effect with chat_template: never; remove one of them"
             )
         return self
 

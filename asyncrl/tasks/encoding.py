@@ -71,12 +71,8 @@ class PromptEncoder:
             array.setflags(write=False)
             prompts.append(Prompt(question.prompt_id, array, text, question.example))
         if left_out:
-            log.warning(
-                "left out %d of %d prompts longer than %s tokens (task.too_long: filter)",
-                left_out,
-                len(questions),
-                self._config.max_prompt_tokens,
-            )
+            text = "left out %d of %d prompts longer than %s tokens (task.too_long: filter)"
+            log.warning(text, left_out, len(questions), self._config.max_prompt_tokens)
         return prompts, left_out
 
     def _texts(self, questions: Sequence[Question]) -> list[str]:

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from asyncrl.errors import UserError
 from asyncrl.trainer.base.errors import CheckpointError
-from asyncrl.trainer.checkpoint.export_files import RECORD, default_place, is_export_of
+from asyncrl.trainer.checkpoint import export_files
+from asyncrl.trainer.checkpoint.export_files import default_place, is_export_of
 from asyncrl.trainer.checkpoint.format.files import choose, path_of
 from asyncrl.trainer.checkpoint.format.manifest import read_manifest
 from asyncrl.trainer.lora.files import ADAPTER
 
 
 def export_run(
-    run: Path,
-    step: int | None,
-    output: Path | None,
-    dtype: str | None,
-    *,
-    merge: bool = False,
+    run: Path, step: int | None, output: Path | None, dtype: str | None, *, merge: bool = False
 ) -> tuple[Path, bool]:
     """Export a checkpoint of a run; return the directory, and True if it is new.
 
@@ -33,16 +31,16 @@ def export_run(
         if step is None:
             checkpoint = choose(checkpoints).directory
             if checkpoint is None:
-                raise UserError(f"the run {checkpoints.parent} has no checkpoint yet")
+                raise UserError(f"the run {run} does not have a checkpoint yet")
         else:
             checkpoint = path_of(checkpoints, step)
             if not checkpoint.is_dir():
                 choose(checkpoints, step)  # says which there are
         if output is not None and output.exists():
-            raise UserError(f"{output} exists and is not replaced; give another --output")
+            raise UserError(f"{output} exists and is never replaced; give another --output")
         adapter = (checkpoint / ADAPTER).is_dir()
         if merge and not adapter:
-            raise UserError(f"--merge: {checkpoint} has no adapter, it is a whole model already")
+            raise UserError(f"--merge: {checkpoint} is a whole model, without an adapter to merge")
         adapter = adapter and not merge
         place = output or default_place(checkpoint, dtype, adapter=adapter)
         if is_export_of(place, checkpoint, dtype):
@@ -71,11 +69,9 @@ def model_of(checkpoint: Path, say: Callable[[str], None]) -> Path:
 
 def describe(exported: Path) -> str:
     """Describe an export for the terminal."""
-    import msgspec
-
-    from asyncrl.trainer.checkpoint.export_files import ExportRecord
-
-    record = msgspec.json.decode((exported / RECORD).read_bytes(), type=ExportRecord)
+    record = msgspec.json.decode(
+        (exported / export_files.RECORD).read_bytes(), type=export_files.ExportRecord
+    )
     size = sum(one.bytes for one in record.files.values())
     return f"step {record.policy_version}, {record.dtype}, {size / 1e9:.2f} GB"
 

@@ -18,9 +18,8 @@ from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.data.questions import read_questions
 from asyncrl.tasks.encoding import PromptEncoder, Question
 from asyncrl.tasks.evaluation_config import EvaluationSetConfig
-from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.model_tokenizer import load_tokenizer, model_stop_tokens
-from asyncrl.tasks.prompts import LoadedTask, Prompt, Task, prompt_order
+from asyncrl.tasks.prompts import Prompt, Task
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +44,9 @@ def dataset_questions(
     order = np.random.default_rng(seed % 2**64).permutation(len(questions))
     shuffled = [questions[i] for i in order]
     if config.evaluation_path is not None:
-        evaluation = read_questions(
-            config,
-            config.evaluation_path,
-            config.evaluation_split,
-            setting="task.evaluation_path",
-            prefix="eval-",
-        )
+        path, split = config.evaluation_path, config.evaluation_split
+        setting = "task.evaluation_path"
+        evaluation = read_questions(config, path, split, setting=setting, prefix="eval-")
         _refuse_shared_ids(questions, evaluation)
         evaluation = evaluation[: config.evaluation_size]
         train = shuffled
@@ -61,9 +56,8 @@ def dataset_questions(
     train = _without(train, evaluation, whole_rows=whole_rows)
     if not train:
         raise DataError(
-            f"task.path: {config.path}: no example is left to train on: {len(evaluation)} are held "
-            "out, and those equal to them are dropped; lower task.evaluation_size, or give other "
-            "examples"
+            f"task.path: {config.path}: no examples are left to train on: {len(evaluation)} are "
+            "held out, and equal ones are dropped; lower task.evaluation_size, or add examples"
         )
     return train[: config.train_size], evaluation
 
@@ -108,9 +102,6 @@ def _key(question: Question, *, whole_rows: bool) -> str:
     return content if isinstance(content, str) else json.dumps(content, sort_keys=True)
 
 
-__all__ = ["LoadedTask", "Prompt", "Task", "load_task", "prompt_order", "resolve_model"]
-
-
 def load_task(
     config: TaskConfig,
     model_path: str,
@@ -118,7 +109,7 @@ def load_task(
     sets: Mapping[str, EvaluationSetConfig] | None = None,
     *,
     whole_rows: bool = False,
-) -> LoadedTask:
+) -> Task:
     """Read, split and tokenise the examples.
 
     `model_path` is the result of `resolve_model`, `sets` are the further held-out sets of
@@ -127,15 +118,13 @@ def load_task(
     end-of-sequence token.
     """
     if config.kind == "arithmetic":
-        train_questions, evaluation_questions = arithmetic_questions(config, seed)
+        questions = arithmetic_questions(config, seed)
     else:
-        train_questions, evaluation_questions = dataset_questions(
-            config, seed, whole_rows=whole_rows
-        )
+        questions = dataset_questions(config, seed, whole_rows=whole_rows)
     tokenizer = load_tokenizer(model_path)
     encoder = PromptEncoder(tokenizer, config)
-    train, left_out = encoder.encode(train_questions)
-    evaluation, left_out_of_evaluation = encoder.encode(evaluation_questions)
+    train, left_out = encoder.encode(questions[0])
+    evaluation, left_out_of_evaluation = encoder.encode(questions[1])
     if not train:
         raise DataError(
             f"all {left_out} training prompts are longer than task.max_prompt_tokens "
@@ -145,7 +134,7 @@ def load_task(
     for name, chosen in (sets or {}).items():
         named[name], more = _read_set(name, chosen, config, encoder)
         left_out_of_evaluation += more
-    return LoadedTask(
+    return Task(
         train=train,
         evaluation=evaluation,
         stop_tokens=model_stop_tokens(model_path, tokenizer),
@@ -161,13 +150,8 @@ def _read_set(
     own = chosen.model_dump(exclude={"prompts", "samples"}, exclude_none=True)
     cleared = {"kind": "dataset", "subset": None, "id_field": None, "map": None}
     settings = task.model_copy(update=cleared | own)
-    questions = read_questions(
-        settings,
-        chosen.path,
-        chosen.split,
-        setting=f"evaluation.sets.{name}.path",
-        prefix=f"{name}/",
-    )
+    setting, prefix = f"evaluation.sets.{name}.path", f"{name}/"
+    questions = read_questions(settings, chosen.path, chosen.split, setting=setting, prefix=prefix)
     prompts, left_out = encoder.encode(questions)
     if not prompts:
         raise DataError(

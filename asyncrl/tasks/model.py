@@ -83,10 +83,9 @@ def _of_checkpoint(directory: Path, progress: Progress | None) -> Path:
         return directory
     from asyncrl.tasks.exported_model import model_of
 
+    say = log.info if progress is None else progress.console.print
     try:
-        return model_of(
-            directory.resolve(), log.info if progress is None else progress.console.print
-        )
+        return model_of(directory.resolve(), say)
     except UserError as error:
         raise ModelError(f"model.path: {error}") from error
 
@@ -101,8 +100,8 @@ def default_cache_dir() -> Path:
         return (Path(base) if base else Path.home() / ".cache") / "asyncrl"
     except RuntimeError as error:  # neither HOME nor an entry of this user in /etc/passwd
         raise ModelError(
-            "the built-in model cannot be cached: this user has no home folder; set XDG_CACHE_HOME "
-            "to a writable folder"
+            "the built-in model cannot be cached: this user does not have a home folder; set "
+            "XDG_CACHE_HOME to a writable folder"
         ) from error
 
 
@@ -142,13 +141,12 @@ def _make(directory: Path, recipe: WarmStart, progress: Progress | None) -> None
     if progress is not None:
         bar = progress.add_task("Warm start of the built-in model (first use)", total=recipe.steps)
         if progress.disable:  # no terminal
-            progress.console.print(
-                f"the built-in model is made first (once): {recipe.steps:,} supervised steps, half "
-                "a minute to a few minutes",
-                soft_wrap=True,
-                highlight=False,
+            text = (
+                f"training the built-in model first (once): {recipe.steps:,} supervised steps, "
+                "half a minute to a few minutes"
             )
-    log.info("making the built-in model: %d supervised steps", recipe.steps)
+            progress.console.print(text, soft_wrap=True, highlight=False)
+    log.info("training the built-in model: %d supervised steps", recipe.steps)
 
     def advance(done: int, total: int) -> None:
         if progress is not None and bar is not None:
@@ -167,7 +165,7 @@ def _make(directory: Path, recipe: WarmStart, progress: Progress | None) -> None
     (directory / "warm_start.json").write_text(json.dumps(record, indent=2) + "\n")
     accuracy = result.sampled_accuracy
     shown = "" if accuracy is None else f"; sampled accuracy {accuracy:.2f}"
-    log.info("made the built-in model in %.0f s%s", result.seconds, shown)
+    log.info("trained the built-in model in %.0f s%s", result.seconds, shown)
 
 
 @contextlib.contextmanager
@@ -194,9 +192,8 @@ def _move(source: Path, place: Path) -> None:
 
 
 def _recipe_hash(recipe: WarmStart) -> str:
-    words = vocabulary_of(recipe.task)
-    special, characters, template = words.special, words.characters, words.chat_template
-    content = [recipe_fields(recipe), special, characters, words.words, template]
+    v = vocabulary_of(recipe.task)
+    content = [recipe_fields(recipe), v.special, v.characters, v.words, v.chat_template]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -209,16 +206,15 @@ def check_directory(directory: Path, setting: str = "model.path") -> None:
     if not (directory / "config.json").is_file():
         if (directory / "adapter_config.json").is_file():
             raise ModelError(
-                f"{setting}: {directory} is a PEFT adapter, not a whole model; give the model that "
-                "it is of, and the adapter as trainer.lora.adapter"
+                f"{setting}: {directory} is a PEFT adapter, not a whole model; give its base model "
+                "here, and the adapter as trainer.lora.adapter"
             )
         raise ModelError(
-            f"{setting}: {directory} is not a HF model directory: it has no config.json; save one "
-            "with model.save_pretrained(directory)"
+            f"{setting}: {directory} is not a HF model directory: config.json is missing; save the "
+            "model with model.save_pretrained(directory)"
         )
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
-            f"{setting}: {directory} has no tokenizer (none of "
-            f"{', '.join(_TOKENIZER_FILES)}); save it there with "
-            "tokenizer.save_pretrained(directory)"
+            f"{setting}: {directory} does not have a tokenizer ({', '.join(_TOKENIZER_FILES)}); "
+            "save it there with tokenizer.save_pretrained(directory)"
         )

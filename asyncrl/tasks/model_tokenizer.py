@@ -17,10 +17,7 @@ from asyncrl.errors import ModelError
 from asyncrl.wire.records.wrong_policy import TokenizerDigest
 
 _QWEN = {"Qwen2Tokenizer": "Qwen2Tokenizer", "Qwen2TokenizerFast": "Qwen2Tokenizer"}
-_GENERAL = {
-    "TokenizersBackend": "TokenizersBackend",
-    "PreTrainedTokenizerFast": "TokenizersBackend",
-}
+_GENERAL = dict.fromkeys(("TokenizersBackend", "PreTrainedTokenizerFast"), "TokenizersBackend")
 _CLASSES: dict[str, dict[str, str]] = {
     "llama": _GENERAL,
     "qwen2": _QWEN,
@@ -47,14 +44,14 @@ def load_tokenizer(model_path: str) -> Any:
     except (OSError, ValueError) as error:
         if wants_own_code(error):
             raise ModelError(
-                f"the tokenizer of {model_path!r} has code of its own (auto_map in "
-                "tokenizer_config.json); models with code of their own are not supported"
+                f"the tokenizer of {model_path!r} needs its own code (auto_map in "
+                "tokenizer_config.json), which is not supported"
             ) from error
         for file in sorted(Path(model_path).glob("*.json")):
             if is_pointer(file):
                 raise ModelError(f"{file} {POINTER_ADVICE}") from error
         raise ModelError(
-            f"no tokenizer could be loaded from {model_path!r}: {_first_line(error)}. A model "
+            f"the tokenizer cannot be loaded from {model_path!r}: {_first_line(error)}. A model "
             "directory needs tokenizer.json (or its older forms) and tokenizer_config.json next to "
             "config.json; save both with tokenizer.save_pretrained(directory)."
         ) from error
@@ -128,8 +125,8 @@ def model_stop_tokens(model_path: str, tokenizer: Any) -> tuple[int, ...]:
         found.add(int(tokenizer.eos_token_id))
     if not found:
         raise ModelError(
-            f"{model_path!r} names no end-of-sequence token, neither in generation_config.json and "
-            'config.json nor in its tokenizer; add "eos_token" to tokenizer_config.json'
+            f"{model_path!r} does not have an end-of-sequence token in generation_config.json, "
+            'config.json or its tokenizer; add "eos_token" to tokenizer_config.json'
         )
     return tuple(sorted(found))
 
@@ -140,12 +137,8 @@ def _configured_stop_tokens(model_path: str) -> list[int]:
         model = _read_settings(folder / "config.json")
         text = model.get("text_config")
         model = text | model if isinstance(text, dict) else model
-        sources = {
-            str(folder / "generation_config.json"): _read_settings(
-                folder / "generation_config.json"
-            ),
-            str(folder / "config.json"): model,
-        }
+        generating = folder / "generation_config.json"
+        sources = {str(generating): _read_settings(generating), str(folder / "config.json"): model}
         size = model.get("vocab_size")
     else:
         from transformers import AutoConfig, GenerationConfig

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,40 +34,22 @@ class Prompt:
     `row`, the user's example. `asyncrl.rewards.values` makes a function's arguments from it."""
 
 
-class Task(Protocol):
+@dataclass(frozen=True, slots=True)
+class Task:
     """Prompts, and what is needed to sample responses to them and score these."""
 
-    @property
-    def train(self) -> Sequence[Prompt]:
-        """Training prompts, at least one."""
-
-    @property
-    def evaluation(self) -> Sequence[Prompt]:
-        """Held-out prompts, disjoint from `train`; may be empty."""
-
-    @property
-    def evaluation_sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """Prompts of `evaluation.sets`, by name. They may overlap with `train`, with a warning."""
-
-    @property
-    def stop_tokens(self) -> tuple[int, ...]:
-        """Ids that end a response."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's HF tokenizer."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedTask:
-    """A `Task` in memory."""
-
     train: Sequence[Prompt]
+    """Training prompts, at least one."""
     evaluation: Sequence[Prompt]
+    """Held-out prompts, disjoint from `train`; may be empty."""
     stop_tokens: tuple[int, ...]
+    """Ids that end a response."""
     tokenizer: Any
+    """The model's HF tokenizer."""
     left_out: int = 0
+    """Number of prompts left out as too long."""
     evaluation_sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
+    """Prompts of `evaluation.sets`, by name. They may overlap with `train`, with a warning."""
 
 
 def held_out_sets(task: Task) -> dict[str, Sequence[Prompt]]:

@@ -10,15 +10,9 @@ import msgspec
 
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.tasks.prompts import Prompt, Task, held_out_sets, prompt_order
+from asyncrl.wire.messages import to_generator
 from asyncrl.wire.messages.frames import encode_tokens
-from asyncrl.wire.messages.to_generator import (
-    Evaluate,
-    FixedVersion,
-    Generate,
-    PromptPayload,
-    Unfinished,
-    Verify,
-)
+from asyncrl.wire.messages.to_generator import Evaluate, FixedVersion, Generate, Verify
 from asyncrl.wire.messages.unfinished_samples import Place
 
 
@@ -26,10 +20,8 @@ from asyncrl.wire.messages.unfinished_samples import Place
 class RandomStreams:
     """The seeds of a run's training samples, and the order of its prompts.
 
-    The initial weights are part of the key because they may depend on earlier draws. If the model
-    was trained on text that a run with the same `run.seed` drew, its samples must use other random
-    numbers: with the same ones they would be correlated with that text and would repeat it
-    (docs/exactness.md).
+    The initial weights are part of the key: if the model was trained on text that a run with the
+    same `run.seed` drew, the same random numbers would repeat that text (docs/exactness.md).
     """
 
     seed: int
@@ -52,14 +44,12 @@ class SampleRequests:
     """Makes the messages that request samples from a generator.
 
     A training request depends only on the run's seed, its initial weights and the sample. So a
-    sample that is requested again from its first token (after a generator or the trainer was lost)
-    gets the same seed: no token drawn with it is left. A verification follows tokens that are left,
-    so its seed must be new. The same version may come again after a rewind, hence `lineage`; after
-    a resume with earlier tokens, hence `start`, which differs for every start of the run (0 for the
-    first); and at another generator that a sample has moved to, hence the number of moves.
-
-    Evaluation is keyed by the seed alone: its samples are not trained on, and models compare best
-    on the same random numbers.
+    sample that starts over (after a generator or the trainer was lost) gets the same seed, of which
+    no token is left. A verification follows tokens that are left, so its seed must be new. The same
+    version may come again after a rewind, hence `lineage`; after a resume with earlier tokens,
+    hence `start`, the number of the run's start; and at another generator, hence the number of
+    moves. Evaluation is keyed by the seed alone, so that models are compared on the same random
+    numbers.
     """
 
     def __init__(self, task: Task, seed: int, start: int = 0) -> None:
@@ -115,7 +105,8 @@ class SampleRequests:
         unfinished = None
         if (found := self._unfinished.pop(sample, None)) is not None:
             file, place, (purpose, *more) = found
-            unfinished = Unfinished(file, place, self._sample_seed(str(purpose), sample, *more))
+            again = self._sample_seed(str(purpose), sample, *more)
+            unfinished = to_generator.Unfinished(file, place, again)
         seed = self._sample_seed("training", sample)
         return Generate(sample, payload_of(prompt), seed, priority, unfinished)
 
@@ -170,6 +161,7 @@ def sample_seed(seed: int, *purpose: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def payload_of(prompt: Prompt) -> PromptPayload:
+def payload_of(prompt: Prompt) -> to_generator.PromptPayload:
     """Convert a prompt for the request."""
-    return PromptPayload(prompt.prompt_id, encode_tokens(prompt.tokens), prompt.example)
+    tokens = encode_tokens(prompt.tokens)
+    return to_generator.PromptPayload(prompt.prompt_id, tokens, prompt.example)

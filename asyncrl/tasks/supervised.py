@@ -43,14 +43,9 @@ class SupervisedProcess:
         self._buffer = bytearray()
         self._status, status = os.pipe()
         try:
+            numbers = map(str, (os.getpid(), status, max_processes))
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    module,
-                    *map(str, (os.getpid(), status, max_processes)),
-                ],
+                [sys.executable, "-P", "-m", module, *numbers],
                 stdin=subprocess.PIPE if input_file is None else input_file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # its end is in the supervisor's report
@@ -123,8 +118,5 @@ class SupervisedProcess:
         ending = read_ending(self._status)
         if ending is None:
             return ProcessEnded("was lost with its supervisor", None)
-        if ending.too_many:
-            how = f"was killed because it had started {ending.too_many} processes"
-        else:
-            how = how_it_ended(ending)
-        return ProcessEnded(how, ending.exit_code)
+        many = f"was killed because it had started {ending.too_many} processes"
+        return ProcessEnded(many if ending.too_many else how_it_ended(ending), ending.exit_code)

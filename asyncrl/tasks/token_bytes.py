@@ -44,9 +44,9 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
         if _agrees(tokenizer, out):
             return out
     raise ModelError(
-        "sampling.stop needs a tokenizer whose text is that of its tokens one after the other; "
-        f"{type(tokenizer).__name__} of this model joins them in another way. End responses with a "
-        "token instead: leave sampling.stop empty"
+        "sampling.stop needs a tokenizer that joins the texts of its tokens; "
+        f"{type(tokenizer).__name__} of this model does not. End responses with a token instead: "
+        "leave sampling.stop empty"
     )
 
 

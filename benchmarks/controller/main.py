@@ -53,7 +53,7 @@ from asyncrl.launch.child_spec import (
     is_relay,
 )
 from asyncrl.runs.directory import RunDirectory
-from asyncrl.tasks.prompts import LoadedTask, Prompt
+from asyncrl.tasks.prompts import Prompt, Task
 from asyncrl.wire import Hub, RunKey, RuntimeDirectory
 from asyncrl.wire.transport import outbox
 from benchmarks.controller.peers import SLOTS
@@ -211,7 +211,7 @@ async def _measure(folder: Path, load: Load, *, steps: int) -> Cost:
     progress = Progress()
     controller = Controller(
         config,
-        LoadedTask(prompts, prompts[:1], (0,), None),
+        Task(prompts, prompts[:1], (0,), None),
         directory=directory,
         fleet=fleet,
         hub=hub,

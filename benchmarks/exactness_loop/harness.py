@@ -37,7 +37,7 @@ from asyncrl.runs.resuming import unfinished_folder
 from asyncrl.scheduler import commands, events
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.scheduler.scheduler import Scheduler
-from asyncrl.tasks.prompts import LoadedTask, Prompt
+from asyncrl.tasks.prompts import Prompt, Task
 from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.messages import data
 from asyncrl.wire.messages import from_generator as fg
@@ -412,7 +412,7 @@ def _requests(prompts: Sequence[Sequence[int]], seed: int, start: int) -> Sample
         Prompt(f"p{index}", np.array(tokens, np.int32), "", {"prompt": f"{index}"})
         for index, tokens in enumerate(prompts)
     ]
-    requests = SampleRequests(LoadedTask(train, (), (), tokenizer=None), seed, start)
+    requests = SampleRequests(Task(train, (), (), tokenizer=None), seed, start)
     requests.starts_from("the first of the policies")
     return requests
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.rewards.loading import load_function
+from asyncrl.rewards.functions import load_function
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.prompts import Prompt, Task, prompt_order
 from asyncrl.tasks.sample_requests import RandomStreams

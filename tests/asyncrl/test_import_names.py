@@ -13,7 +13,7 @@ from reward_pools import running
 import asyncrl
 from asyncrl.errors import DataError
 from asyncrl.rewards.calls import Reward
-from asyncrl.tasks.data.map_messages import MAP
+from asyncrl.tasks.data.map_worker import MAP
 from asyncrl.user_code import loading as user_functions
 from asyncrl.user_code.loading import load_function
 

@@ -23,7 +23,7 @@ from asyncrl.launch.child_spec import (
     TrainerSpec,
 )
 from asyncrl.launch.shared_memory import local_run_id
-from asyncrl.tasks.prompts import LoadedTask, Prompt
+from asyncrl.tasks.prompts import Prompt, Task
 from asyncrl.wire import RunKey, Unreachable
 from asyncrl.wire.messages.from_trainer import TrainerReport
 from asyncrl.wire.transport.refusals import Refusals
@@ -173,11 +173,11 @@ def specs(ranks: int = 1) -> SpecsOfRun:
     )
 
 
-def task(train: int = 6, evaluation: int = 4) -> LoadedTask:
+def task(train: int = 6, evaluation: int = 4) -> Task:
     def prompts(kind: str, n: int) -> list[Prompt]:
         return [Prompt(f"{kind}-{i}", np.array([i, 7], np.int32), "", {}) for i in range(n)]
 
-    return LoadedTask(prompts("train", train), prompts("held-out", evaluation), (0,), None)
+    return Task(prompts("train", train), prompts("held-out", evaluation), (0,), None)
 
 
 def weights(version: int) -> WeightManifest:

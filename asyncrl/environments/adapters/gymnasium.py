@@ -1,21 +1,14 @@
 """Gymnasium environments, played in text: `gymnasium:ID`.
 
-Observations become text by `str` or by the template `observation`, as in "state {observation}". In
-a `Text` space the turn itself is the action; in a `Discrete` space the action is the last number in
-the turn, or the last of the words `actions`, which name the actions in order.
-
-    environment:
-      name: gymnasium:FrozenLake-v1
-      args: {make: {is_slippery: false}, actions: [left, down, right, up]}
-
-An invalid turn costs `invalid_reward` and is answered with a description of an action; the
-environment does not move.
+In a `Text` space the turn itself is the action; in a `Discrete` space the action is the last number
+in the turn, or the last of the words `actions`, which name the actions in order. An invalid turn
+costs `invalid_reward` and is answered with a description of an action; the environment does not
+move.
 
 Before the first sample, a trial with a few random actions finds out how samples can go back: by
 `snapshot` and `restore` if copies of the environment (`copy.deepcopy`) are independent, else by
-"deterministic" replay if the same seed and actions give the same observations. An environment that
-can do neither uses randomness other than its own seeded generator: its samples start over, and the
-log says so.
+"deterministic" replay if the same seed and actions give the same observations. Otherwise samples
+start over, and the log says so.
 """
 
 from __future__ import annotations
@@ -190,17 +183,17 @@ def adapt(rest: str, args: dict[str, Any]) -> Callable[[], GymnasiumText]:
     tried.close()
     if not isinstance(space, spaces.Text | spaces.Discrete):
         raise RewardError(
-            f"{name} has actions of {type(space).__name__}; a turn can only be a Text or a Discrete"
+            f"{name} has actions of {type(space).__name__}; only Text and Discrete are supported"
         )
     words = args.get("actions", ())
     if words and (not isinstance(space, spaces.Discrete) or len(words) != space.n):
-        raise RewardError(f"{name}: `actions` names {len(words)} actions of a space of {space}")
+        raise RewardError(f"{name}: `actions` names {len(words)} actions, but they are {space}")
     settings = {key: args[key] for key in _ARGUMENTS[1:5] if key in args}
     goes_back = how_it_goes_back(make)
     if not any(goes_back):
         log.warning(
             "%s answers the same seed and actions differently and cannot be copied: its samples "
-            "are never verified but start over",
+            "start over instead of being verified",
             name,
         )
     return partial(GymnasiumText, make, goes_back, **settings)

@@ -1,54 +1,33 @@
 """Environments behind an OpenEnv server: `openenv:echo_env:EchoEnv`, `openenv:generic`, or `tools`.
 
 The name is a client class, a subclass of OpenEnv's `EnvClient`. `generic` is its
-`GenericEnvClient`, which does not need the environment's package. `tools` is its `MCPToolClient`,
-whose actions, like those of its subclasses, are tool calls. Every sample has its own session
-(WebSocket) on the server. A turn becomes an action:
+`GenericEnvClient`, which does not need the environment's package; `tools` is its `MCPToolClient`,
+whose actions, like those of its subclasses, are calls of the tools that the server lists when a
+session begins. Every sample has its own session (WebSocket). docs/environments.md describes the
+arguments. The row's column `reset`, the argument `reset` and the sample's seed are passed to the
+server's reset.
 
-    environment:
-      name: openenv:generic
-      args:
-        base_url: http://127.0.0.1:8000
-        action: message          # the field of the action that takes the turn's text
-        observation: echoed      # the field of the observation that is shown
-
-`action` may also name a function, `path/to/file.py:function`, that turns the text of a turn into
-the client's action. Without `observation`, the whole observation is shown as JSON. The row's column
-`reset`, the argument `reset` and the sample's seed are passed to the server's reset. Only the
-beginning and the end of an observation longer than `max_result_characters` are shown.
-
-OpenEnv cannot save the state of a server, so by default samples cannot go back: they are never
-verified and start over when verification is due. `replay: deterministic` opens a new session with
-the same seed and actions, and compares the observations.
-
-A server of MCP tools (OpenEnv's `MCPEnvironment`) lists them when a session begins, and the model
-may call them. A call is one step of the server, and its result is the answer. The sample ends with
-a turn without a call, or with a step that is `done`.
+OpenEnv cannot save the state of a server, so by default samples start over when verification is
+due. `replay: deterministic` opens a new session with the same seed and actions, and compares the
+observations. With tools, a sample ends with a turn without a call, or with a step that is `done`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from asyncrl.environments.adapters.tool_turns import (
-    longest_result,
-    passed_on,
-    refuse_unknown,
-    replay_of,
-    shortened,
-    tool_message,
-)
+from asyncrl.environments.adapters import tool_turns
 from asyncrl.environments.protocol import Action, Replay, StepResult
 from asyncrl.environments.tool_functions import result_text
 from asyncrl.errors import RewardError
 from asyncrl.user_code import loading as user_functions
 
 
-class OpenEnvTools:
-    """One session on a server with tools; `observation` None keeps the row's prompt."""
+class _Session:
+    """One session on an OpenEnv server; `observation` names the field to show."""
 
     def __init__(
         self,
@@ -61,48 +40,60 @@ class OpenEnvTools:
     ) -> None:
         self._connect, self._field, self._reset = connect, observation, reset
         self.replay, self._most = replay, max_result_characters
-        self.tools: list[dict[str, Any]] = []
         self._client: Any = None
 
-    async def reset(self, row: dict[str, Any], seed: int) -> str | None:
-        """Open a session and list its tools."""
+    async def _open(self, row: dict[str, Any], seed: int) -> Any:
         await self.close()
         self._client = self._connect()
         await self._client.connect()
-        result = await self._client.reset(
+        return await self._client.reset(
             **({"seed": seed % 2**31} | self._reset | row.get("reset", {}))
         )
-        self.tools = [_schema(tool) for tool in await self._client.list_tools()]
-        if not self.tools:
-            raise RuntimeError("the server lists no tools; `openenv:generic` takes other actions")
-        if self._field is None:
-            return None
-        values = result.observation.model_dump()
-        if self._field not in values:
-            raise KeyError(f"the observation has no field {self._field!r}; it has {list(values)}")
-        return str(values[self._field])
-
-    async def step(self, action: Action) -> StepResult:
-        """Make the calls, one server step each."""
-        messages, reward, done = [], 0.0, not action.tool_calls
-        for call in action.tool_calls:
-            if call.get("error"):
-                messages.append(tool_message(call, f"error: {call['error']}"))
-                continue
-            result = await self._client.step(_call(call))
-            text = shortened(_answer(result.observation), self._most)
-            messages.append(tool_message(call, text))
-            reward += 0.0 if result.reward is None else result.reward
-            if result.done:
-                done = True
-                break
-        return StepResult(messages, done, reward)
 
     async def close(self) -> None:
         """End the session."""
         client, self._client = self._client, None
         if client is not None:
             await client.close()
+
+    def _shown(self, observation: Any) -> str:
+        values = observation.model_dump() if hasattr(observation, "model_dump") else observation
+        if self._field is None:
+            return values if isinstance(values, str) else json.dumps(values, default=str)
+        if not isinstance(values, dict) or self._field not in values:
+            fields = ", ".join(map(str, values)) if isinstance(values, dict) else type(values)
+            raise KeyError(f"the observation has no field {self._field!r}; it has {fields}")
+        return str(values[self._field])
+
+
+class OpenEnvTools(_Session):
+    """One session on a server with tools; `observation` None keeps the row's prompt."""
+
+    tools: Sequence[dict[str, Any]] = ()
+
+    async def reset(self, row: dict[str, Any], seed: int) -> str | None:
+        """Open a session and list its tools."""
+        result = await self._open(row, seed)
+        self.tools = [_schema(tool) for tool in await self._client.list_tools()]
+        if not self.tools:
+            raise RuntimeError("the server lists no tools; use `openenv:generic` for other actions")
+        return None if self._field is None else self._shown(result.observation)
+
+    async def step(self, action: Action) -> StepResult:
+        """Make the calls, one server step each."""
+        messages, reward, done = [], 0.0, not action.tool_calls
+        for call in action.tool_calls:
+            if call.get("error"):
+                messages.append(tool_turns.tool_message(call, f"error: {call['error']}"))
+                continue
+            result = await self._client.step(_call(call))
+            text = tool_turns.shortened(_answer(result.observation), self._most)
+            messages.append(tool_turns.tool_message(call, text))
+            reward += 0.0 if result.reward is None else result.reward
+            if result.done:
+                done = True
+                break
+        return StepResult(messages, done, reward)
 
 
 def _call(call: dict[str, Any]) -> Any:
@@ -128,90 +119,42 @@ def _answer(observation: Any) -> str:
 
 def _schema(tool: Any) -> dict[str, Any]:
     parameters = tool.input_schema or {"type": "object", "properties": {}}
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": parameters,
-        },
-    }
+    about = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": about}
 
 
-_CLIENT = user_functions.FunctionKind(
-    noun="environment", signature="Client(base_url=...)", arguments=(), error=RewardError
-)
+_CLIENT = user_functions.FunctionKind("environment", "Client(base_url=...)", (), RewardError)
 _ACTION = user_functions.FunctionKind(
-    noun="environment.args.action", signature="function(text)", arguments=("",), error=RewardError
+    "environment.args.action", "function(text)", ("",), RewardError
 )
 _NOTHING = "(nothing)"
 """Shown to the policy instead of an empty text, such as the output of silent code."""
-_ARGUMENTS = (
-    "base_url",
-    "action",
-    "observation",
-    "reset",
-    "replay",
-    "client",
-    "max_result_characters",
-)
+_KNOWN = ("base_url", "action", "observation", "reset", "replay", "client", "max_result_characters")
 
 
-class OpenEnvEnvironment:
-    """One session on an OpenEnv server."""
+class OpenEnvEnvironment(_Session):
+    """One session on a server whose actions `to_action` makes from the text of a turn."""
 
-    def __init__(
-        self,
-        connect: Callable[[], Any],
-        to_action: Callable[[str], Any],
-        *,
-        observation: str | None,
-        reset: dict[str, Any],
-        replay: Replay | None,
-        max_result_characters: int,
-    ) -> None:
-        self._connect, self._to_action = connect, to_action
-        self._field, self._reset, self._most = observation, reset, max_result_characters
-        self.replay = replay
-        self._client: Any = None
+    def __init__(self, to_action: Callable[[str], Any], *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._to_action = to_action
 
     async def reset(self, row: dict[str, Any], seed: int) -> str | None:
-        """Open a session. If it shows nothing, the row's prompt stands."""
-        await self.close()
-        self._client = self._connect()
-        await self._client.connect()
-        result = await self._client.reset(
-            **({"seed": seed % 2**31} | self._reset | row.get("reset", {}))
-        )
-        return self._shown(result.observation) or None
+        """Open a session. If its observation is empty, the row's prompt stands."""
+        return self._shown((await self._open(row, seed)).observation) or None
 
     async def step(self, action: Action) -> StepResult:
         """Send the turn."""
         result = await self._client.step(self._to_action(action.text))
         reward = 0.0 if result.reward is None else result.reward
-        shown = shortened(self._shown(result.observation), self._most)
+        shown = tool_turns.shortened(self._shown(result.observation), self._most)
         return StepResult(shown or _NOTHING, bool(result.done), reward)
-
-    async def close(self) -> None:
-        """End the session."""
-        client, self._client = self._client, None
-        if client is not None:
-            await client.close()
-
-    def _shown(self, observation: Any) -> str:
-        values = observation.model_dump() if hasattr(observation, "model_dump") else observation
-        if self._field is None:
-            return values if isinstance(values, str) else json.dumps(values, default=str)
-        if not isinstance(values, dict) or self._field not in values:
-            fields = ", ".join(map(str, values)) if isinstance(values, dict) else type(values)
-            raise KeyError(f"the observation has no field {self._field!r}; it has {fields}")
-        return str(values[self._field])
 
 
 def adapt(rest: str, args: dict[str, Any]) -> Callable[[], OpenEnvEnvironment | OpenEnvTools]:
     """Return a factory for `rest`: a client class, `generic` or `tools`. Raises RewardError."""
     name = f"openenv:{rest}"
-    refuse_unknown(args, name, _ARGUMENTS)
+    tool_turns.refuse_unknown(args, name, _KNOWN)
     url = args.get("base_url")
     if not isinstance(url, str):
         raise RewardError(
@@ -222,32 +165,34 @@ def adapt(rest: str, args: dict[str, Any]) -> Callable[[], OpenEnvEnvironment | 
         from openenv.core import GenericEnvClient, MCPToolClient
     except ImportError as error:
         raise RewardError(
-            f"environment {name} needs OpenEnv, which contradicts vLLM's packages: give it an "
-            "interpreter of its own by environment.python, and there pip install msgspec "
-            f"openenv (docs/environments.md; {error})"
+            f"environment {name} needs OpenEnv, which conflicts with vLLM's packages: install "
+            "msgspec and openenv in a separate interpreter and set environment.python "
+            f"(docs/environments.md; {error})"
         ) from error
     own = {"generic": GenericEnvClient, "tools": MCPToolClient}
     client = own[rest] if rest in own else user_functions.load_object(_CLIENT, rest)
-    connect = partial(client, base_url=url, **passed_on(args, "client", name, "base_url"))
+    connect = partial(
+        client, base_url=url, **tool_turns.passed_on(args, "client", name, "base_url")
+    )
     settings: dict[str, Any] = {
         "observation": args.get("observation"),
         "reset": dict(args.get("reset", {})),
-        "replay": replay_of(args, name, None),
-        "max_result_characters": longest_result(args, name),
+        "replay": tool_turns.replay_of(args, name, None),
+        "max_result_characters": tool_turns.longest_result(args, name),
     }
     if isinstance(client, type) and issubclass(client, MCPToolClient):
         if "action" in args:
-            raise RewardError(f"environment {name} takes no `action`: its actions call tools")
+            raise RewardError(f"environment {name} does not take `action`: its actions call tools")
         return partial(OpenEnvTools, connect, **settings)
     to_action = _to_action(name, args.get("action"))
-    return partial(OpenEnvEnvironment, connect, to_action, **settings)
+    return partial(OpenEnvEnvironment, to_action, connect, **settings)
 
 
 def _to_action(name: str, action: Any) -> Callable[[str], Any]:
     if not isinstance(action, str):
         raise RewardError(
             f"environment {name} needs `action`: the field of its action that takes the turn's "
-            "text, or a function of your own, path/to/file.py:function"
+            "text, or your own function, path/to/file.py:function"
         )
     if ":" in action:
         return user_functions.load_function(_ACTION, action, {})

@@ -1,9 +1,5 @@
 """Plain Python functions as tools: `python_tools:my_tools.py:add,my_tools.py:look_up`.
 
-A function's name, docstring and type hints become its schema
-(`asyncrl.environments.tool_functions`). The row's prompt stands, and `rewards.functions` score the
-answer.
-
 Replay is "recorded": any state of the functions comes from the sample's own calls, so their
 recorded answers stand. `replay: deterministic` repeats the calls and compares the answers; `replay:
 null` means that a call must not be repeated.
@@ -16,41 +12,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from asyncrl.environments.adapters.tool_turns import (
-    AsyncToolTurns,
-    ToolTurns,
-    longest_result,
-    refuse_unknown,
-    replay_of,
-)
+from asyncrl.environments.adapters import tool_turns
 from asyncrl.environments.tool_functions import FunctionTool
 from asyncrl.errors import RewardError, UserError
 from asyncrl.user_code import loading as user_functions
 
-_KIND = user_functions.FunctionKind(
-    noun="tool", signature="function(**arguments)", arguments=(), error=RewardError
-)
+_KIND = user_functions.FunctionKind("tool", "function(**arguments)", (), RewardError)
 
 
-class PythonTools(ToolTurns):
-    """A row's question, and functions to answer it with."""
-
-    def reset(self, row: dict[str, Any], seed: int) -> None:
-        """Keep the row's prompt."""
-
-
-class AsyncPythonTools(AsyncToolTurns):
-    """A `PythonTools` with at least one async function."""
-
-    def reset(self, row: dict[str, Any], seed: int) -> None:
-        """Keep the row's prompt."""
-
-
-def adapt(rest: str, args: dict[str, Any]) -> Callable[[], PythonTools | AsyncPythonTools]:
+def adapt(rest: str, args: dict[str, Any]) -> Callable[[], tool_turns.ToolTurns]:
     """Return a factory for `rest`, functions separated by commas. Raises RewardError."""
     name = f"python_tools:{rest}"
-    refuse_unknown(args, name, ["replay", "max_result_characters"])
-    replay = replay_of(args, name, "recorded")
+    tool_turns.refuse_unknown(args, name, ["replay", "max_result_characters"])
+    replay, most = (
+        tool_turns.replay_of(args, name, "recorded"),
+        tool_turns.longest_result(args, name),
+    )
     tools = [_tool(one.strip()) for one in rest.split(",") if one.strip()]
     names = [tool.name for tool in tools]
     twice = [one for one in names if names.count(one) > 1]
@@ -59,8 +36,8 @@ def adapt(rest: str, args: dict[str, Any]) -> Callable[[], PythonTools | AsyncPy
     if not tools:
         raise RewardError(f"environment {name} names no function")
     asynchronous = any(inspect.iscoroutinefunction(tool.function) for tool in tools)
-    kind = AsyncPythonTools if asynchronous else PythonTools
-    return partial(kind, tools, replay=replay, max_result_characters=longest_result(args, name))
+    kind = tool_turns.AsyncToolTurns if asynchronous else tool_turns.ToolTurns
+    return partial(kind, tools, replay=replay, max_result_characters=most)
 
 
 def _tool(name: str) -> FunctionTool:

@@ -35,6 +35,9 @@ class ToolTurns:
         self.tools = [tool.schema for tool in tools]
         self.replay = replay
 
+    def reset(self, row: dict[str, Any], seed: int) -> Any:
+        """Keep the row's prompt."""
+
     def step(self, action: Action) -> Any:
         """Run the calls; without any, the sample ends."""
         messages = [tool_message(call, self._finished(call)) for call in action.tool_calls]
@@ -86,9 +89,8 @@ class AsyncToolTurns(ToolTurns):
 
     async def step(self, action: Action) -> StepResult:
         """Run the calls; without any, the sample ends."""
-        messages = [
-            tool_message(call, await _ready(self.answer(call))) for call in action.tool_calls
-        ]
+        calls = action.tool_calls
+        messages = [tool_message(call, await _ready(self.answer(call))) for call in calls]
         reward = await _ready(self.reward(done=not messages))
         return StepResult(messages, done=not messages, reward=reward)
 
@@ -136,8 +138,8 @@ def passed_on(args: dict[str, Any], key: str, name: str, given: str) -> dict[str
     found = args.get(key, {})
     if not isinstance(found, dict) or given in found:
         raise RewardError(
-            f"environment {name}: `{key}` must be a mapping without {given!r}, which is given "
-            f"already, got {found!r:.200}"
+            f"environment {name}: `{key}` must be a mapping without {given!r}, which is already "
+            f"set, got {found!r:.200}"
         )
     return found
 
@@ -147,7 +149,7 @@ def refuse_unknown(args: dict[str, Any], name: str, known: Sequence[str]) -> Non
     unknown = sorted(set(args) - set(known))
     if unknown:
         raise RewardError(
-            f"environment {name} takes no {', '.join(unknown)}; it takes {', '.join(known)}"
+            f"environment {name} does not take {', '.join(unknown)}; it takes {', '.join(known)}"
         )
 
 

@@ -1,16 +1,13 @@
 """Classes for TRL's `environment_factory`: `trl:my_envs.py:Wordle`. TRL itself is not needed.
 
-Such a class has a method `reset(**row)`; every other public method is a tool, and an optional
-`get_reward()` scores the current state. The result of `reset` is appended to the row's last user
-message. A turn without a call ends the sample.
+Such a class has a method `reset(**row)`, whose result is appended to the row's last user message;
+every other public method is a tool, and an optional `get_reward()` scores the current state. Each
+turn's reward is its change. With `score: end`, the reward is read once, after a turn without a
+call, so a truncated sample has none.
 
-Each turn's reward is the change of `get_reward()`, so a truncated sample has the reward of the
-state that it reached. With `score: end`, the reward is read once, after a turn without a call; a
-truncated sample then has none.
-
-Replay is "deterministic", since TRL cannot save a state: reset and the calls are repeated,
-and the answers are compared. This exposes a class that draws unseeded random numbers; set `replay:
-recorded` if its state follows from the calls alone, else `replay: null`.
+Replay is "deterministic": reset and the calls are repeated, and the answers are compared. For a
+class that draws unseeded random numbers, set `replay: recorded` if its state follows from the calls
+alone, else `replay: null`.
 """
 
 from __future__ import annotations
@@ -19,36 +16,25 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl.environments.adapters.tool_turns import (
-    AsyncToolTurns,
-    ToolTurns,
-    longest_result,
-    refuse_unknown,
-    replay_of,
-)
+from asyncrl.environments.adapters import tool_turns
 from asyncrl.environments.protocol import Message, Replay
 from asyncrl.environments.tool_functions import FunctionTool
 from asyncrl.errors import RewardError, UserError
 from asyncrl.user_code import loading as user_functions
 
-_KIND = user_functions.FunctionKind(
-    noun="environment", signature="factory()", arguments=(), error=RewardError
-)
+_KIND = user_functions.FunctionKind("environment", "factory()", (), RewardError)
 _NOT_TOOLS = ("reset", "get_reward")
 _SCORES = ("each_turn", "end")
 
 
-class TrlEnvironment(ToolTurns):
+class TrlEnvironment(tool_turns.ToolTurns):
     """One instance of the class, driven by `reset` and `step`."""
 
     def __init__(
         self, made: Any, *, replay: Replay | None, each_turn: bool, max_result_characters: int
     ) -> None:
-        super().__init__(
-            [FunctionTool(method) for method in _methods(made)],
-            replay=replay,
-            max_result_characters=max_result_characters,
-        )
+        tools = [FunctionTool(method) for method in _methods(made)]
+        super().__init__(tools, replay=replay, max_result_characters=max_result_characters)
         self._made, self._each_turn = made, each_turn
         self._before = 0.0
 
@@ -70,7 +56,7 @@ class TrlEnvironment(ToolTurns):
         return self._before - before
 
 
-class AsyncTrlEnvironment(AsyncToolTurns, TrlEnvironment):
+class AsyncTrlEnvironment(tool_turns.AsyncToolTurns, TrlEnvironment):
     """A `TrlEnvironment` with at least one async method."""
 
     async def reset(self, row: dict[str, Any], seed: int) -> list[Message] | None:  # type: ignore[override]
@@ -92,20 +78,17 @@ class AsyncTrlEnvironment(AsyncToolTurns, TrlEnvironment):
 def adapt(rest: str, args: dict[str, Any]) -> Callable[[], TrlEnvironment]:
     """Return a factory for `rest`, a class or function that makes instances. Raises RewardError."""
     name = f"trl:{rest}"
-    refuse_unknown(args, name, ["replay", "score", "max_result_characters"])
+    tool_turns.refuse_unknown(args, name, ["replay", "score", "max_result_characters"])
     score = args.get("score", "each_turn")
     if score not in _SCORES:
         raise RewardError(f"environment {name}: `score` must be one of {', '.join(_SCORES)}")
-    replay = replay_of(args, name, "deterministic")
     factory = user_functions.load_function(_KIND, rest, {})
     tried = factory()
     if not callable(getattr(tried, "reset", None)):
         raise RewardError(f"environment {name}: {type(tried).__name__} has no method `reset`")
     methods = _methods(tried)
     if not methods:
-        raise RewardError(
-            f"environment {name}: {type(tried).__name__} has no tool, no public method"
-        )
+        raise RewardError(f"environment {name}: {type(tried).__name__} has no public method")
     try:
         for method in methods:
             FunctionTool(method)
@@ -115,14 +98,9 @@ def adapt(rest: str, args: dict[str, Any]) -> Callable[[], TrlEnvironment]:
     asynchronous = any(inspect.iscoroutinefunction(one) for one in (*methods, *own))
     kind = AsyncTrlEnvironment if asynchronous else TrlEnvironment
 
-    most = longest_result(args, name)
-
-    def make() -> TrlEnvironment:
-        return kind(
-            factory(), replay=replay, each_turn=score == "each_turn", max_result_characters=most
-        )
-
-    return make
+    replay = tool_turns.replay_of(args, name, "deterministic")
+    most, each_turn = tool_turns.longest_result(args, name), score == "each_turn"
+    return lambda: kind(factory(), replay=replay, each_turn=each_turn, max_result_characters=most)
 
 
 def _methods(made: Any) -> list[Callable[..., Any]]:

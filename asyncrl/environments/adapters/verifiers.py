@@ -2,15 +2,13 @@
 
 The name is an installed taskset package, or a module that can be imported from the folder in which
 the run starts. Its tasks are the rows (a row's `idx` is the task's), its `@reward` functions give
-the reward, and an environment class that the package exports plays the episode: one turn, several
-turns with a scripted user, or tools.
+the reward, and its environment class plays the episode.
 
     verifiers: Env ── runs ──► Agent ── calls ──► interception server ── asks ──► _PolicyClient
     asyncrl:   reset, step ◄────────────────── Conversation ◄─────────────────────────┘
 
-verifiers starts a program for each episode, which it installs by `uv`. Here the agent's program is
-`PolicyHarness`, the same loop over model calls and tools inside this process, and the model's
-client is replaced by one that asks the policy. Stops, interceptors and scoring are verifiers' own.
+verifiers installs a program by `uv` for each episode. Here the agent's program is `PolicyHarness`,
+the same loop inside this process, and the model's client asks the policy.
 
 If an environment has several agents, `agent` names the policy; every other agent needs a model and
 a client in `env`, and runs our chat program too where verifiers' would be `null`. The first `tasks`
@@ -20,14 +18,9 @@ Replay is "deterministic": the episode is repeated with the accepted turns, and 
 compared. Set `replay: null` for tasks whose tools or users answer at random: their samples start
 over.
 
-`Conversation` inverts a program that calls a model: its calls become the results of `reset` and
-`step`.
-
-    program   call(messages) ──────────────► wait for the answer ──► call(messages) ──► end
-    session   reset ──► its messages         step(action) ──────────► new messages      done
-
-The program runs as a task of the worker's event loop. A call whose messages begin with those of the
-previous call and the policy's answer continues their conversation; any other call begins a new one.
+`Conversation` runs a program that calls a model as a task of the worker's event loop, and turns its
+calls into the results of `reset` and `step`. A call whose messages begin with those of the previous
+call and the policy's answer continues their conversation; any other call begins a new one.
 """
 
 from __future__ import annotations
@@ -41,13 +34,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.environments.adapters.tool_turns import refuse_unknown, replay_of
-from asyncrl.environments.agents.openai_messages import (
-    POLICY,
-    PolicySettings,
-    Turn,
-    completion,
-    differences,
-)
+from asyncrl.environments.agents import openai_messages
+from asyncrl.environments.agents.openai_messages import PolicySettings, Turn
 from asyncrl.environments.chat_messages import Message, chat_message, new_messages
 from asyncrl.environments.protocol import Action, Replay, StepResult
 from asyncrl.errors import RewardError
@@ -61,10 +49,6 @@ class ModelCall:
     tools: list[dict[str, Any]]
     begins: bool = False
     """The messages are a whole conversation, not the continuation of the previous one."""
-
-
-class CalledTwiceError(Exception):
-    """The program called again before it was answered."""
 
 
 class Conversation:
@@ -84,9 +68,9 @@ class Conversation:
     async def ask(self, call: ModelCall) -> Turn:
         """Return the policy's answer; called by the program."""
         if self._answer is not None:
-            raise CalledTwiceError(
-                "it called the model again before the first call was answered; a sample is one "
-                "turn after another"
+            raise RuntimeError(
+                "the program called the model again before the first call was answered; a sample "
+                "is one turn after another"
             )
         self._answer = asyncio.get_running_loop().create_future()
         self._calls.put_nowait(call)
@@ -214,8 +198,8 @@ class Served:
         loaded = self._environment.taskset
         if tasks is None and not loaded.bounded:
             raise RewardError(
-                f"environment verifiers:{taskset} has tasks without end; `tasks` in its args says "
-                "how many are taken"
+                f"environment verifiers:{taskset} has an endless taskset; set `tasks` in its args "
+                "to the number to use"
             )
         self._tasks = list(loaded if tasks is None else loaded.take(tasks))
         self._serving: contextlib.AsyncExitStack | None = None
@@ -265,7 +249,7 @@ class Served:
                 "conversation"
             )
         if traces[0].stop_condition in ("finalize_timeout", "scoring_timeout"):
-            raise RuntimeError(f"its reward is not whole: {traces[0].stop_condition}")
+            raise RuntimeError(f"its reward is incomplete: {traces[0].stop_condition}")
         return float(traces[0].reward)
 
     def conversation(self, trace: str | None) -> Conversation:
@@ -308,13 +292,12 @@ def _config(taskset: str, settings: dict[str, Any], agent: str | None) -> tuple[
         (agent,) = agents
     if agent is None or agent not in agents:
         raise RewardError(
-            f"environment verifiers:{taskset} has the agents {names}; a sample is the "
-            f"conversation of one: name it in `agent`, got {agent!r}"
+            f"environment verifiers:{taskset} has the agents {names}; name the one to train in "
+            f"`agent`, got {agent!r}"
         )
     if agents[agent].client is not None:
         raise RewardError(
-            f"environment verifiers:{taskset}: the agent {agent} is the policy, so it takes no "
-            "`client`"
+            f"environment verifiers:{taskset}: the agent {agent} is the policy; remove its `client`"
         )
     here = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
     changed = {agent: agents[agent].model_dump() | here}
@@ -334,14 +317,14 @@ def _config(taskset: str, settings: dict[str, Any], agent: str | None) -> tuple[
 
 def _notes(taskset: str, agent: str, config: Any, policy: PolicySettings) -> list[str]:
     settings = {} if config.sampling is None else config.sampling.model_dump(exclude_none=True)
-    unused = differences(settings, policy)
+    unused = openai_messages.differences(settings, policy)
     if not unused:
         return []
     listed = ", ".join(f"{name}: {value!r}" for name, value in unused.items())
     note = (
-        f"environment verifiers:{taskset} has sampling settings of its own for the agent {agent}, "
-        f"which are not used ({listed}): the policy that is trained draws as `sampling` of the run "
-        "says. Set the same there, or leave them out"
+        f"environment verifiers:{taskset} sets sampling for the agent {agent}, which is not used "
+        f"({listed}): the policy uses the run's `sampling`. Set the same values there, or remove "
+        "these"
     )
     return [note]
 
@@ -365,7 +348,7 @@ def _policy_client(served: Served) -> Any:
             conversation = served.conversation(session_id)
             messages = [chat_message(one) for one in body["messages"]]
             turn = await conversation.ask(ModelCall(messages, body.get("tools") or []))
-            raw = completion("turn", _MODEL, 0, turn)
+            raw = openai_messages.completion("turn", _MODEL, 0, turn)
             response = dialect.parse_response(dialect.validate_response(raw))
             response.raw = raw
             return response
@@ -376,17 +359,17 @@ def _policy_client(served: Served) -> Any:
 def adapt(rest: str, args: dict[str, Any]) -> Callable[[], VerifiersEnvironment]:
     """Return a factory for `rest`, a taskset of verifiers. Raises RewardError."""
     name, args = f"verifiers:{rest}", dict(args)
-    told = args.pop(POLICY, None)
-    policy = None if told is None else PolicySettings(**told)
+    given = args.pop(openai_messages.POLICY, None)
+    policy = None if given is None else PolicySettings(**given)
     refuse_unknown(args, name, ["env", "replay", "agent", "tasks"])
     replay = replay_of(args, name, "deterministic")
     try:
         import verifiers.v1  # noqa: F401
     except ImportError as error:
         raise RewardError(
-            f"environment {name} needs verifiers 0.4 or later, which contradicts vLLM's packages: "
-            "give it an interpreter of its own by environment.python, and there pip install "
-            f"msgspec verifiers (docs/environments.md; {error})"
+            f"environment {name} needs verifiers 0.4 or later, which conflicts with vLLM's "
+            "packages: install msgspec and verifiers in a separate interpreter and set "
+            f"environment.python (docs/environments.md; {error})"
         ) from error
     try:
         served = Served(rest, args.get("env", {}), args.get("agent"), args.get("tasks"), policy)

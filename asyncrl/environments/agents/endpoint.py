@@ -21,14 +21,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
-from asyncrl.environments.agents.openai_messages import (
-    ChatCall,
-    PolicySettings,
-    Turn,
-    chunks,
-    completion,
-    read_call,
-)
+from asyncrl.environments.agents import openai_messages
+from asyncrl.environments.agents.openai_messages import ChatCall, PolicySettings, Turn
 from asyncrl.environments.chat_messages import RefusedCallError
 
 log = logging.getLogger(__name__)
@@ -63,7 +57,7 @@ class Endpoint:
         if self._serving is not None and self._serving.done():
             died, self._serving = self._serving, None
             cause = None if died.cancelled() else died.exception()
-            log.error("the endpoint of agents has died and is started again", exc_info=cause)
+            log.error("the endpoint of agents has died and restarts", exc_info=cause)
         if self._serving is None:
             listening = socket.socket()
             listening.bind(("127.0.0.1", 0))
@@ -103,23 +97,18 @@ class Endpoint:
         answer = self._session_of(scope["headers"])
         path, method = scope["path"].rstrip("/"), scope["method"]
         if path == "/v1/models" and method == "GET":
-            model = {
-                "id": self.policy.model,
-                "object": "model",
-                "created": 0,
-                "owned_by": "asyncrl",
-            }
+            model = {"id": self.policy.model, "object": "model", "created": 0}
+            model["owned_by"] = "asyncrl"
             await _send_json(send, 200, {"object": "list", "data": [model]})
         elif path == "/v1/chat/completions" and method == "POST":
             again = dict(scope["headers"]).get(b"x-stainless-retry-count", b"0") != b"0"
             body = await _json_body(receive)
-            call = read_call(body, self.policy, ignore=self.ignore, is_retry=again)
+            call = openai_messages.read_call(body, self.policy, ignore=self.ignore, is_retry=again)
             self._note_ignored(call)
             await self._complete(call, await _unless_gone(answer(call), receive), send)
         else:
             raise RefusedCallError(
-                f"{method} {path} is not served; there are POST /v1/chat/completions and "
-                "GET /v1/models",
+                f"{method} {path} is not served; use POST /v1/chat/completions or GET /v1/models",
                 status=404,
             )
 
@@ -129,8 +118,8 @@ class Endpoint:
         found = self._sessions.get(key.strip().decode("latin-1"))
         if scheme.lower() != b"bearer" or found is None:
             raise RefusedCallError(
-                "the API key is not that of a sample in progress: it was given to the agent as "
-                "client.api_key (OPENAI_API_KEY), and holds until the sample ends",
+                "the API key does not belong to a sample in progress: use the agent's "
+                "client.api_key (OPENAI_API_KEY), which is valid until the sample ends",
                 status=401,
             )
         return found
@@ -140,8 +129,8 @@ class Endpoint:
             self.ignored[name] += 1
             if self.ignored[name] == 1:
                 log.warning(
-                    "a request has %s=%r, which is not the run's: the run's value is used "
-                    "(environment.args.ignore); said once",
+                    "a request has %s=%r, which differs from the run's value: that is used "
+                    "(environment.args.ignore); logged once",
                     name,
                     value,
                 )
@@ -151,15 +140,15 @@ class Endpoint:
             return
         name = f"chatcmpl-{secrets.token_hex(8)}"
         created = int(time.time())  # noqa: TID251 - OpenAI's answers say when they were made
+        head = (name, self.policy.model, created, turn)
         if not call.stream:
-            await _send_json(send, 200, completion(name, self.policy.model, created, turn))
+            await _send_json(send, 200, openai_messages.completion(*head))
             return
-        pieces = chunks(name, self.policy.model, created, turn, include_usage=call.include_usage)
-        lines = [f"data: {json.dumps(piece)}\n\n" for piece in pieces]
+        pieces = openai_messages.chunks(*head, include_usage=call.include_usage)
         await _send_head(send, 200, b"text/event-stream")
-        for line in [*lines, "data: [DONE]\n\n"]:
-            body = {"type": "http.response.body", "body": line.encode(), "more_body": True}
-            await send(body)
+        for text in [*map(json.dumps, pieces), "[DONE]"]:
+            line = f"data: {text}\n\n".encode()
+            await send({"type": "http.response.body", "body": line, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -195,7 +184,7 @@ async def _serve(application: Endpoint, listening: socket.socket, ending: asynci
         await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             serving.result()
-            raise RuntimeError("the server has ended by itself")
+            raise RuntimeError("the server has ended on its own")
         server.should_exit = True
         await serving
     finally:
@@ -222,7 +211,7 @@ async def _json_body(receive: Any) -> Any:
                     text = f"the request has more than {MAX_BODY_BYTES} bytes"
                     raise RefusedCallError(text, status=413)
     except TimeoutError as error:
-        text = f"the request's body did not come within {_BODY_SECONDS:g} s"
+        text = f"the request's body did not arrive within {_BODY_SECONDS:g} s"
         raise RefusedCallError(text, status=408) from error
     try:
         found = json.loads(body)
@@ -230,8 +219,8 @@ async def _json_body(receive: Any) -> Any:
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise RefusedCallError(
-            "the request has half a character (a lone surrogate such as \\ud83d), which no "
-            "tokenizer takes: send whole characters, for example text.encode('utf-8', 'replace')"
+            "the request has half a character (a lone surrogate such as \\ud83d), which tokenizers "
+            "refuse: send whole characters, for example text.encode('utf-8', 'replace')"
         ) from error
     except (ValueError, RecursionError) as error:
         raise RefusedCallError(f"the body is not JSON: {error}") from error

@@ -86,21 +86,14 @@ def read_call(
     messages = [chat_message(one) for one in said]
     if messages[-1]["role"] == "assistant":
         raise RefusedCallError(
-            "the last message is the assistant's: continuing a text that the policy has not drawn "
-            "is not supported; end the messages with the user's or a tool's",
+            "the last message is the assistant's, but the policy cannot continue a text that it "
+            "has not drawn; end the messages with the user's or a tool's",
             parameter="messages",
         )
     options = body.get("stream_options")
     usage = isinstance(options, dict) and bool(options.get("include_usage"))
-    return ChatCall(
-        messages,
-        tools,
-        bool(body.get("stream")),
-        usage,
-        is_retry,
-        min(limits, default=None),
-        differing,
-    )
+    stream, most_tokens = bool(body.get("stream")), min(limits, default=None)
+    return ChatCall(messages, tools, stream, usage, is_retry, most_tokens, differing)
 
 
 def _check_parameters(
@@ -119,7 +112,7 @@ def _check_parameters(
                 continue
             if name not in IGNORABLE:
                 raise
-            text = f"{error}, or have it ignored: environment.args: {{ignore: [{name}]}}"
+            text = f"{error}, or ignore it with environment.args: {{ignore: [{name}]}}"
             raise RefusedCallError(text, parameter=name) from error
     return differing
 
@@ -138,7 +131,13 @@ def _check_parameter(name: str, value: Any, policy: PolicySettings) -> None:
             f"sampling.stop of the run, which is {list(policy.stop)}",
             parameter=name,
         )
-    same = {**_OF_EVERY_RUN, **_of_the_run(policy)}
+    own: dict[str, Sequence[Any]] = {
+        "temperature": (policy.temperature,),
+        "top_p": (policy.top_p,),
+        "top_k": (policy.top_k, -1 if policy.top_k == 0 else policy.top_k),
+        "min_p": (policy.min_p,),
+    }
+    same = _OF_EVERY_RUN | own  # accepted values, the run's first
     if name not in same:
         raise RefusedCallError(
             f"{name} is not supported by this endpoint: the run's settings decide how tokens are "
@@ -150,8 +149,8 @@ def _check_parameter(name: str, value: Any, policy: PolicySettings) -> None:
     if name in _NOT_SERVED:
         raise RefusedCallError(f"{name}={value!r}: {_NOT_SERVED[name]}", parameter=name)
     raise RefusedCallError(
-        f"{name}={value!r} would make the turns those of another policy than the one that is "
-        f"trained, for which it is {same[name][0]!r}; leave it out"
+        f"{name}={value!r} would draw the turns from another policy than the one in training, for "
+        f"which it is {same[name][0]!r}; leave it out"
         + (f", or set sampling.{name} of the run" if name not in _OF_EVERY_RUN else ""),
         parameter=name,
     )
@@ -182,16 +181,6 @@ def _longest(policy: PolicySettings) -> float:
     return math.inf if policy.max_tokens is None else policy.max_tokens
 
 
-def _of_the_run(policy: PolicySettings) -> dict[str, Sequence[Any]]:
-    """Return accepted values by parameter, the run's value first."""
-    return {
-        "temperature": (policy.temperature,),
-        "top_p": (policy.top_p,),
-        "top_k": (policy.top_k, -1 if policy.top_k == 0 else policy.top_k),
-        "min_p": (policy.min_p,),
-    }
-
-
 _OF_EVERY_RUN: dict[str, Sequence[Any]] = {
     "n": (1,),
     "frequency_penalty": (0,),
@@ -208,8 +197,9 @@ _OF_EVERY_RUN: dict[str, Sequence[Any]] = {
 """Values without an effect, whatever the run's settings are."""
 _NOT_SERVED = {
     "n": "a call is answered with one turn; call again for another one",
-    "logprobs": "log-probabilities are recorded by the run and not handed out; leave it out",
-    "top_logprobs": "log-probabilities are recorded by the run and not handed out; leave it out",
+    **dict.fromkeys(
+        ("logprobs", "top_logprobs"), "log-probabilities are not returned; leave it out"
+    ),
 }
 
 

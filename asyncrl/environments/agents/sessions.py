@@ -4,20 +4,17 @@
     agent ◄══the turn═══════ endpoint ◄─ step(action) brings the turn
     agent returns its reward ──────────► the last step is done
 
-Tokens, log-probabilities and policy versions are recorded in the generator, where they are drawn;
-HTTP carries the text only, so a sample is as exact as with any other environment. An agent cannot
-go back, since its program has already continued. So it has neither `replay` nor `restore`, and its
-samples start over instead of being verified.
+HTTP carries the text only; the generator records tokens, log-probabilities and policy versions, so
+a sample is as exact as with any other environment. An agent cannot go back, since its program has
+already continued, so its samples start over instead of being verified.
 
-A call whose messages extend those of the previous call continues its conversation. Any other call
-begins a new conversation: the agent restarts, edits its history, calls a sub-agent or returns to an
-earlier conversation. Concurrent calls are answered one after another, in the order of arrival.
-Import-light: worker processes load this file.
+A call whose messages extend those of the previous call continues its conversation; any other call
+begins a new one. Concurrent calls are answered one after another, in the order of arrival.
 
 An agent is a function, `agent(row, client) -> reward`, sync or async, which runs in its own thread;
 or a command line, which reads the row as JSON on standard input and the client settings in its
 environment (`OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_MODEL`), and prints its reward as its last
-line.
+line. Import-light: worker processes load this file.
 """
 
 from __future__ import annotations
@@ -35,14 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.environments.agents import openai_messages
 from asyncrl.environments.agents.endpoint import Endpoint
-from asyncrl.environments.agents.openai_messages import (
-    IGNORABLE,
-    POLICY,
-    ChatCall,
-    PolicySettings,
-    Turn,
-)
+from asyncrl.environments.agents.openai_messages import ChatCall, PolicySettings, Turn
 from asyncrl.environments.chat_messages import Message, RefusedCallError, new_messages
 from asyncrl.environments.protocol import Action, StepResult
 from asyncrl.environments.workers.user_threads import in_thread
@@ -55,9 +47,7 @@ _SHOWN = 2000
 _DRAIN_SECONDS = 2.0
 """Time to drain the pipes of an exited command, which another process may hold open."""
 
-_KIND = user_functions.FunctionKind(
-    noun="agent", signature="function(row, client)", arguments=({}, None), error=RewardError
-)
+_KIND = user_functions.FunctionKind("agent", "function(row, client)", ({}, None), RewardError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +99,7 @@ def command_program(command: Sequence[str] = (), **unknown: Any) -> Program:
         )
     if shutil.which(words[0]) is None:
         raise RewardError(
-            f"environment agent:command: there is no program {words[0]!r} to run (looked from "
+            f"environment agent:command: the program {words[0]!r} does not exist (looked from "
             f"{Path.cwd()} and in PATH)"
         )
 
@@ -142,12 +132,9 @@ async def _run_command(words: list[str], given: bytes, environment: dict[str, st
         raise RuntimeError("the command has no pipes")
     output, errors = bytearray(), bytearray()
     reading = [
-        asyncio.create_task(work)
-        for work in (
-            _feed(process.stdin, given),
-            _read(process.stdout, output),
-            _read(process.stderr, errors),
-        )
+        asyncio.create_task(_feed(process.stdin, given)),
+        asyncio.create_task(_read(process.stdout, output)),
+        asyncio.create_task(_read(process.stderr, errors)),
     ]
     try:
         await asyncio.shield(protocol.exited)
@@ -169,8 +156,7 @@ async def _run_command(words: list[str], given: bytes, environment: dict[str, st
         return json.loads(last)
     except ValueError as error:
         raise RuntimeError(
-            f"{words[0]} must print its reward, a number, as its last line, and printed "
-            f"{last!r:.200}"
+            f"{words[0]} must print its reward, a number, as its last line, not {last!r:.200}"
         ) from error
 
 
@@ -246,7 +232,7 @@ class AgentEnvironment:
         call = await self._next_call()
         if call is None:
             self._running.result()
-            raise RuntimeError("the agent ended without asking for a turn")
+            raise RuntimeError("the agent ended without a call of the model")
         self.tools = call.tools
         return call.messages
 
@@ -399,17 +385,13 @@ def adapter(rest: str, args: dict[str, Any]) -> Callable[[], AgentEnvironment]:
     ignored.
     """
     args = dict(args)
-    ignore = _ignored(args.pop("ignore", []))
-    policy = PolicySettings(**args.pop(POLICY, {}))
+    ignore, known = args.pop("ignore", []), openai_messages.IGNORABLE
+    if not isinstance(ignore, list | tuple) or not set(map(str, ignore)) <= set(known):
+        raise RewardError(
+            f"environment.args.ignore must be a list of parameters among {', '.join(known)}, got "
+            f"{ignore!r}: parameters that constrain the answer cannot be ignored"
+        )
+    policy = PolicySettings(**args.pop(openai_messages.POLICY, {}))
     program = command_program(**args) if rest == COMMAND else function_program(rest, args)
     endpoint = Endpoint(policy, ignore)
     return lambda: AgentEnvironment(program, endpoint)
-
-
-def _ignored(names: Any) -> tuple[str, ...]:
-    if not isinstance(names, list | tuple) or not set(map(str, names)) <= set(IGNORABLE):
-        raise RewardError(
-            f"environment.args.ignore must be a list of parameters of {', '.join(IGNORABLE)}, got "
-            f"{names!r}: what an answer has to fit cannot be ignored"
-        )
-    return tuple(names)

@@ -1,1 +1,1 @@
-"""The processes that environments run in: the pool, its lanes, a worker and its sessions."""
+"""The processes in which environments run: the pool, its lanes, a worker and its sessions."""

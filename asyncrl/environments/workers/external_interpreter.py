@@ -1,10 +1,9 @@
-"""Runs a module of asyncrl in an interpreter that asyncrl is not installed in.
+"""Runs a module of asyncrl in an interpreter in which asyncrl is not installed.
 
-    PYTHON -P .../asyncrl/environments/external_interpreter.py MODULE ARGUMENTS
+    PYTHON -P .../asyncrl/environments/workers/external_interpreter.py MODULE ARGUMENTS
 
-Of the folder that asyncrl was imported from, only the package asyncrl can be imported: what lies
-next to it is for another interpreter. Processes that multiprocessing starts load this file too.
-Standard library only.
+Only the package asyncrl can be imported from its folder: the packages next to it are for another
+interpreter. Processes that multiprocessing starts load this file too. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _FOLDER = str(Path(__file__).resolve().parents[3])
 
 
 class Asyncrl:
-    """Finds asyncrl where this file belongs to, before any other of that name."""
+    """Finds asyncrl in this installation, before any other of that name."""
 
     @staticmethod
     def find_spec(

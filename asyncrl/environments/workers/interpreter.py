@@ -1,8 +1,7 @@
-"""The Python interpreter of environment workers (`environment.python`): found, checked, called.
+"""Checks and calls the Python interpreter of environment workers (`environment.python`).
 
-The packages of an environment may contradict asyncrl's. Its workers then run in an interpreter that
-has those packages, and take asyncrl's own modules from this installation
-(`external_interpreter.py`).
+The packages of an environment may conflict with asyncrl's. Its workers then run in an interpreter
+that has those packages, with the asyncrl of this installation (`external_interpreter.py`).
 """
 
 from __future__ import annotations
@@ -28,23 +27,16 @@ print(json.dumps([sys.version_info[0], sys.version_info[1], msgspec is not None]
 
 
 def command(module: str, python: str | None) -> tuple[str, ...]:
-    """What begins the command line of a module of asyncrl: its own arguments follow.
-
-    Args:
-        module: has a function `main`.
-        python: None: this interpreter.
-    """
+    """Return the command line of a module with a function `main`, without its arguments."""
     if python is None:
         return sys.executable, "-P", "-m", module
     return python, "-P", _STARTER, module
 
 
 def check_interpreter(python: str) -> str:
-    """Ask the interpreter what it is; its version.
+    """Return the interpreter's version.
 
-    Raises:
-        RewardError: there is none, it is too old, or it has no msgspec; the message says what to
-            do.
+    Raises RewardError if it does not work, is too old or lacks msgspec.
     """
     where = f"environment.python: {python}"
     if Path(python).is_dir():
@@ -72,7 +64,5 @@ def check_interpreter(python: str) -> str:
     if tuple(version) < _OLDEST:
         raise RewardError(f"{where} is Python {shown}; asyncrl's worker needs 3.11 or newer")
     if not has_msgspec:
-        raise RewardError(
-            f"{where} has no msgspec, which asyncrl's worker needs: {python} -m pip install msgspec"
-        )
+        raise RewardError(f"{where} lacks msgspec; install it: {python} -m pip install msgspec")
     return shown

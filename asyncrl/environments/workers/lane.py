@@ -1,7 +1,7 @@
-"""One worker of the pool: calls of its sessions go in, answers come out; it is replaced if it dies.
+"""One worker of the pool: sends the calls of its sessions and replaces its process if that dies.
 
-Calls run at once, so when a process dies or its loop is blocked nobody knows which of them is at
-fault unless it was the only one. All sessions of the process are lost. Those with a call in
+Calls run concurrently, so when a process dies or its event loop is blocked, the call at fault is
+unknown unless it was the only one. All sessions of the process are lost. Those with a call in
 progress are suspects: they are made again, and run alone until that call is answered.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.workers import interpreter, messages
-from asyncrl.environments.workers.messages import Answer, Close, Failed, Hanging, Open
+from asyncrl.environments.workers.messages import Answer, Failed, Hanging, Open
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.user_code.pool import Lane, PendingCall
 from asyncrl.user_code.process import Program, WorkerLost, refusal
@@ -26,9 +26,10 @@ from asyncrl.user_code.streams import pack
 log = logging.getLogger(__name__)
 
 _LATE_SECONDS = 2.0
-"""Beyond a call's time limit, which the worker itself keeps: then its event loop is blocked."""
+"""Delay of an answer after a call's time limit, which the worker enforces, from which on its event
+loop counts as blocked."""
 _MAX_HANGING = 4
-"""Most threads of a worker that hang; with more it is replaced."""
+"""Most hanging threads of a worker; with more it is replaced."""
 _ANSWERS: dict[type[Any], type[Any]] = {
     messages.Open: messages.Opened,
     messages.Step: messages.Stepped,
@@ -38,15 +39,15 @@ _ANSWERS: dict[type[Any], type[Any]] = {
 
 @dataclass(slots=True, eq=False)
 class ProcessEnd:
-    """The end of a process. All samples whose sessions it had share this object."""
+    """The end of a process, shared by all samples whose sessions it had."""
 
     how: str
     explained: bool = False
-    """One sample is known to be at fault, so it says nothing about the others."""
+    """The sample at fault is known, so the others are not suspects."""
 
 
 class SessionLost(Exception):  # noqa: N818 - says what happened
-    """The process of a session has ended; it can be made again if it can be replayed."""
+    """The process of a session has ended; the session can be replayed if its environment allows."""
 
     def __init__(
         self, how: str, end: ProcessEnd, *, suspects: int = 0, too_many: bool = False
@@ -54,7 +55,7 @@ class SessionLost(Exception):  # noqa: N818 - says what happened
         super().__init__(how)
         self.end = end
         self.suspects = suspects
-        """Calls that the process was serving, this session's among them; 0: it had none."""
+        """Number of the process's calls if this session had one of them, else 0."""
         self.too_many = too_many
         """The process was killed because it had started too many processes."""
 
@@ -67,12 +68,7 @@ class SessionCall(PendingCall):
 
 
 class EnvironmentLane(Lane[SessionCall]):
-    """Serves one worker process. Used from one event loop.
-
-    Args:
-        config: of the environment, with a name.
-        rewards: the process is started and bounded as reward workers are.
-    """
+    """Serves one worker process, with the limits of `rewards`. Used from one event loop."""
 
     def __init__(self, config: EnvironmentConfig, rewards: RewardConfig) -> None:
         setup = messages.Setup(
@@ -94,33 +90,28 @@ class EnvironmentLane(Lane[SessionCall]):
         super().__init__(program, Answer | Hanging, deque())
         self._hanging = 0
         self.left_behind = 0
-        """Threads that were left behind because they hang, in all processes so far."""
+        """Number of threads left behind because they hang, in all processes so far."""
         self.sessions: set[int] = set()
-        """That the present process has."""
+        """The sessions of the current process."""
         self._last_end = ProcessEnd("has not been started")
         self._ends: dict[int, ProcessEnd] = {}
 
     def end_of(self, session: int) -> ProcessEnd | None:
-        """How the process ended that had this session, which has not been closed since."""
+        """Return the end of the process of this session, until the session is closed."""
         return self._ends.get(session)
 
     async def call(self, message: messages.Call, seconds: float, *, alone: bool) -> Answer:
         """Make a call and wait for its answer.
 
-        Args:
-            message: its session is one of this process, or a new one.
-            seconds: its time limit, which the worker keeps.
-            alone: no other call may run at the same time.
-
-        Raises:
-            SessionLost: the process has ended, or had ended before.
+        The worker enforces its time limit in `seconds`. With `alone`, no other call runs at the
+        same time. Raises SessionLost if the process has ended.
         """
         if not (self.ready if isinstance(message, Open) else message.session in self.sessions):
             raise self._lost(message)
         try:
             frame = pack(message)
-        except Exception as error:  # noqa: BLE001 - of what the policy has written
-            return Failed(message.call, "wrong_type", f"it cannot be given the turn: {error}")
+        except Exception as error:  # noqa: BLE001 - from the policy's values
+            return Failed(message.call, "wrong_type", f"the turn cannot be sent to it: {error}")
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         call = SessionCall(
             message.call, frame, seconds + _LATE_SECONDS, answer, alone, message=message
@@ -134,7 +125,7 @@ class EnvironmentLane(Lane[SessionCall]):
             raise
 
     def take(self, most: int) -> list[SessionCall]:
-        """Take calls as the base class does, without those of ended sessions."""
+        """Take calls from the queue, except for those of ended sessions, which fail."""
         for call in self.queue:
             message = call.message
             if not isinstance(message, Open) and message.session not in self.sessions:
@@ -149,16 +140,16 @@ class EnvironmentLane(Lane[SessionCall]):
         return SessionLost(end.how, end)
 
     def close_session(self, session: int) -> None:
-        """End a session; the worker does so after the call that it is serving."""
+        """End a session, after the call that it is serving."""
         self._ends.pop(session, None)
         if session in self.sessions:
             self.sessions.discard(session)
-            self.process.send([pack(Close(session))])
+            self.process.send([pack(messages.Close(session))])
             if self._hanging:
                 self._look_after(0.0)
 
     async def close(self, grace_seconds: float = 0.0) -> None:
-        """Sessions are lost."""
+        """End the worker; its sessions are lost."""
         await super().close(grace_seconds)
         self._lose_sessions(ProcessEnd("was closed"))
 
@@ -187,7 +178,7 @@ class EnvironmentLane(Lane[SessionCall]):
         call.settle(message)
 
     def _give_up_overdue(self) -> None:
-        """The worker's event loop is blocked."""
+        """Replace a process whose event loop is blocked."""
         now = time.monotonic()
         late = [number for number, due in self.due.items() if due <= now]
         end = ProcessEnd("is replaced, because a call blocks its event loop", len(late) == 1)
@@ -216,7 +207,7 @@ class EnvironmentLane(Lane[SessionCall]):
     def _lose_sessions(
         self, end: ProcessEnd, *, suspects: int | None = None, too_many: bool = False
     ) -> None:
-        """All sessions are lost with their process, by default by one of the calls in progress."""
+        """End all sessions with their process; by default the calls in progress are suspects."""
         if self.ready:
             log.warning("the process of an environment worker %s", end.how.partition("\n")[0])
         self.ready = False

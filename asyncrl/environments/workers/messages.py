@@ -1,12 +1,11 @@
-"""The messages between the pool and a worker process of environments.
+"""Messages between the pool and a worker process of environments: frames on standard streams.
 
-Frames on the worker's standard streams (`asyncrl.user_code.streams`). The pool sends one `Setup`.
-After the answer to it come calls, any number at once but one at a time for a session, each answered
-by the message opposite or by `Failed`:
+The pool sends one `Setup` and, after the answer, calls: any number at once, but one at a time for a
+session. Each is answered by the message opposite or by `Failed`:
 
     Open ──► Opened        Step ──► Stepped        Restore ──► Restored        Close (no answer)
 
-`Hanging` comes unasked. Import-light: worker processes load this file.
+The worker also sends `Hanging`. Import-light: worker processes load this file.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from asyncrl.environments.protocol import Action, FailureReason, Traits
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """Load what makes these environments."""
+    """Load the environments' factory."""
 
     name: str
     args: dict[str, Any]
@@ -35,7 +34,7 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     call: int
     """Number of the call, unique within a pool; the answer carries it."""
     session: int
-    """Number of the new session, unique within a pool."""
+    """Number of the session, unique within a pool."""
     row: dict[str, Any]
     seed: int
 
@@ -49,52 +48,46 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class Restore(msgspec.Struct, frozen=True, tag=True):
-    """Go back to before this turn, by the snapshot that was taken then.
-
-    Nothing is to be done if the turn never began: it could not be sent, or `snapshot` has failed.
-    """
+    """Restore the snapshot from before turn number `turn` (from 0), unless that never began."""
 
     call: int
     session: int
     turn: int
-    """Number of the turn, from 0."""
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
-    """End a session, after the call that it is answering. Not answered."""
+    """End a session, after the call that it is answering. Without an answer."""
 
     session: int
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
-    """What `reset` returned, and the environment's traits."""
+    """The result of `reset`, and the environment's traits."""
 
     call: int
     first: Any
-    """Checked where it is received."""
+    """The receiver checks it."""
     traits: Traits
     max_turn_tokens: int | None = None
-    """Longest next turn of the policy."""
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """What `step` returned."""
+    """The result of `step`."""
 
     call: int
     result: Any
-    """A `StepResult` with an empty `info`; checked where it is received."""
+    """A `StepResult` with an empty `info`; the receiver checks it."""
     max_turn_tokens: int | None = None
-    """Longest next turn of the policy."""
 
 
 class Restored(msgspec.Struct, frozen=True, tag=True):
-    """The session is where it was before that turn."""
+    """The session has the state from before that turn."""
 
     call: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The environment gave no answer; its session is over, unless it continues."""
+    """The environment did not answer; its session is over, unless it continues."""
 
     call: int
     reason: FailureReason
@@ -106,10 +99,9 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hanging(msgspec.Struct, frozen=True, tag=True):
-    """Threads were left behind, or have ended since. Answers nothing."""
+    """The number of the process's threads left behind in the user's code has changed."""
 
     threads: int
-    """Of the process, that are still in the user's code although nobody waits for them."""
 
 
 Call = Open | Step | Restore

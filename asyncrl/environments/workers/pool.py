@@ -1,10 +1,10 @@
-"""The pool of environments: sessions in worker processes. All of it is bounded.
+"""The pool of environments: sessions in worker processes, all bounded.
 
     open ──► Session ──► step, restore ──► Lane ══► supervisor ──► worker: many environments
 
-A session lives in one process. If that ends, the session is lost, and the caller makes another one
-and replays it, if the environment can be replayed. Samples wait for a place while as many sessions
-are open as `workers` times `sessions`; those that are due come first.
+A session lives in one process. If that ends, the session is lost, and the caller opens another one
+and replays it, if the environment can be replayed. At most `workers` times `sessions` are open;
+other samples wait for a place, and those that are due come first.
 """
 
 from __future__ import annotations
@@ -18,32 +18,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl.environments import protocol
 from asyncrl.environments.config import EnvironmentConfig
-from asyncrl.environments.protocol import (
-    LABEL,
-    UNSCORED,
-    Action,
-    BadAnswerError,
-    FailureReason,
-    StepResult,
-    Traits,
-    checked_reset,
-    checked_step,
-    checked_tools,
-)
+from asyncrl.environments.protocol import Action, BadAnswerError, FailureReason, StepResult, Traits
 from asyncrl.environments.registry import check_name
+from asyncrl.environments.workers import messages
 from asyncrl.environments.workers.interpreter import check_interpreter
 from asyncrl.environments.workers.lane import EnvironmentLane, ProcessEnd
-from asyncrl.environments.workers.messages import (
-    Answer,
-    Call,
-    Failed,
-    Open,
-    Opened,
-    Restore,
-    Step,
-    Stepped,
-)
+from asyncrl.environments.workers.messages import Answer, Call, Failed, Open, Opened, Stepped
 from asyncrl.errors import RewardError, RewardFailed
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.user_code.pool import Pool, is_logged
@@ -56,11 +38,11 @@ _LOOK_SECONDS = 0.05
 
 
 class EnvironmentFailed(RewardFailed):
-    """An environment gave no answer; `rewards.on_error` decides what becomes of its sample."""
+    """An environment did not answer; `rewards.on_error` decides about its sample."""
 
     def __init__(self, message: str, reason: FailureReason, *, in_reset: bool = False) -> None:
-        unscored = in_reset or reason in UNSCORED
-        super().__init__(message, function=LABEL, reason=reason, unscored=unscored)
+        unscored = in_reset or reason in protocol.UNSCORED
+        super().__init__(message, function=protocol.LABEL, reason=reason, unscored=unscored)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,53 +51,50 @@ class Session:
 
     number: int
     name: str
-    """What errors call it: the environment and the example."""
+    """Environment and example, for errors."""
     lane: EnvironmentLane
     pool: EnvironmentPool
     first: list[dict[str, Any]] | str | None = None
-    """What `reset` returned."""
+    """The result of `reset`."""
     traits: Traits = field(default_factory=Traits)
     max_turn_tokens: int | None = None
-    """Longest next turn of the policy, if it limits that."""
     parked: bool = False
-    """Its sample is finished: it takes no place."""
+    """The sample is finished, so the session does not take a place."""
     closed: bool = False
 
     @property
     def lost(self) -> bool:
-        """Whether its process is gone, or it has failed and cannot go back."""
+        """True if its process has ended, or it has failed and cannot go back."""
         return self.number not in self.lane.sessions
 
     @property
     def process_end(self) -> ProcessEnd | None:
-        """How its process ended; None if it runs, or the session has failed by itself."""
+        """The end of its process; None if it runs, or only the session has failed."""
         return self.lane.end_of(self.number)
 
     async def step(self, action: Action, *, alone: bool = False) -> StepResult:
-        """Give it a turn.
+        """Send a turn and return the environment's answer.
 
-        Raises:
-            EnvironmentFailed: it did not answer as the protocol says. The session is `lost`, unless
-                it can go back to before this turn.
-            SessionLost: its process has ended.
+        Raises EnvironmentFailed if that violates the protocol (the session is then `lost`, unless
+        it can go back to before this turn), and SessionLost if the process has ended.
         """
-        call = Step(self.pool.number(), self.number, action)
+        call = messages.Step(self.pool.number(), self.number, action)
         answer = await self.pool.call(self, call, "step", alone=alone)
         if not isinstance(answer, Stepped):
             raise TypeError(f"a step was answered with {type(answer).__name__}")
         self.max_turn_tokens = answer.max_turn_tokens
         try:  # the user's code can write to its process's files
-            return checked_step(answer.result)
+            return protocol.checked_step(answer.result)
         except BadAnswerError as error:
             raise self.pool.failure(self, error.reason, "step", str(error)) from error
 
     async def restore(self, turn: int, *, alone: bool = False) -> None:
         """Go back to before this turn (from 0). Raises as `step`."""
-        call = Restore(self.pool.number(), self.number, turn)
+        call = messages.Restore(self.pool.number(), self.number, turn)
         await self.pool.call(self, call, "restore", alone=alone)
 
     def park(self) -> None:
-        """Its sample is finished and may have to go back: it stays open and gives its place up."""
+        """Give up the place of a finished sample; it stays open, since it may have to go back."""
         if not self.parked:
             self.parked = True
             self.pool.give_place()
@@ -132,10 +111,8 @@ class Session:
 class EnvironmentPool(Pool[EnvironmentLane]):
     """Opens environments in `config.workers` processes. Used from one asyncio event loop.
 
-    Args:
-        config: with a name.
-        rewards: `on_error`, `max_attempts` and the bounds of processes hold here too.
-        on_call: gets the method and the seconds of each call that was answered or failed.
+    `on_error`, `max_attempts` and the process limits of `rewards` apply here too. `on_call` gets
+    the method and the seconds of each call.
     """
 
     def __init__(
@@ -150,18 +127,18 @@ class EnvironmentPool(Pool[EnvironmentLane]):
         self._numbers = itertools.count()
         self._places = config.workers * config.sessions
         self._waiting: dict[asyncio.Future[None], Callable[[], int]] = {}
-        """Places that callers wait for, in the order in which they came, and their priority."""
+        """Waiting callers in order of arrival, and their priority."""
         self.failures: Counter[str] = Counter()
-        """Samples that failed, by `FailureReason`."""
+        """Failed samples by `FailureReason`."""
         self.steps = 0
-        """Turns that were answered, replayed ones included."""
+        """Number of answered turns, including replayed ones."""
         self.step_seconds = 0.0
-        """Time until they were, added up."""
+        """Total time of these turns."""
         self._on_call = on_call
 
     @property
     def counts(self) -> EnvironmentCounts:
-        """What its processes have done."""
+        """Counts of its processes so far."""
         return EnvironmentCounts(
             turns=self.steps,
             seconds=self.step_seconds,
@@ -172,9 +149,8 @@ class EnvironmentPool(Pool[EnvironmentLane]):
     async def start(self) -> None:
         """Check the name and start every worker.
 
-        Raises:
-            RewardError: there is no such environment, it does not take the given arguments, its
-                module fails while it is imported, or its interpreter cannot run it.
+        Raises RewardError if the environment does not exist, cannot be imported, does not take the
+        given arguments, or its interpreter cannot run it.
         """
         check_name(self.config.name or "")
         if self.config.python is not None:
@@ -185,7 +161,7 @@ class EnvironmentPool(Pool[EnvironmentLane]):
             log.warning("%s", note)
 
     def number(self) -> int:
-        """A number that no other session or call of the pool has."""
+        """Return a number that no other session or call of the pool has."""
         return next(self._numbers)
 
     async def open(
@@ -197,18 +173,11 @@ class EnvironmentPool(Pool[EnvironmentLane]):
         priority: Callable[[], int] = lambda: 0,
         alone: bool = False,
     ) -> Session:
-        """Make an environment and reset it.
+        """Make an environment and reset it with the example's row and the sample's seed.
 
-        Args:
-            row: the example.
-            seed: of this sample.
-            example_id: names the example in errors.
-            priority: among waiting callers, lower values come first.
-            alone: no other call may run in the process meanwhile.
-
-        Raises:
-            EnvironmentFailed: it did not answer as the protocol says.
-            SessionLost: its process has ended meanwhile.
+        Among waiting callers, lower values of `priority` come first. With `alone`, no other call
+        runs in the process at the same time. Raises EnvironmentFailed and SessionLost as
+        `Session.step`.
         """
         await self._take_place(priority)
         name = f"environment {self.config.name!r}"
@@ -221,9 +190,9 @@ class EnvironmentPool(Pool[EnvironmentLane]):
             call = Open(self.number(), session.number, row, seed)
             answer = await self.call(session, call, "reset", alone=alone)
             if not isinstance(answer, Opened):
-                raise TypeError(f"an opening was answered with {type(answer).__name__}")
-            session.first = checked_reset(answer.first)
-            checked_tools(answer.traits.tools)
+                raise TypeError(f"a reset was answered with {type(answer).__name__}")
+            session.first = protocol.checked_reset(answer.first)
+            protocol.checked_tools(answer.traits.tools)
             session.traits = answer.traits
             session.max_turn_tokens = answer.max_turn_tokens
         except BaseException as error:
@@ -253,31 +222,24 @@ class EnvironmentPool(Pool[EnvironmentLane]):
         return answer
 
     def failure(
-        self,
-        session: Session,
-        reason: FailureReason,
-        method: str,
-        message: str,
-        seconds: float | None = None,
+        self, session: Session, reason: FailureReason, method: str, text: str, seconds: float = 0.0
     ) -> EnvironmentFailed:
-        """The error of a session that gave no answer."""
+        """Return the error of a session that did not answer."""
         if reason == "timeout":
             kind = "reset" if method == "reset" else "step"
-            message = (
-                f"did not return within {seconds or 0.0:g} s (environment.{kind}_timeout_seconds)"
-            )
-        text = f"{session.name}: {method}: {message}"
+            text = f"did not return within {seconds:g} s (environment.{kind}_timeout_seconds)"
+        text = f"{session.name}: {method}: {text}"
         return EnvironmentFailed(text, reason, in_reset=method == "reset")
 
     def count(self, error: EnvironmentFailed) -> None:
-        """Count a sample that failed, and log the first ones."""
+        """Count a failed sample, and log the first ones."""
         self.failures[error.reason] += 1
         count = self.failures[error.reason]
         if self.rewards.on_error == "zero" and is_logged(count):
             log.warning("counted as 0 (rewards.on_error: zero), number %d: %s", count, error)
 
     def give_place(self) -> None:
-        """A session takes no place any more: the next caller may open one."""
+        """Free a session's place for the next caller."""
         self._places += 1
         waiting = [place for place in self._waiting if not place.done()]
         if waiting and self._places > 0:
@@ -286,12 +248,14 @@ class EnvironmentPool(Pool[EnvironmentLane]):
 
     @property
     def queued(self) -> int:
-        """Callers that wait for a place."""
+        """Number of callers that wait for a place."""
         return sum(not place.done() for place in self._waiting)
 
     async def _take_place(self, priority: Callable[[], int]) -> None:
         if not self._loops:
-            raise RewardError("the environments are not running: they were not started, or closed")
+            raise RewardError(
+                "the environments are not running: they were not started or are closed"
+            )
         if self._places > 0:
             self._places -= 1
             return
@@ -307,7 +271,7 @@ class EnvironmentPool(Pool[EnvironmentLane]):
             del self._waiting[place]
 
     async def _lane(self) -> EnvironmentLane:
-        """The lane with the fewest sessions whose process runs. Raises EnvironmentFailed."""
+        """Return the running lane with the fewest sessions. Raises EnvironmentFailed."""
         while not (ready := [lane for lane in self._lanes if lane.ready]):
             if all(lane.error is not None for lane in self._lanes):
                 raise EnvironmentFailed(str(self._lanes[0].error), "not_loaded")

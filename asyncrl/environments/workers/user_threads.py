@@ -1,8 +1,8 @@
-"""Threads that run the user's code in a worker, and those among them that nobody can end.
+"""Threads that run the user's code in a worker, and the count of those that hang.
 
-A thread cannot be ended from outside. One whose caller has given up is *left behind*: it is counted
-until its code returns, and the pool replaces a process with too many (`lane`). All are daemons, so
-they do not keep the process. Import-light: worker processes load this file.
+A thread cannot be stopped from outside. One whose caller has given up is *left behind*: it is
+counted until its code returns, and the pool replaces a process with too many (`lane`). All are
+daemons, so they do not keep the process alive. Import-light: worker processes load this file.
 """
 
 from __future__ import annotations
@@ -18,29 +18,23 @@ from typing import Any
 
 
 class LeftBehind:
-    """The threads of a process that were left behind, until they end."""
+    """The threads of this process that were left behind, until they end."""
 
     def __init__(self) -> None:
         self._since: dict[threading.Thread, float] = {}
 
     def add(self, thread: threading.Thread, *, waited: bool) -> None:
-        """Count a thread from now on.
-
-        Args:
-            thread: of the user's code.
-            waited: it has had its time already; otherwise it has the patience of `count`.
-        """
+        """Count a thread from now on if its time is over (`waited`), else after some patience."""
         self._since[thread] = -float("inf") if waited else time.monotonic()
 
     def count(self, patience: float) -> int:
-        """How many still run, of those that were left behind so many seconds ago."""
+        """Count those that still run, `patience` seconds after they were left behind."""
         self._since = {one: since for one, since in self._since.items() if one.is_alive()}
         latest = time.monotonic() - patience
         return sum(since <= latest for since in self._since.values())
 
 
 LEFT_BEHIND = LeftBehind()
-"""Of this process."""
 
 
 class SessionThread:
@@ -49,12 +43,12 @@ class SessionThread:
     def __init__(self, name: str = "asyncrl-environment") -> None:
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.busy = False
-        """Whether it is in the user's code."""
+        """The thread runs the user's code."""
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     async def run(self, method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call a method; what it raises is raised here."""
+        """Call a method and return its result, or raise its exception."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         self.busy = True
@@ -62,7 +56,7 @@ class SessionThread:
         return await future
 
     def end(self, *, waited: bool = True) -> None:
-        """Let the thread end after its call; it is left behind if it is in one."""
+        """End the thread after its call; during a call it counts as left behind."""
         self._calls.put(None)
         if self.busy:
             LEFT_BEHIND.add(self._thread, waited=waited)
@@ -84,10 +78,7 @@ class SessionThread:
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:
-    """Run this in a thread of its own: an agent that blocks holds up nobody else.
-
-    If the caller is cancelled, the thread is left behind.
-    """
+    """Run an agent in its own thread, which is left behind if the caller is cancelled."""
 
     def run() -> Any:
         try:

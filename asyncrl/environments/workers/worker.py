@@ -1,10 +1,10 @@
 """A worker of environments: `python -m asyncrl.environments.workers.worker PARENT STATUS N`.
 
 The user's environments run here, many in one process, below a supervisor
-(`asyncrl.user_code.supervisor`). Async methods run in one event loop; others in a thread that each
-session has to itself, so that an environment is always called from the same thread. A method that
-takes too long is cancelled, or its thread is left behind and the pool told so: it replaces the
-process once several hang. Import-light: no torch, no pydantic.
+(`asyncrl.user_code.supervisor`). Async methods run in one event loop, others in one thread per
+session, so that an environment is always called from the same thread. An async method that takes
+too long is cancelled; a thread is left behind and reported to the pool, which replaces the process
+once several hang. Import-light: no torch, no pydantic.
 """
 
 from __future__ import annotations
@@ -20,54 +20,32 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.environments.protocol import (
-    BadAnswerError,
-    FailureReason,
-    Traits,
-    check_methods,
-    checked_reset,
-    checked_step,
-    max_turn_tokens_of,
-    traits_of,
-)
+from asyncrl.environments import protocol
+from asyncrl.environments.protocol import BadAnswerError, FailureReason, Traits
 from asyncrl.environments.registry import Factory, load_factory
-from asyncrl.environments.workers.messages import (
-    Answer,
-    Call,
-    Close,
-    Failed,
-    Hanging,
-    Open,
-    Opened,
-    Restore,
-    Restored,
-    Setup,
-    Step,
-    Stepped,
-    ToWorker,
-)
+from asyncrl.environments.workers import messages
+from asyncrl.environments.workers.messages import Answer, Call, Failed, Open, Restore, Setup, Step
 from asyncrl.environments.workers.user_threads import LEFT_BEHIND, SessionThread
 from asyncrl.rewards.values import argument_for, is_unavailable
 from asyncrl.user_code.streams import MAX_FRAME, Ready, bounded, last_lines, pack
 from asyncrl.user_code.worker import Channel
 
 _MOST_BYTES = 1 << 20
-"""Of a state that is compared. A larger one would cost milliseconds a turn."""
+"""Largest state that is compared: a larger one would cost milliseconds per turn."""
 
 
 class Snapshots:
     """The states before each turn of a session.
 
-    A `snapshot` that returns the environment's own list, or a copy that shares parts with it,
-    changes with the next `step`. What follows a return to it would be the answers of a game that
-    was never played, and nothing would fail. So each state is compared with what it was.
+    A state that shares parts with the environment changes with the next `step`, and its restoration
+    would silently give the answers of a game that was never played. So a hash of each is compared.
     """
 
     def __init__(self) -> None:
         self._kept: list[tuple[Any, bytes | None]] = []
 
     def __len__(self) -> int:
-        """Turns that have begun."""
+        """Return the number of turns that have begun."""
         return len(self._kept)
 
     def add(self, state: Any) -> None:
@@ -75,18 +53,17 @@ class Snapshots:
         self._kept.append((state, _mark(state)))
 
     def take(self, turn: int) -> Any:
-        """The state before this turn (from 0); it and later ones are forgotten.
+        """Return the state before this turn (from 0) and forget it and later ones.
 
-        Raises:
-            BadAnswerError: it has changed since.
+        Raises BadAnswerError if it has changed since.
         """
         state, mark = self._kept[turn]
         del self._kept[turn:]
         if mark is not None and _mark(state) != mark:
             raise BadAnswerError(
                 "wrong_type",
-                f"the state that `snapshot` returned before turn {turn} has changed since: it "
-                "shares parts with the environment. Return a deep copy (copy.deepcopy)",
+                f"the state that `snapshot` returned before turn {turn} has changed: it shares "
+                "parts with the environment. Return a deep copy (copy.deepcopy)",
             )
         return state
 
@@ -96,7 +73,7 @@ class Snapshots:
 
 
 def _mark(state: Any) -> bytes | None:
-    """Tells whether a state has changed; None if it cannot be pickled, or is large."""
+    """Return a digest of a state; None if it cannot be pickled, or is large."""
     text = _Hashed()
     try:
         pickle.Pickler(text, protocol=5).dump(state)
@@ -106,18 +83,18 @@ def _mark(state: Any) -> bytes | None:
 
 
 class _Hashed:
-    """A file that is hashed instead of kept."""
+    """A file that hashes the bytes written to it."""
 
     def __init__(self) -> None:
         self.hash = hashlib.blake2b(digest_size=16)
         self._left = _MOST_BYTES
 
     def write(self, data: Any) -> int:
-        """Take in some bytes. Raises ValueError if there are too many."""
+        """Add bytes to the hash. Raises ValueError if there are too many."""
         size = memoryview(data).nbytes
         self._left -= size
         if self._left < 0:
-            raise ValueError("it is too large to be compared")
+            raise ValueError("the state is too large to be compared")
         self.hash.update(data)
         return size
 
@@ -127,12 +104,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class Session:
-    """One environment, from `reset` to `close`. Its calls come one after the other.
-
-    Args:
-        factory: makes the environment.
-        setup: has the time limits.
-    """
+    """One environment, from `reset` to `close`. Its calls come one after the other."""
 
     def __init__(self, factory: Factory, setup: Setup) -> None:
         self._factory = factory
@@ -144,12 +116,12 @@ class Session:
         self._calls = asyncio.Lock()
         self._answering: asyncio.Task[Any] | None = None
         self._in_thread = False
-        """A call is in the thread, or has just ended there."""
+        """A call is in the thread, or has just ended."""
         self._hangs = False
         self._closed = False
 
     async def answer(self, message: Call) -> Answer:
-        """Carry out a call; every failure of the user's code is an answer too."""
+        """Make a call; a failure of the user's code becomes an answer too."""
         call = message.call
         seconds = self._setup.step_timeout_seconds
         if isinstance(message, Open):
@@ -179,10 +151,10 @@ class Session:
             return Failed(call, reason, last_lines(), self._continues(message))
         finally:
             self._answering = None
-        raise TypeError(f"{type(message).__name__} is no call")
+        raise TypeError(f"{type(message).__name__} is not a call")
 
     def sendable(self, message: Call, answer: Answer) -> Answer:
-        """The answer to a call, or its failure if the user's values cannot be sent."""
+        """Return the answer to a call, or a failure if the user's values cannot be sent."""
         try:
             size = len(pack(answer))
         except Exception as error:  # noqa: BLE001 - of the user's values
@@ -194,14 +166,13 @@ class Session:
         return answer
 
     def _continues(self, message: Call) -> bool:
-        """Whether it can go back to before a call that has failed."""
+        """Return True if the session can go back to before a failed call."""
         return isinstance(message, Step) and self._traits.restores and not self._hangs
 
     async def close(self) -> None:
         """Call the environment's `close`, if it has one, and end its thread. Idempotent.
 
-        Nobody waits for a call in progress any more: an async method is cancelled, another one ends
-        first, within its own time, and none follows.
+        A call in progress is cancelled if it is async, and otherwise ends first, within its time.
         """
         if self._closed:
             return
@@ -220,36 +191,36 @@ class Session:
         if self._thread is not None:
             self._thread.end()
 
-    async def _open(self, message: Open) -> Opened:
+    async def _open(self, message: Open) -> Answer:
         environment = self._environment = await self._next(self._factory)
-        check_methods(environment)
+        protocol.check_methods(environment)
         row = argument_for(message.row, row_only=False)
-        first = checked_reset(await self._next(environment.reset, row, message.seed))
-        traits = self._traits = traits_of(environment)
-        limit = max_turn_tokens_of(environment, traits)
-        return Opened(message.call, first, traits, limit)
+        first = protocol.checked_reset(await self._next(environment.reset, row, message.seed))
+        traits = self._traits = protocol.traits_of(environment)
+        limit = protocol.max_turn_tokens_of(environment, traits)
+        return messages.Opened(message.call, first, traits, limit)
 
-    async def _step(self, message: Step) -> Stepped:
+    async def _step(self, message: Step) -> Answer:
         if self._traits.restores:
             await self._next(self._snapshots.add, await self._next(self._environment.snapshot))
-        step = checked_step(await self._next(self._environment.step, message.action))
-        limit = max_turn_tokens_of(self._environment, self._traits)
-        return Stepped(message.call, replace(step, info={}), limit)
+        step = protocol.checked_step(await self._next(self._environment.step, message.action))
+        limit = protocol.max_turn_tokens_of(self._environment, self._traits)
+        return messages.Stepped(message.call, replace(step, info={}), limit)
 
-    async def _restore(self, message: Restore) -> Restored:
+    async def _restore(self, message: Restore) -> Answer:
         if message.turn < len(self._snapshots):
             state = await self._next(self._snapshots.take, message.turn)
             await self._next(self._environment.restore, state)
-        return Restored(message.call)
+        return messages.Restored(message.call)
 
     async def _next(self, method: Callable[..., Any], *args: Any) -> Any:
-        """As `_run`, unless the session was closed meanwhile."""
+        """Call `_run`, unless the session was closed."""
         if self._closed:
             raise asyncio.CancelledError
         return await self._run(method, *args)
 
     async def _run(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of the user's: in the event loop if it is async, else in the thread."""
+        """Call a user's method in the event loop if it is async, else in the thread."""
         if inspect.iscoroutinefunction(method):
             return await method(*args)
         if self._thread is None:
@@ -263,14 +234,14 @@ class Session:
 
 
 _LOOK_SECONDS = 1.0
-"""Time between two looks at the threads that were left behind."""
+"""Time between two counts of hanging threads."""
 _ENDING_SECONDS = 30.0
-"""Longest time for an agent's thread to end once its sample has."""
+"""Longest time for an agent's thread to end after its sample."""
 
 
 def main() -> None:
     """Serve until standard input ends."""
-    channel = Channel(ToWorker)
+    channel = Channel(messages.ToWorker)
     setup = channel.read()
     if not isinstance(setup, Setup):
         return
@@ -293,7 +264,7 @@ class _Worker:
         self._running: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._hanging = 0
-        """The same values as the pool's."""
+        """The number that the pool knows."""
 
     async def serve(self) -> None:
         """Answer calls until the stream ends."""
@@ -305,8 +276,8 @@ class _Worker:
         if self._closing:  # the pool waits for them for some seconds, then kills this process
             await asyncio.wait(self._closing)
 
-    def _begin(self, message: ToWorker) -> None:
-        """Which session a message is for is looked up at once: the next one may close it."""
+    def _begin(self, message: messages.ToWorker) -> None:
+        """Look up the session of a message at once, since the next message may close it."""
         match message:
             case Open():
                 session = self._sessions[message.session] = Session(self._factory, self._setup)
@@ -316,7 +287,7 @@ class _Worker:
             case Step() | Restore():  # sent before the pool knew that the session had failed
                 text = "its session has failed in an earlier call"
                 self._channel.send(Failed(message.call, "raised", text, hanging=self._hanging))
-            case Close() if message.session in self._sessions:  # it may have failed
+            case messages.Close() if message.session in self._sessions:  # it may have failed
                 self._close(self._sessions.pop(message.session))
 
     def _close(self, session: Session) -> None:
@@ -331,7 +302,7 @@ class _Worker:
         return task
 
     async def _answer(self, session: Session, message: Call) -> None:
-        """Also if the session was closed meanwhile: a call without an answer counts as hanging."""
+        """Answer even if the session was closed: a call without an answer counts as hanging."""
         answer = session.sendable(message, await session.answer(message))
         if isinstance(answer, Failed):
             if not answer.continues:
@@ -342,16 +313,16 @@ class _Worker:
         self._channel.send(answer)
 
     def _left_behind(self) -> int:
-        """Threads that hang. An agent's has some time to end after its sample."""
+        """Count hanging threads; an agent's may take some time to end after its sample."""
         return LEFT_BEHIND.count(min(self._setup.step_timeout_seconds, _ENDING_SECONDS))
 
     async def _watch_threads(self) -> None:
-        """Tell the pool how many threads hang when that changes without a call."""
+        """Report a change of the number of hanging threads to the pool."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             if (count := self._left_behind()) != self._hanging:
                 self._hanging = count
-                self._channel.send(Hanging(count))
+                self._channel.send(messages.Hanging(count))
 
 
 if __name__ == "__main__":

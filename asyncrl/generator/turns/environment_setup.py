@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.environments.agents.policy import with_policy
+from asyncrl.environments.config import with_policy
 from asyncrl.environments.protocol import Message
 from asyncrl.environments.rendering import TurnRenderer
 from asyncrl.environments.tool_calls import parse_turn

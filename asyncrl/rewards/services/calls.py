@@ -1,6 +1,6 @@
-"""What a reward function that asks a server knows of its call, and what it reports of it.
+"""The context of a call for reward functions that ask a server: its deadline and its report.
 
-The worker begins each call with its time limit, and puts the uses of servers into the answer.
+The worker begins each call with its time limit, and adds the uses of servers to the answer.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from asyncrl.rewards.protocol import ServiceUse
 
 ALONE_SECONDS = 60.0
-"""Time of a call that no worker limits (a function called by hand)."""
+"""Time limit of a call outside a worker (a function called by hand)."""
 MARGIN_SECONDS = 0.2
-"""A server is given up this long before the worker would cancel the call, so that the failure says
+"""Time before the worker's cancellation at which a request is abandoned, so that the error says
 what the server did."""
 
 
@@ -23,9 +23,8 @@ class CallState:
     """One call in a worker."""
 
     cancelled_at: float
-    """Monotonic seconds at which the worker cancels it."""
+    """Monotonic seconds."""
     term: int = 0
-    """Index of the function that is being computed."""
     uses: list[ServiceUse] = field(default_factory=list)
 
 
@@ -33,21 +32,21 @@ _current: ContextVar[CallState | None] = ContextVar("current", default=None)
 
 
 def begin(seconds: float) -> CallState:
-    """Begin a call that may take so long, in the task that computes it."""
+    """Begin a call with this time limit, in the task that computes it."""
     state = CallState(time.monotonic() + seconds)
     _current.set(state)
     return state
 
 
 def begin_term(index: int) -> None:
-    """A function of the call begins."""
+    """Note that the call's function number `index` begins."""
     state = _current.get()
     if state is not None:
         state.term = index
 
 
 def deadline() -> float:
-    """When a server is given up, in monotonic seconds."""
+    """Return when to abandon a request, in monotonic seconds."""
     state, now = _current.get(), time.monotonic()
     if state is None:
         return now + ALONE_SECONDS

@@ -38,12 +38,9 @@ _OUTAGES = frozenset({"unavailable", "timeout", "garbage"})
 
 
 class Breaker:
-    """Decides whether a call may be made.
+    """Suspends calls after failures: `failures` in a row open it.
 
-    Args:
-        failures: failed calls in a row that open it.
-        seconds: from when it opens until one call, the probe, is let through, and to the next one.
-        clock: monotonic seconds.
+    While it is open, it admits one call, the probe, every `seconds`.
     """
 
     def __init__(self, failures: int, seconds: float, clock: Callable[[], float]) -> None:
@@ -52,16 +49,16 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls fail at once, probes excepted."""
+        """True if calls fail at once, except for probes."""
         return self._in_a_row >= self._failures
 
     @property
     def seconds_left(self) -> float:
-        """Until the next probe."""
+        """Seconds until the next probe."""
         return max(0.0, self._probe_at - self._clock())
 
     def admits(self) -> bool:
-        """Whether a call may be made now; the call is a probe if the breaker is open."""
+        """Return True if a call may be made now; the call is a probe if the breaker is open."""
         if not self.is_open:
             return True
         if self.seconds_left > 0:
@@ -70,11 +67,11 @@ class Breaker:
         return True
 
     def succeeded(self) -> None:
-        """The server has answered."""
+        """Note an answer, which closes the breaker."""
         self._in_a_row = 0
 
     def failed(self, *, probe: bool = False) -> bool:
-        """A call failed; True if this opened the breaker, or kept it open after a probe."""
+        """Note a failure; return True if it opened the breaker, or kept it open after a probe."""
         was_open = self.is_open
         self._in_a_row += 1
         if not self.is_open or (was_open and not probe):
@@ -85,16 +82,16 @@ class Breaker:
 
 @dataclass(slots=True)
 class _Attempts:
-    """Those of one call."""
+    """The attempts of one call."""
 
     ends: float
-    """When the call is given up, in monotonic seconds."""
+    """Deadline of the call, in monotonic seconds."""
     made: int = 0
     retries: Counter[str] = field(default_factory=Counter)
     kind: str = ""
-    """What was wrong with the last one."""
+    """Cause of the last failure."""
     last: str = "no connection was free"
-    """The same in words."""
+    """The last failure in words."""
 
     def begin(self) -> None:
         if self.made:
@@ -112,11 +109,7 @@ _current: ContextVar[_Attempts] = ContextVar("attempts")
 class Client:
     """The connections of one worker process to one server. Used from one event loop.
 
-    Args:
-        what: names the server in errors.
-        url: before the paths that are posted to.
-        secret: sent as a bearer token; in no error and no log.
-        limits: of the requests.
+    `what` names the server in errors. `secret` is sent as a bearer token and never shown.
     """
 
     def __init__(self, what: str, url: str, secret: str | None, limits: Limits) -> None:
@@ -124,7 +117,7 @@ class Client:
         self._breaker = Breaker(limits.breaker_failures, limits.breaker_seconds, time.monotonic)
         self._room = asyncio.Semaphore(limits.concurrency)
         seconds = limits.attempt_seconds
-        # Nothing of the variables that the library reads for OpenAI's own endpoint is sent.
+        # The library's environment variables are for OpenAI's endpoint: their values are not sent.
         own = dict.fromkeys(("OpenAI-Organization", "OpenAI-Project"), openai.omit)
         key = f"Bearer {secret}" if secret else openai.omit
         self._options: openai.RequestOptions = {"headers": own | {"Authorization": key}}
@@ -141,19 +134,18 @@ class Client:
         )
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Post `body` as JSON; the decoded answer.
+        """Post `body` as JSON and return the decoded answer.
 
-        Raises:
-            NoRewardError: reason `breaker_open`, `unavailable`, `timeout`, `refused`, `denied`,
-                `garbage`.
+        Raises NoRewardError: `breaker_open`, `unavailable`, `timeout`, `refused`, `denied` or
+        `garbage`.
         """
         began, opened = time.monotonic(), False
         if not self._breaker.admits():
             calls.report(0, {}, 0.0, opened=False)
             raise NoRewardError(
                 "breaker_open",
-                f"{self.what} was not asked: {self._limits.breaker_failures} calls in a row had "
-                f"failed; it is tried again in {self._breaker.seconds_left:.0f} s",
+                f"{self.what} was not asked, after {self._limits.breaker_failures} failed calls in "
+                f"a row; the next attempt is in {self._breaker.seconds_left:.0f} s",
             )
         probe, attempts = self._breaker.is_open, _Attempts(calls.deadline())
         try:
@@ -184,9 +176,9 @@ class Client:
                 )
             if len(data) <= MAX_ANSWER_BYTES:
                 return msgspec.json.decode(data)
-            reason, words = "garbage", f"sent more than {MAX_ANSWER_BYTES >> 20} MiB"
+            reason, words = "garbage", f"the answer exceeds {MAX_ANSWER_BYTES >> 20} MiB"
         except TimeoutError:
-            reason, words = "timeout", f"gave no answer in time: {attempts.last}"
+            reason, words = "timeout", f"no answer in time: {attempts.last}"
         except openai.APIStatusError as error:
             reason, words = _reason_of(error.status_code), attempts.last
             if error.status_code not in (401, 403):
@@ -195,7 +187,7 @@ class Client:
             words = attempts.last
         except (msgspec.DecodeError, UnicodeDecodeError):
             shown = data[: 4 * _SHOWN].decode(errors="replace")
-            reason, words = "garbage", f"sent no JSON: {shown}"
+            reason, words = "garbage", f"the answer is not JSON: {shown}"
         if self._secret:  # which some servers repeat
             words = words.replace(self._secret, "***")
         words = " ".join(words.split())
@@ -203,11 +195,10 @@ class Client:
 
 
 def _reason_of(status: int) -> FailureReason:
-    """Why an answer of this status, which is not asked for again, is none.
+    """Return the reason of a failure with this status after the last attempt.
 
-    A refusal may be the fault of the texts in the request, unless it would be that of all requests:
-    a wrong key gives 401 or 403, a name of a model that the server does not know 404, an address
-    that it does not have 404, 405 or a redirect.
+    The texts in the request may cause a refusal, unless every request has it: a wrong key gives 401
+    or 403, an unknown model 404, a wrong address 404, 405 or a redirect.
     """
     if status in (408, 409, 429) or status >= 500:
         return "unavailable"
@@ -215,7 +206,7 @@ def _reason_of(status: int) -> FailureReason:
 
 
 class _Http(openai.DefaultAsyncHttpxClient):
-    """Notes what becomes of each attempt."""
+    """Records the result of each attempt."""
 
     async def send(self, request: Any, **more: Any) -> Any:
         """Make one attempt."""
@@ -234,12 +225,11 @@ class _Http(openai.DefaultAsyncHttpxClient):
             wait = response.headers.get("Retry-After", "")
             if wait.isdecimal() and time.monotonic() + int(wait) >= attempts.ends:
                 response.headers["x-should-retry"] = "false"  # the library obeys it
-                attempts.last += f"; the next would be in {wait} s, which is too late"
+                attempts.last += f"; the server allows the next one in {wait} s, which is too late"
         return response
 
 
 _clients: dict[tuple[str, str, tuple[str | None, str | None], Limits], Client] = {}
-"""Of this process."""
 
 
 async def close_clients() -> None:
@@ -255,14 +245,10 @@ def client_of(
     secret: tuple[str | None, str | None],
     limits: Limits,
 ) -> Client:
-    """The client of this process for a server.
+    """Return this process's client for a server.
 
-    Args:
-        what: names the server in errors.
-        url: before the paths that are posted to.
-        keys: the names of the two settings that name a secret, for errors.
-        secret: the environment variable and the file that they name.
-        limits: of the requests.
+    `secret` is the environment variable and the file of the key, and `keys` are the names of their
+    two settings.
     """
     place = (what, url, secret, limits)
     if place not in _clients:
@@ -271,7 +257,7 @@ def client_of(
 
 
 async def refusal(call: Awaitable[float], seconds: float) -> NoRewardError | None:
-    """Why a call got no reward within this time; None if it got one. Closes the clients."""
+    """Return the error of a call within this time, or None. Closes the clients."""
     calls.begin(seconds)
     try:
         await call

@@ -1,4 +1,4 @@
-"""The arguments that rewards of a server have in common, checked before a run starts."""
+"""The common arguments of rewards that ask a server, checked before a run starts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from asyncrl.secret_files import refuse_open_file
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much and how often a server is asked; the arguments of these names."""
+    """The limits of requests to a server; the arguments of these names."""
 
     concurrency: int
-    """Most requests of a worker process at once."""
+    """Most concurrent requests of a worker process."""
     attempts: int
     """Most attempts of one call."""
     attempt_seconds: float | None
-    """Longest silence of the server in one; None: as long as the call has."""
+    """Longest silence of the server in an attempt; None: the rest of the call's time."""
     breaker_failures: int
-    """Failed calls in a row that open the breaker."""
+    """Failed calls in a row after which calls fail at once."""
     breaker_seconds: float
-    """From when it opens until one call is let through."""
+    """Time after which one call is tried again."""
 
 
 _NUMBERS: dict[str, tuple[type, float, float]] = {
@@ -39,13 +39,7 @@ _MAX_SECRET = 1 << 14
 
 
 def check_numbers(name: str, args: dict[str, Any], more: dict[str, Any] | None = None) -> None:
-    """Refuse numbers out of range. Raises RewardError.
-
-    Args:
-        name: of the reward.
-        args: its arguments.
-        more: (type, lowest, highest) of further numbers.
-    """
+    """Refuse numbers out of range; `more` has (type, lowest, highest). Raises RewardError."""
     for key, (kind, low, high) in (_NUMBERS | (more or {})).items():
         value = args.get(key)
         if value is None:
@@ -60,7 +54,7 @@ def check_numbers(name: str, args: dict[str, Any], more: dict[str, Any] | None =
 
 
 def check_url(name: str, key: str, url: Any) -> None:
-    """Refuse what is no http address, or one that holds a password. Raises RewardError."""
+    """Refuse anything but an http address without a password. Raises RewardError."""
     try:
         parts = urlsplit(url if isinstance(url, str) else "")
         port = parts.port
@@ -68,31 +62,25 @@ def check_url(name: str, key: str, url: Any) -> None:
         parts, port = urlsplit(""), None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise RewardError(
-            f"reward {name!r}: args.{key} must be an address such as http://127.0.0.1:8741, got "
+            f"reward {name!r}: args.{key} must be an address such as http://127.0.0.1:8741, not "
             f"{url!r}"
         )
     if parts.username or parts.password:
         raise RewardError(
-            f"reward {name!r}: args.{key} holds a user name or a password; name an environment "
-            "variable or a file with the key instead"
+            f"reward {name!r}: args.{key} holds a user name or a password; put the key into an "
+            "environment variable or a file instead"
         )
     if port == 0:
-        raise RewardError(f"reward {name!r}: args.{key} has port 0")
+        raise RewardError(f"reward {name!r}: args.{key} has port 0; give the server's port")
 
 
 def read_secret(
     name: str, keys: tuple[str, str], variable: str | None, file: str | None
 ) -> str | None:
-    """The key that an environment variable or a file holds; None if neither is named.
+    """Return the key in an environment variable or a file; None if neither is named.
 
-    Args:
-        name: of the reward.
-        keys: the names of the two settings, for errors.
-        variable: of the environment.
-        file: mode 0600.
-
-    Raises:
-        RewardError: both are named, the variable is not set, or the file cannot be used.
+    `name` is that of the reward, `keys` are the names of the two settings. Raises RewardError if
+    both are named, the variable is not set, or the file (mode 0600) cannot be used.
     """
     if variable and file:
         raise RewardError(f"reward {name!r}: give {keys[0]} or {keys[1]}, not both")
@@ -116,7 +104,7 @@ def read_secret(
             f"reward {name!r}: {keys[1]}: {path} cannot be read: {error.strerror}"
         ) from error
     except UnicodeDecodeError:
-        raise RewardError(f"reward {name!r}: {keys[1]}: {path} is no text") from None
+        raise RewardError(f"reward {name!r}: {keys[1]}: {path} is not UTF-8 text") from None
     except RewardError:
         raise
     except UserError as error:
@@ -129,5 +117,5 @@ def read_secret(
 def _checked(name: str, place: str, secret: str) -> str:
     """Refuse what no header can hold, without showing it."""
     if not secret.isascii() or not secret.isprintable():
-        raise RewardError(f"reward {name!r}: {place} holds something that cannot be a key")
+        raise RewardError(f"reward {name!r}: {place} must hold a key of printable ASCII characters")
     return secret

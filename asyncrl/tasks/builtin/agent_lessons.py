@@ -4,11 +4,9 @@ A player knows each game and is careless. It first teaches the game and then, in
 the warm start, also its slips: it answers a sum without the calculator, copies a digit wrong,
 guesses at random, repairs the wrong part. RL then has a suitable task: to be careful.
 
-Each lesson is a conversation of pieces, of which the player's are learned. It has the tokens of a
-real run: the text between turns is tokenised separately.
-
-For the environment `code_repair`, an operator or constant of a tiny program is wrong. The tests
-decide what is right: a program that passes them all may differ from the intended one.
+The player's pieces of a conversation are learned. As in a real run, the text between turns is
+tokenised separately. For `code_repair`, an operator or constant of a tiny program is wrong, and any
+program that passes the tests is right.
 """
 
 from __future__ import annotations
@@ -68,14 +66,9 @@ class Bug:
     def row(self) -> dict[str, Any]:
         """Return the row of a dataset."""
         wanted = ", ".join(f"f{both} is {self.right(*both)}" for both in ARGUMENTS)
-        return {
-            "prompt": f"repair {self.wrong.text} so that {wanted}",
-            "program": self.wrong.text,
-            "tests": [
-                {"call": "f", "args": list(both), "returns": self.right(*both)}
-                for both in ARGUMENTS
-            ],
-        }
+        prompt = f"repair {self.wrong.text} so that {wanted}"
+        tests = [{"call": "f", "args": [*both], "returns": self.right(*both)} for both in ARGUMENTS]
+        return {"prompt": prompt, "program": self.wrong.text, "tests": tests}
 
 
 def all_bugs() -> list[Bug]:
@@ -206,11 +199,8 @@ def _repair(bug: Bug, rng: np.random.Generator, slip: float) -> Iterator[Piece]:
             program = changed_somewhere(program, rng)
         else:
             fitting = [p for p in PROGRAMS if all(p(*both) == right(*both) for both in seen)]
-            near = [
-                p
-                for p in fitting
-                if (p.operator == program.operator) or (p.constant == program.constant)
-            ]
+            operator, constant = program.operator, program.constant
+            near = [p for p in fitting if p.operator == operator or p.constant == constant]
             program = (near or fitting)[int(rng.integers(len(near or fitting)))]
         yield f"{program.text}{END}", True
         if not left or all(program(*both) == right(*both) for both in ARGUMENTS):

@@ -119,20 +119,14 @@ def _distinct(seed: int, count: int, digits: tuple[int, int], *, held_out: bool)
         name = "task.evaluation_size" if held_out else "task.train_size"
         raise DataError(
             f"there are only about {len(found)} distinct problems with {digits[0]} to {digits[1]} "
-            f"digits on this side, fewer than {name} ({count}); lower it or raise task.digits"
+            f"digits for {name} ({count}); lower it or raise task.digits"
         )
-    return [_as_question(problem) for problem in found]
-
-
-def _as_question(problem: Problem) -> Question:
-    identity = f"add-{problem.a}-{problem.b}-{problem.phrasing}"
-    example = {
-        "prompt": problem.question,
-        "answer": problem.answer,
-        "a": problem.a,
-        "b": problem.b,
-    }
-    return Question(identity, problem.question, example, where=identity)
+    questions = []
+    for one in found:
+        identity = f"add-{one.a}-{one.b}-{one.phrasing}"
+        example = {"prompt": one.question, "answer": one.answer, "a": one.a, "b": one.b}
+        questions.append(Question(identity, one.question, example, where=identity))
+    return questions
 
 
 def _number(rng: np.random.Generator, digits: int) -> int:

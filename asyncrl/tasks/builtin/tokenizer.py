@@ -80,7 +80,8 @@ def make_tokenizer(vocabulary: Vocabulary) -> Any:
     numbered = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.WordLevel(numbered, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Lowercase()
-    split = "|".join(_quoted(word) for word in sorted(words, key=len, reverse=True))
+    quoted = (re.sub(r"([^\w ])", r"\\\1", word) for word in sorted(words, key=len, reverse=True))
+    split = "|".join(quoted)
     tokenizer.pre_tokenizer = Split(Regex(f"{split}|[\\s\\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in special])
@@ -96,11 +97,6 @@ def make_tokenizer(vocabulary: Vocabulary) -> Any:
     )
     fast.chat_template = vocabulary.chat_template
     return fast
-
-
-def _quoted(word: str) -> str:
-    """Escape a word for a regular expression; letters stay unchanged."""
-    return re.sub(r"([^\w ])", r"\\\1", word)
 
 
 def builtin_tokenizer() -> Any:

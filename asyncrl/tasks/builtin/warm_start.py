@@ -3,20 +3,9 @@
 A 2-layer Qwen3 (0.33 M parameters, float32) imitates worked additions: first correct ones, so that
 it learns the procedure, then ones with a slip in one column in nine. The result can add but is
 careless: greedy decoding is almost always right, a sample at temperature 1 two times in three. The
-slips bound the accuracy from above and the training has converged, so this number should depend
-little on the machine. RL then has a suitable task: to avoid the slips, which appear in every group
-of samples.
-
-The matching RL run (examples/arithmetic.yaml): 16 prompts x 8 samples a step (about 3,700 response
-tokens), temperature 1, GRPO with token-level normalisation, advantages not divided by their
-standard deviation, clip 0.2/0.28, AdamW at 2e-4 with betas (0.9, 0.95), no weight decay, gradients
-clipped at 1. Tuned with one step of staleness; held-out accuracy of samples on 512 prompts:
-
-    step      0      10     20     30     40
-    accuracy  0.67   0.82   0.86   0.90   0.91
-
-1e-4 is slower (0.85 at step 20, 0.92 at 100); 3e-4 tolerates three steps of staleness (0.91 at 40).
-The distribution moves by a total variation of 2e-4 to 6e-4 per token and step.
+slips bound the accuracy from above and the training has converged, so this number depends little on
+the machine. RL then has a suitable task: to avoid the slips, which appear in every group of samples
+(examples/arithmetic.yaml: held-out accuracy 0.67 at step 0, 0.91 at step 40).
 """
 
 from __future__ import annotations
@@ -79,11 +68,8 @@ def warm_start(
             steps += recipe.extra_steps
             accuracy = sampled_accuracy(model, tokenizer, recipe)
     if not recipe.expected[0] <= accuracy <= recipe.expected[1]:
-        log.warning(
-            "the built-in model's sampled accuracy is %.2f; expected is %.2f to %.2f",
-            accuracy,
-            *recipe.expected,
-        )
+        text = "the built-in model's sampled accuracy is %.2f; expected is %.2f to %.2f"
+        log.warning(text, accuracy, *recipe.expected)
     return WarmStartResult(model, accuracy, time.monotonic() - started, steps)
 
 
@@ -198,20 +184,16 @@ def sampled_accuracy(model: Any, tokenizer: Any, recipe: WarmStart) -> float:
             pad_token_id=pad,
         )
     texts = tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)
-    right = [
-        arithmetic(p.question, text, {"answer": p.answer})
-        for p, text in zip(problems, texts, strict=True)
-    ]
+    pairs = zip(problems, texts, strict=True)
+    right = [arithmetic(p.question, text, {"answer": p.answer}) for p, text in pairs]
     return float(np.mean(right))
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Run torch with one thread.
+    """Run torch with one thread, which gives the same model on every machine.
 
-    Matrices this small gain little from a second thread and lose a lot on a busy machine, because
-    waiting threads spin: with four other processes on two cores, 600 steps took over ten minutes
-    with two threads. One thread also gives the same model on every machine.
+    Matrices this small gain little from more, and waiting threads spin on a busy machine.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -231,11 +213,7 @@ def _evaluating(model: Any) -> Iterator[None]:
 
 
 def _prompt_ids(tokenizer: Any, problems: list[Problem]) -> list[list[int]]:
-    texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": p.question}], tokenize=False, add_generation_prompt=True
-        )
-        for p in problems
-    ]
+    asked = [[{"role": "user", "content": p.question}] for p in problems]
+    texts = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return ids

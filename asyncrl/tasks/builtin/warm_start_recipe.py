@@ -1,7 +1,4 @@
-"""The recipe of a built-in model.
-
-It does not import torch, which takes seconds: a cached model is found by its recipe alone.
-"""
+"""The recipe of a built-in model, without torch, because it alone finds a cached model."""
 
 from __future__ import annotations
 

@@ -61,9 +61,8 @@ def cached_model(name: str) -> Path | None:
 
 def not_found(name: str, setting: str, kind: str, reason: str) -> str:
     """Return the error for an id that is neither a local path nor cached, without the hub."""
-    hint = nearest_path(Path(name))
-    if not hint.startswith(" Did"):  # what an id looks like is rarely meant as a folder
-        hint = ""
+    near = nearest_path(Path(name))
+    hint = near if near.startswith(" Did") else ""  # an id is rarely meant as a folder
     return (
         f"{setting}: {name!r} is neither a local {kind} (looked from {Path.cwd()}) nor in the "
         f"hub's cache, and the hub cannot be used: {reason}.{hint}"

@@ -1,7 +1,9 @@
 """Runs `task.map`: `python -m asyncrl.tasks.data.map_worker PARENT STATUS PROCESSES`.
 
 The user's function runs here, below a supervisor like reward functions, so that a hanging one can
-be killed with everything that it started. Standard input is a file with every example.
+be killed with everything that it started. Standard input is a file of frames: a `Load`, then one
+example each. The process answers `Loaded` or `Refused`, and each example with `Mapped` or `Failed`,
+in order. Import-light.
 """
 
 from __future__ import annotations
@@ -13,10 +15,43 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import DataError
-from asyncrl.tasks.data.map_messages import MAP, Failed, Load, Loaded, Mapped, Refused
-from asyncrl.user_code.loading import load_function, search
+from asyncrl.user_code.loading import FunctionKind, load_function, search
 from asyncrl.user_code.streams import MAX_FRAME, Streams, last_lines
 from asyncrl.user_code.supervisor import supervise
+
+MAP = FunctionKind("task.map", "function(example)", ({},), DataError)
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Load this function."""
+
+    name: str
+    search_path: str
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """The function can be called."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The function cannot be loaded; `message` says why."""
+
+    message: str
+
+
+class Mapped(msgspec.Struct, frozen=True, tag=True):
+    """The function's result for one example; None leaves the example out."""
+
+    values: dict[str, Any] | None
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The function raised or returned an invalid value; `message` describes it."""
+
+    message: str
+
+
+Answer = Loaded | Refused | Mapped | Failed
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ import msgspec
 from asyncrl.errors import DataError
 from asyncrl.suggestions import shortened
 from asyncrl.tasks.config import TaskConfig
-from asyncrl.tasks.data.map_messages import Answer, Failed, Load, Loaded, Mapped, Refused
+from asyncrl.tasks.data.map_worker import Answer, Failed, Load, Loaded, Mapped, Refused
 from asyncrl.tasks.data.sources import BadRow, Row, checked, read_rows
 from asyncrl.tasks.encoding import Question
 from asyncrl.tasks.supervised import ProcessEnded, SupervisedProcess
@@ -50,14 +50,21 @@ def mapped_rows(
             if isinstance(row, Row):
                 examples.write(pack(row.values))
         examples.seek(0)
-        with contextlib.closing(_MapProcess(name, examples.fileno())) as process:
-            process.load()
+        module, file = "asyncrl.tasks.data.map_worker", examples.fileno()
+        with contextlib.closing(SupervisedProcess(module, MAX_PROCESSES, file)) as process:
+            who = f"task.map {name!r}, while it was imported,"
+            loaded = _answer(process, IMPORT_SECONDS, who, "a fixed limit")
+            if isinstance(loaded, Refused):
+                raise DataError(loaded.message)
+            if not isinstance(loaded, Loaded):
+                raise DataError(f"task.map {name!r} wrote to its process's pipes")
             for row in rows:
                 yield _mapped(row, name, process, seconds) if isinstance(row, Row) else row
 
 
-def _mapped(row: Row, name: str, process: _MapProcess, seconds: float) -> Row | BadRow | None:
-    answer = process.answer(seconds, f"{row.where}: task.map {name!r}")
+def _mapped(row: Row, name: str, process: SupervisedProcess, seconds: float) -> Row | BadRow | None:
+    who = f"{row.where}: task.map {name!r}"
+    answer = _answer(process, seconds, who, "its limit for one example")
     if isinstance(answer, Failed):
         return BadRow(row.where, f"task.map {name!r} {answer.message}")
     if not isinstance(answer, Mapped):
@@ -70,36 +77,19 @@ def _mapped(row: Row, name: str, process: _MapProcess, seconds: float) -> Row | 
     return result
 
 
-class _MapProcess:
-    def __init__(self, name: str, examples: int) -> None:
-        self._name = name
-        self._process = SupervisedProcess("asyncrl.tasks.data.map_worker", MAX_PROCESSES, examples)
-        self.close = self._process.close
-
-    def load(self) -> None:
-        """Wait until the function is loaded. Raises DataError."""
-        who = f"task.map {self._name!r}, while it was imported,"
-        answer = self.answer(IMPORT_SECONDS, who, limit="a fixed limit")
-        if isinstance(answer, Refused):
-            raise DataError(answer.message)
-        if not isinstance(answer, Loaded):
-            raise DataError(f"task.map {self._name!r} wrote to its process's pipes")
-
-    def answer(
-        self, seconds: float, who: str, *, limit: str = "its limit for one example"
-    ) -> Answer:
-        """Return the next answer within `seconds`. A DataError starts with `who`, names `limit`."""
-        try:
-            frame = self._process.frame(seconds)
-            if frame is None:
-                raise DataError(
-                    f"{who} did not return within {seconds:g} s ({limit}); its process was killed"
-                )
-            return _DECODER.decode(frame)
-        except ProcessEnded as ended:
-            raise DataError(f"{who}: its process {ended}") from ended
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise DataError(f"{who} wrote to its process's pipes: {error}") from error
+def _answer(process: SupervisedProcess, seconds: float, who: str, limit: str) -> Answer:
+    """Return the next answer within `seconds`. A DataError starts with `who`, names `limit`."""
+    try:
+        frame = process.frame(seconds)
+        if frame is None:
+            raise DataError(
+                f"{who} did not return within {seconds:g} s ({limit}); its process was killed"
+            )
+        return _DECODER.decode(frame)
+    except ProcessEnded as ended:
+        raise DataError(f"{who}: its process {ended}") from ended
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise DataError(f"{who} wrote to its process's pipes: {error}") from error
 
 
 log = logging.getLogger(__name__)
@@ -205,9 +195,8 @@ class _Reading:
             none = f"task.map left out all {self.left_out:,}" if self.left_out else "there are no"
             raise DataError(f"{setting}: {path}: {none} examples")
         if self.left_out:
-            log.warning(
-                "task.map %r left out %d examples of %s", self.config.map, self.left_out, path
-            )
+            text = "task.map %r left out %d examples of %s"
+            log.warning(text, self.config.map, self.left_out, path)
         if self.bad:
             listed = "; ".join(f"{bad.where}: {shortened(bad.reason)}" for bad in self.bad)
             ids = "the values of task.id_field" if self.config.id_field else "their row numbers"

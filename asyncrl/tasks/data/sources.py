@@ -52,9 +52,7 @@ class BadRow:
 def checked(where: str, values: Any) -> Row | BadRow:
     """Return the row as JSON-able values, or a `BadRow` with the reason."""
     if not isinstance(values, dict):
-        return BadRow(
-            where, f"each row must be one JSON object, this one is a {type(values).__name__}"
-        )
+        return BadRow(where, f"each row must be one JSON object, got {type(values).__name__}")
     if not _is_shallow(values, MAX_LEVELS):
         return BadRow(where, f"it is nested more than {MAX_LEVELS} levels deep")
     try:
@@ -113,8 +111,7 @@ def _refuse_other_formats(path: Path, file: BinaryIO, setting: str) -> None:
     for magic, advice in _OTHER_FORMATS:
         if head.startswith(magic):
             raise DataError(f"{setting}: {path} is not JSON lines but {advice}")
-    file.seek(len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0)
-    if path.suffix == ".json" and file.read(1) == b"[":
+    if path.suffix == ".json" and head.removeprefix(codecs.BOM_UTF8).startswith(b"["):
         raise DataError(
             f"{setting}: {path} is one JSON array; write one object per line, for instance with "
             f"`jq -c '.[]' {path}`"
@@ -144,11 +141,8 @@ def _row(line: bytes, where: str) -> Row | BadRow:
     except RecursionError:
         return BadRow(where, "it is nested too deeply")
     except json.JSONDecodeError as error:
-        return BadRow(
-            where,
-            f"not JSON: {error.msg} at character {error.pos + 1}; each line must be one JSON "
-            "object",
-        )
+        wrong = f"not JSON: {error.msg} at character {error.pos + 1}"
+        return BadRow(where, f"{wrong}; each line must be one JSON object")
     except ValueError as error:
         return BadRow(where, shortened(str(error)))
 
@@ -156,11 +150,8 @@ def _row(line: bytes, where: str) -> Row | BadRow:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"the key {shortened(name, 40)!r} is in it twice")
-            seen.add(name)
+        twice = next(name for name, count in Counter(k for k, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {shortened(twice, 40)!r} is in it twice")
     return found
 
 
@@ -182,10 +173,7 @@ def _constant(text: str) -> float:
 
 
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_object,
-    parse_float=_number,
-    parse_int=_integer,
-    parse_constant=_constant,
+    object_pairs_hook=_object, parse_float=_number, parse_int=_integer, parse_constant=_constant
 )
 
 
@@ -219,11 +207,12 @@ def read_rows(
     if place.is_dir():
         if place.suffix in (*_JSON_LINES, _PARQUET):
             raise DataError(f"{setting}: {place} is a folder; give the file in it")
-        return _from_datasets(str(place), split, subset, setting, saved=_is_saved(place))
+        saved = any((place / f"dataset_{one}.json").is_file() for one in ("info", "dict"))
+        return _from_datasets(str(place), split, subset, setting, saved=saved)
     if place.exists():
         raise DataError(
-            f"{setting}: {place} is neither a file nor a folder; write what a pipe or device gives "
-            "to a .jsonl file first"
+            f"{setting}: {place} is neither a file nor a folder; write the data of a pipe or "
+            "device to a .jsonl file first"
         )
     looks_like_file = place.suffix in (*_JSON_LINES, _PARQUET)
     if looks_like_file or not hub.is_id(path):
@@ -283,7 +272,3 @@ def _from_datasets(
         ) from error
     for number, example in enumerate(loaded):
         yield checked(f"{path}[{split}], example {number}", example)
-
-
-def _is_saved(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))

@@ -131,8 +131,9 @@ def _answer(limits: Limits, general: bytes, messages: bytes) -> Answer:
         return Failed(f"it writes more than {MAX_TEXT // _MIB} MiB of text", _line(error))
     except MemoryError as error:
         return Failed(f"it takes more than {limits.memory // _MIB:,} MiB of memory", _line(error))
-    except Exception as error:  # noqa: BLE001 - process edge: reported to who asks
-        return Failed(_said(error)[:_MAX_MESSAGE], _line(error))
+    except Exception as error:  # noqa: BLE001 - process edge: reported to the caller
+        shown = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+        return Failed(f"{shown}{error}"[:_MAX_MESSAGE], _line(error))
 
 
 @functools.lru_cache(maxsize=1)
@@ -150,12 +151,6 @@ def _text(template: jinja2.Template, variables: dict[str, Any]) -> bytes:
         if size > MAX_TEXT:
             writing.throw(_OutOfText())  # where the template is, so that its line is known
     return "".join(parts).encode("utf-8", "surrogatepass")
-
-
-def _said(error: Exception) -> str:
-    if isinstance(error, jinja2.TemplateError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
 
 
 def _line(error: BaseException) -> int | None:

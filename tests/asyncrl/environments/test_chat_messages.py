@@ -128,7 +128,7 @@ def test_arguments_as_deep_as_a_parser_takes_are_compared() -> None:
 @pytest.mark.parametrize(
     ("message", "sentence"),
     [
-        (said(None, function_call={"name": "add", "arguments": "{}"}), "calls are `tool_calls`"),
+        (said(None, function_call={"name": "add", "arguments": "{}"}), "use `tool_calls`"),
         (said(None, audio={"id": "x"}), "audio, which is not supported"),
         (said("", tool_calls=[{"id": "1", "type": "custom"}]), "a function with a name"),
         (said("", tool_calls={"id": "1"}), "a function with a name"),

@@ -185,7 +185,7 @@ def test_a_failing_environment_costs_its_own_sample_only(tmp_path: Path) -> None
             assert (error.reason, "reset must return" in str(error)) == ("wrong_type", True)
             unsendable = Action("x", [1], {}, [{"name": "add", "arguments": {"a": 10**30}}])
             error = await failure_of((await opened(pool)).step(unsendable))
-            assert (error.reason, "cannot be given the turn" in str(error)) == ("wrong_type", True)
+            assert (error.reason, "the turn cannot be sent" in str(error)) == ("wrong_type", True)
             talker = await opened(pool)
             assert (await talker.step(turn("print"))).observation == "printed"
             assert (await talker.step(turn("fork"))).observation == "forked 1"

@@ -114,7 +114,7 @@ def test_reasoning_that_the_template_opens_and_leaves_out_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("phi4", "shows nothing of what such a message says"), ("gemma3", "refuses it (")],
+    [("phi4", "does not show the content of such a message"), ("gemma3", "refuses it (")],
 )
 def test_a_template_without_answers_of_tools_is_named_at_the_first_prompt(
     name: str, sentence: str

@@ -139,9 +139,9 @@ def test_an_environment_replaces_the_reward_functions_unless_they_are_given() ->
     assert RunConfig().reward_labels == ("arithmetic",)
     assert parse_config(config.model_dump(mode="json"), source="again") == config
     for values, said in [
-        ({"rewards": {"functions": []}}, "leaves nothing to reward"),
-        ({"environment": {"name": "python_tools:a:b"}}, "python_tools gives no reward of its own"),
-        ({"environment": {"max_turns": 3}}, "max_turns has no effect without name"),
+        ({"rewards": {"functions": []}}, "leaves no reward"),
+        ({"environment": {"name": "python_tools:a:b"}}, "python_tools does not give a reward"),
+        ({"environment": {"max_turns": 3}}, "max_turns has no effect without environment.name"),
         (
             {"environment": {"name": "guessing"}, "cache": {"reuse": "lenient"}},
             "cache.reuse: lenient does not work",

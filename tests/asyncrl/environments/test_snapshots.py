@@ -30,7 +30,7 @@ def test_a_shallow_copy_is_seen() -> None:
     kept, live = Snapshots(), {"board": [0, 0]}
     kept.add(dict(live))
     live["board"][0] = 1
-    with pytest.raises(BadAnswerError, match=r"before turn 0 has changed since.*deep copy"):
+    with pytest.raises(BadAnswerError, match=r"before turn 0 has changed: .*deep copy"):
         kept.take(0)
 
 

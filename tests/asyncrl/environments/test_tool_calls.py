@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from chat_models import FAMILIES, chat_tokenizer
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.environments.tool_calls import parse_turn
-from asyncrl.environments.tool_formats import FORMATS, format_of_template
+from asyncrl.environments.tool_formats import ToolFormat, format_of_template
 
 TOOLS = [
     {
@@ -27,7 +27,7 @@ TOOLS = [
     },
     {"type": "function", "function": {"name": "brave_search", "parameters": {}}},
 ]
-FORMS = [form for form in FORMATS if form != "auto"]
+FORMS = [form for form in get_args(ToolFormat) if form != "auto"]
 ADD = {"name": "add", "arguments": {"a": 1}}
 
 RIGHT = [
@@ -151,10 +151,8 @@ def test_wrong_calls_tell_the_model_what_is_wrong(
     turn = parse_turn(text, form, TOOLS)
     (call,) = turn.calls
     assert call.error_kind == kind
-    result = call.result()
-    assert message in result["content"]
-    assert result["role"] == "tool"
-    assert len(result["tool_call_id"]) == 9
+    assert message in call.error
+    assert len(call.id) == 9
     assert call.as_dict()["error"] == call.error
     assert ("tool_calls" in turn.message) == (kind != "json")
 
@@ -209,7 +207,7 @@ def test_no_text_raises(text: str, form: Any, tools: Any) -> None:
     turn = parse_turn(text, form, tools)
     for call in turn.calls:
         assert call.error or call.name
-        assert len(call.result()["content"]) < 600
+        assert len(call.error) < 600
     # Everything can be sent on, and comes back as it is.
     sent = json.dumps([turn.message, *(call.as_dict() for call in turn.calls)])
     assert json.loads(sent)[0]["role"] == "assistant"

@@ -104,9 +104,9 @@ def test_functions_that_no_schema_fits_are_refused() -> None:
 
     def odd(a: object()) -> None: ...  # type: ignore[valid-type]
 
-    with pytest.raises(UserError, match="the argument a has no type hint"):
+    with pytest.raises(UserError, match="the argument a needs a type hint"):
         FunctionTool(untyped)
-    with pytest.raises(UserError, match="args has no name in a call"):
+    with pytest.raises(UserError, match="args cannot be given by name"):
         FunctionTool(positional)
     with pytest.raises(UserError, match="tool odd"):
         FunctionTool(odd)

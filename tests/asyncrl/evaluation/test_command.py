@@ -19,7 +19,7 @@ from asyncrl.evaluation.command import evaluate_model, resolve_target
 from asyncrl.monitoring.records.metrics_log import EvaluationsLog
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.tasks.model import builtin_tokenizer
-from asyncrl.tasks.prompts import LoadedTask, Prompt
+from asyncrl.tasks.prompts import Prompt, Task
 from asyncrl.wire.records.evaluations import EvaluationRecord, SetEvaluation
 from asyncrl.wire.records.step import RunResult, StalenessMetrics, TokenCounts
 
@@ -110,7 +110,7 @@ def test_a_run_with_an_environment_is_evaluated_in_its_environment(
     prompts = [
         Prompt(f"add-{n}", np.array([1, 2], np.int32), "1+1=", row) for n, row in enumerate(rows)
     ]
-    task = LoadedTask([], prompts, (tokenizer.eos_token_id,), tokenizer)
+    task = Task([], prompts, (tokenizer.eos_token_id,), tokenizer)
     engine = ScriptedEngine()
     monkeypatch.setattr(command, "load_task", lambda *_, **__: task)
     monkeypatch.setattr(command, "create_engine", lambda *_, **__: engine)
@@ -136,7 +136,7 @@ def test_an_engine_that_says_nothing_more_ends_the_evaluation(
     tokenizer: Any = builtin_tokenizer()
     row = {"prompt": "1+1=", "answer": "2"}
     prompts = [Prompt("add-0", np.array([1, 2], np.int32), "1+1=", row)]
-    task = LoadedTask([], prompts, (tokenizer.eos_token_id,), tokenizer)
+    task = Task([], prompts, (tokenizer.eos_token_id,), tokenizer)
     engine = SilentEngine()
     monkeypatch.setattr(command, "load_task", lambda *_, **__: task)
     monkeypatch.setattr(command, "create_engine", lambda *_, **__: engine)

@@ -12,7 +12,7 @@ from asyncrl.cli.entry import main  # adds the commands
 from asyncrl.config.run_config import load_config
 from asyncrl.errors import UserError
 from asyncrl.initialise.write import initialise
-from asyncrl.rewards.loading import load_function
+from asyncrl.rewards.functions import load_function
 from asyncrl.tasks.loading import dataset_questions
 
 NAMES = ["questions.jsonl", "rewards.py", "run.yaml"]

@@ -11,7 +11,7 @@ from reward_pools import running
 
 from asyncrl.errors import RewardFailed, RewardTimeout
 from asyncrl.rewards.protocol import Began, Call, Scored
-from asyncrl.rewards.scoring import AT_ONCE, LoadedTerm, Turns, score
+from asyncrl.rewards.worker import AT_ONCE, LoadedTerm, Turns, score
 
 SOURCE = """
 import asyncio, os, time

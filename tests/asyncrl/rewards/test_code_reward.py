@@ -11,7 +11,7 @@ from needed_programs import needs_namespaces
 from asyncrl.errors import RewardError
 from asyncrl.rewards.code import code
 from asyncrl.rewards.config import RewardConfig, RewardFunctionConfig
-from asyncrl.rewards.loading import load_function
+from asyncrl.rewards.functions import load_function
 from asyncrl.rewards.values import NoRewardError
 from asyncrl.sandbox.run import Outcome, run
 
@@ -190,10 +190,12 @@ def test_a_row_without_usable_tests_is_refused(tests: Any, message: str) -> None
 def test_a_machine_that_cannot_contain_and_too_little_time_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("asyncrl.rewards.loading.why_not", lambda: "the kernel does not allow it")
+    monkeypatch.setattr("asyncrl.rewards.functions.why_not", lambda: "the kernel does not allow it")
     with pytest.raises(RewardError, match="`code` runs programs of the model, and the kernel"):
         load_function("code", {})
     function = RewardFunctionConfig(name="code", args={"total_seconds": 12})
-    with pytest.raises(ValueError, match=r"timeout_seconds: 10 must be longer.*total_seconds: 12"):
+    with pytest.raises(
+        ValueError, match=r"timeout_seconds \(10\) must be above.*total_seconds \(12\)"
+    ):
         RewardConfig(functions=(function,))
     assert RewardConfig(functions=(RewardFunctionConfig(name="code"),)).timeout_seconds == 10

@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from starlette.requests import Request
 
 from asyncrl.errors import RewardFailed, UserError
 from asyncrl.reward_server import keeping, server
-from asyncrl.reward_server.keeping import RewardServers, served, starts_servers, with_urls
+from asyncrl.reward_server.keeping import served, starts_servers
 from asyncrl.reward_server.server import App, Classifier, Question, TooLongError
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.startup.preflight import check_rewards
@@ -169,7 +168,6 @@ def test_a_server_that_cannot_be_started_again_is_tried_again(
         monkeypatch.setattr(keeping, name, 0.001)
 
     async def check() -> None:
-        servers = RewardServers(tmp_path, lines.append)
         again = asyncio.Event()
         starts = 0
 
@@ -184,19 +182,20 @@ def test_a_server_that_cannot_be_started_again_is_tried_again(
             return subprocess.Popen([sys.executable, "-S", "-c", code])
 
         monkeypatch.setattr(keeping, "_spawn", spawn)
-        servers._add(0, {"model": "words"})
-        watching = asyncio.create_task(servers._watch())
+        one = keeping._Server({"model": "words"}, tmp_path / "log", lines.append)
+        watching = asyncio.create_task(one.keep())
         async with asyncio.timeout(60):
             await again.wait()
         watching.cancel()
-        await servers.close()
+        one.process.terminate()
+        await one.close()
 
     asyncio.run(check())
     assert any("could not be started: too many open files" in line for line in lines)
 
 
 def test_a_server_of_a_run_hangs_dies_and_is_started_again(
-    saved: tuple[Path, Any, Any], tmp_path: Path
+    saved: tuple[Path, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole way: worker processes, HTTP, the server's process; two rewards with weights."""
     folder, model, tokenizer = saved
@@ -211,10 +210,18 @@ def test_a_server_of_a_run_hangs_dies_and_is_started_again(
     )
     assert starts_servers(config)
     lines: list[str] = []
+    started: list[subprocess.Popen[bytes]] = []
+    spawn = keeping._spawn
+
+    def counted(*given: Any) -> subprocess.Popen[bytes]:
+        started.append(spawn(*given))
+        return started[-1]
+
+    monkeypatch.setattr(keeping, "_spawn", counted)
 
     async def check() -> None:
-        servers = RewardServers(tmp_path, lines.append)
-        async with _served(servers, config) as functions:
+        async with served(config, tmp_path, lines.append) as found:
+            functions = [one.model_dump() for one in found.functions]
             own = [own_score(model, tokenizer, *text) for text in TEXTS]
             async with running(*functions, timeout_seconds=120, workers=2) as pool:
                 rewards = await asyncio.gather(
@@ -229,35 +236,21 @@ def test_a_server_of_a_run_hangs_dies_and_is_started_again(
                 with pytest.raises(RewardFailed, match="422") as failed:
                     await pool.score("x" * 99, "", {"answer": "5"})
                 assert failed.value.reason == "refused"
-            pid = _pid(servers)
-            os.kill(pid, signal.SIGSTOP)
+            (first,) = started
+            os.kill(first.pid, signal.SIGSTOP)
             async with running(*functions, timeout_seconds=2) as pool:
                 with pytest.raises(RewardFailed, match="did not answer at attempt 1") as failed:
                     await pool.score("2+3=?", "5", {"answer": "5"})
                 assert failed.value.reason == "timeout"
-            os.kill(pid, signal.SIGKILL)
+            os.kill(first.pid, signal.SIGKILL)
             async with running(*functions, timeout_seconds=300) as pool:
                 again = await pool.score("2+3=?", "5", {"answer": "5"})
                 assert again.terms[0] == pytest.approx(own[0], abs=1e-5)
-            assert _pid(servers) != pid
+            assert len(started) == 2
             assert "ended with exit code -9" in lines[0]
-            assert "it is started again in 1 s" in lines[0]
+            assert "it restarts in 1 s" in lines[0]
 
     asyncio.run(check())
-
-
-@asynccontextmanager
-async def _served(servers: RewardServers, config: RewardConfig) -> AsyncIterator[list[Any]]:
-    try:
-        await servers.start(config)
-        found = with_urls(config, servers.urls)
-        yield [one.model_dump() for one in found.functions]
-    finally:
-        await servers.close()
-
-
-def _pid(servers: RewardServers) -> int:
-    return servers._servers[0].process.pid
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
@@ -270,7 +263,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     )
 
     async def check() -> None:
-        with pytest.raises(UserError, match=r"ended as it was started: .* cannot be loaded"):
+        with pytest.raises(UserError, match=r"ended while it started: .* cannot be loaded"):
             async with served(config, tmp_path, print):
                 pass
 

@@ -19,7 +19,7 @@ from reward_pools import running
 from asyncrl.errors import RewardError, RewardFailed
 from asyncrl.rewards import judge as judging
 from asyncrl.rewards import reward_model
-from asyncrl.rewards.loading import load_function
+from asyncrl.rewards.functions import load_function
 from asyncrl.rewards.services import calls
 from asyncrl.rewards.services.client import Breaker, Client, close_clients
 from asyncrl.rewards.services.settings import Limits
@@ -87,20 +87,20 @@ GOOD: dict[str, dict[str, Any]] = {
         ("judge", {"base_url": "127.0.0.1:1"}, "args.base_url must be an address"),
         ("judge", {"base_url": "https://me:secret@host/v1"}, "holds a user name or a password"),
         ("judge", {"model": ""}, "needs args.model"),
-        ("judge", {"template": None}, "needs args.template"),
-        ("judge", {"template": "no place"}, "has no {response}"),
+        ("judge", {"template": None}, "needs either args.template or"),
+        ("judge", {"template": "no place"}, "lacks the placeholder {response}"),
         ("judge", {"template": None, "template_file": "/nowhere"}, "args.template_file"),
-        ("judge", {"score_pattern": None}, "needs args.score_pattern"),
+        ("judge", {"score_pattern": None}, "needs either args.score_pattern"),
         ("judge", {"score_pattern": "("}, "args.score_pattern"),
         ("judge", {"score_pattern": "a"}, "must have one group"),
-        ("judge", {"score_field": "score"}, "one of the two"),
+        ("judge", {"score_field": "score"}, "needs either args"),
         ("judge", {"minimum": 2, "maximum": 1}, "above args.maximum"),
         ("judge", {"attempts": 0}, "args.attempts must be a whole number from 1"),
         ("judge", {"body": {"n": 2}}, "args.body.n is set by the reward"),
         ("judge", {"api_key_env": "ASYNCRL_NO_SUCH"}, "ASYNCRL_NO_SUCH (args.api_key_env) is not"),
         ("judge", {"api_key": "sk-1"}, "unexpected keyword argument 'api_key'"),
-        ("reward_model", {"url": None}, "needs args.url"),
-        ("reward_model", {"model": "x"}, "one of the two"),
+        ("reward_model", {"url": None}, "needs either args.url"),
+        ("reward_model", {"model": "x"}, "needs either args"),
         ("reward_model", {"max_tokens": 5}, "args.max_tokens is for a server that the run starts"),
         ("reward_model", {"url": None, "model": "a/b", "pair": True}, "for a server of args.url"),
         ("reward_model", {"server": "sglang"}, "SGLang scores a text as it is"),
@@ -142,7 +142,7 @@ def test_a_causal_model_is_no_reward_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     reason = reward_model.no_classifier(str(tmp_path))
     assert reason is not None
-    assert "LlamaForCausalLM, and a reward model is a sequence classifier" in reason
+    assert "is a LlamaForCausalLM, not a sequence classifier" in reason
 
 
 # ------------------------------------------------------------------- servers that misbehave
@@ -225,10 +225,15 @@ def test_what_a_server_may_do_to_a_call() -> None:
             reason, _, used = await _ask(client, "throttled")
             assert (reason, used.retries, used.seconds >= 1.0) == ("", {"throttled": 1}, True)
             for do, expected, asked, says in (
-                ("garbage", "garbage", 1, "sent no JSON: <html>"),
-                ("huge", "garbage", 1, "more than 4 MiB"),
+                ("garbage", "garbage", 1, "the answer is not JSON: <html>"),
+                ("huge", "garbage", 1, "exceeds 4 MiB"),
                 ("down", "unavailable", 3, "500 Internal Server Error (attempt 3): out of order"),
-                ("patient", "unavailable", 1, "the next would be in 3600 s, which is too late"),
+                (
+                    "patient",
+                    "unavailable",
+                    1,
+                    "the server allows the next one in 3600 s, which is too late",
+                ),
                 ("forbidden", "denied", 1, "the server: 401 Unauthorized"),
                 ("odd", "refused", 1, "too long ***"),
                 ("away", "denied", 1, "302"),
@@ -266,7 +271,7 @@ def test_after_failures_in_a_row_the_server_is_left_alone() -> None:
                 assert (reason, used.opened) == ("unavailable", opened)
             reason, text, used = await _ask(client, "fine")
             assert (reason, used.requests) == ("breaker_open", 0)
-            assert "3 calls in a row had failed" in text
+            assert "after 3 failed calls in a row" in text
             assert faulty.asked == Counter(down=3)
             await client.close()
             # A sample that the server refuses says nothing of the server.
@@ -352,8 +357,8 @@ def test_what_is_made_of_the_outputs_of_a_reward_model() -> None:
     assert reward_model.score_of({0: -3.0}, "sigmoid", None) == pytest.approx(0.0474258732)
     assert reward_model.score_of(both, "softmax", 1) == pytest.approx(0.0474258732)
     for outputs, apply, label, says in (
-        (both, "none", None, r"2 outputs \(0, 1\); say which one"),
-        (both, "none", 2, "2 is none of the outputs 0, 1"),
+        (both, "none", None, r"2 outputs \(0, 1\); choose the score"),
+        (both, "none", 2, "2 is not among the outputs 0, 1"),
         ({0: 1.0}, "softmax", None, "always 1"),
     ):
         with pytest.raises(NoRewardError, match=says):
@@ -432,7 +437,7 @@ def test_a_judge_in_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
             assert asked[0]["messages"] == [{"role": "user", "content": "Q: 2+3 A: 5 R: 5"}]
             assert (asked[0]["model"], asked[0]["temperature"]) == ("big", 0.0)
             async with running(*functions, timeout_seconds=60) as pool:
-                with pytest.raises(RewardFailed, match="score_pattern is nowhere") as failed:
+                with pytest.raises(RewardFailed, match="score_pattern does not match") as failed:
                     await pool.score("2+3", "odd", example)
                 assert failed.value.reason == "no_score"
                 assert "cut off at args.max_tokens (512)" in str(failed.value)

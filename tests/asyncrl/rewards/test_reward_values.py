@@ -15,8 +15,8 @@ from reward_pools import running
 
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.protocol import WHOLE_SUM, Call, Failed, Scored
-from asyncrl.rewards.scoring import LoadedTerm, finish, score
 from asyncrl.rewards.values import MAX_FLOAT32
+from asyncrl.rewards.worker import LoadedTerm, finish, score
 
 
 class BadlyShown:

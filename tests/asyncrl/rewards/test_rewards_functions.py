@@ -9,8 +9,14 @@ from pydantic import ValidationError
 
 from asyncrl.errors import RewardError
 from asyncrl.rewards.config import RewardConfig
-from asyncrl.rewards.functions import arithmetic, exact_match, math_verify, response_format
-from asyncrl.rewards.loading import check_name, load_function
+from asyncrl.rewards.functions import (
+    arithmetic,
+    check_name,
+    exact_match,
+    load_function,
+    math_verify,
+    response_format,
+)
 
 
 @pytest.mark.parametrize(

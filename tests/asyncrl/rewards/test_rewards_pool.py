@@ -307,6 +307,32 @@ def test_a_lane_that_cannot_start_a_process_leaves_its_calls_to_the_others(
     asyncio.run(check())
 
 
+def test_waiting_calls_fail_together_while_no_process_can_be_started(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[int] = []
+
+    async def check() -> None:
+        async with running({"name": f"{source}:by_response"}, on_error="zero") as pool:
+            (lane,) = pool._lanes
+
+            async def start() -> None:
+                starts.append(len(pool._queue.waiting))
+                raise RewardError("no memory")
+
+            monkeypatch.setattr(lane, "start", start)
+            lane.process.terminate()
+            async with asyncio.timeout(60):
+                while not starts:  # noqa: ASYNC110 - the process ends first
+                    await asyncio.sleep(0.01)
+                rewards = await asyncio.gather(*(pool.score("", "ok", {}) for _ in range(9)))
+            assert {one.verdict for one in rewards} == {"unscored"}
+            assert pool.counts.failed == {"by_response": {"not_loaded": 9}}
+
+    asyncio.run(check())
+    assert starts == [0, 9]  # one start for all nine
+
+
 def test_start_refuses_what_cannot_be_loaded(source: Path) -> None:
     def refused(name: str, **values: Any) -> str:
         async def check() -> str:

@@ -92,7 +92,7 @@ def test_vllms_scores_are_those_of_transformers(tmp_path: Path) -> None:
         assert isinstance(await asked("x" * 70, "y", truncate="left"), float)
         await close_clients()
         assert await try_once({"url": url}, 60.0) is None
-        assert "2 is none of the outputs" in str(await try_once({"url": url, "label": 2}, 60.0))
+        assert "2 is not among the outputs" in str(await try_once({"url": url, "label": 2}, 60.0))
 
     with _serving(tmp_path) as url:
         asyncio.run(check(url))

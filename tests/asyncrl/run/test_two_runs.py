@@ -18,7 +18,7 @@ from torch_cores import core_of, hf_logprobs, load, request, run
 from transformers import AutoModelForCausalLM
 
 from asyncrl.rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
-from asyncrl.tasks.prompts import LoadedTask, Prompt
+from asyncrl.tasks.prompts import Prompt, Task
 from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.checkpoint.export import export
@@ -32,11 +32,11 @@ Samples = dict[tuple[str, int], Trajectory]
 """By prompt and index of the sample in its group."""
 
 
-def task() -> LoadedTask:
+def task() -> Task:
     prompts = [
         Prompt(f"p{i}", np.array([i % 10, i // 10], np.int32), "", {}) for i in range(PROMPTS)
     ]
-    return LoadedTask(prompts, (), (), None)
+    return Task(prompts, (), (), None)
 
 
 def learner_of(model: str) -> Learner:

@@ -24,7 +24,7 @@ from asyncrl.runs.directory import RunDirectory, find_run, is_alive, read_state
 from asyncrl.runs.resuming import checkpoint_settings
 from asyncrl.startup.prepare import Prepared
 from asyncrl.steering.control_socket import ask
-from asyncrl.tasks.prompts import LoadedTask
+from asyncrl.tasks.prompts import Task
 from asyncrl.trainer.base.errors import Superseded
 from asyncrl.trainer.checkpoint.format.files import ResumePoint
 from asyncrl.trainer.checkpoint.trainer_lease import TrainerLease
@@ -272,7 +272,7 @@ def test_a_request_to_a_run_that_ended_says_how_it_ended(
 @pytest.mark.parametrize("place", ["/dev/null/x", "/proc/no-such-folder"])
 def test_a_folder_that_cannot_be_written_is_named_with_its_key(place: str) -> None:
     values = {"run": {"directory": place}, "monitoring": {"metrics": False}}
-    task = LoadedTask(train=[], evaluation=[], stop_tokens=(), tokenizer=None)
+    task = Task(train=[], evaluation=[], stop_tokens=(), tokenizer=None)
     prepared = Prepared(parse_config(values, source="test"), "unused", task)
     with pytest.raises(UserError, match=f"^run.directory: the run's folder {place[:90]}.*cannot"):
         execute(prepared, resume=False, clean=False, console=Console(quiet=True))

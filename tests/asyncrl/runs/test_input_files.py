@@ -15,7 +15,7 @@ from asyncrl.engine.config import SamplingConfig
 from asyncrl.errors import UserError
 from asyncrl.runs.directory import read_state
 from asyncrl.runs.input_files import changes_since, inputs_of
-from asyncrl.tasks.prompts import LoadedTask, Prompt
+from asyncrl.tasks.prompts import Prompt, Task
 
 ROWS = [{"prompt": f"question {n}", "answer": str(n)} for n in range(40)]
 REWARD = "def score(prompt, response, example):\n    return float(len(response) % 3)\n"
@@ -86,12 +86,12 @@ def test_each_input_is_named_by_itself(tmp_path: Path, monkeypatch: pytest.Monke
         source="run.yaml",
     )
 
-    def task(train: int = 3, held: int = 2, answer: str = "1") -> LoadedTask:
+    def task(train: int = 3, held: int = 2, answer: str = "1") -> Task:
         def prompts(count: int) -> list[Prompt]:
             tokens = np.array([1], np.int32)
             return [Prompt(str(n), tokens, "", {"answer": answer}) for n in range(count)]
 
-        return LoadedTask(prompts(train), prompts(held), (0,), None)
+        return Task(prompts(train), prompts(held), (0,), None)
 
     before = inputs_of(config, task())
     assert changes_since(None, before) == ([], [])

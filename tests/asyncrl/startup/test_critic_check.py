@@ -63,7 +63,7 @@ def test_a_critic_of_the_policys_family_is_found_from_anywhere(
     ("make", "message"),
     [
         (lambda folder: folder / "none", "there is no directory"),
-        (lambda folder: folder, "no config.json"),
+        (lambda folder: folder, "config.json is missing"),
         (
             lambda folder: _model(folder / "critic", builtin_tokenizer(), vocab_size=63),
             "a vocabulary of 63 tokens, the policy one of 64",

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.config.run_config import parse_config
 from asyncrl.errors import DataError
 from asyncrl.startup.model_checks import check_rows
-from asyncrl.tasks.prompts import LoadedTask, Prompt
+from asyncrl.tasks.prompts import Prompt, Task
 
 
 def checked(function: dict[str, Any], row: dict[str, Any], on_error: str = "stop") -> None:
@@ -19,7 +19,7 @@ def checked(function: dict[str, Any], row: dict[str, Any], on_error: str = "stop
     example = {"prompt": "1+1=", "answer": row.get("answer"), "row": row}
     prompt = Prompt("add-7", np.array([1], np.int32), "1+1=", example)
     config = parse_config(values, source="the test")
-    check_rows(config, LoadedTask([], [prompt], (0,), tokenizer=None))
+    check_rows(config, Task([], [prompt], (0,), tokenizer=None))
 
 
 @pytest.mark.parametrize("name", ["exact_match", "math_verify", "arithmetic"])
@@ -53,6 +53,6 @@ def test_tests_that_a_program_can_forge_are_counted() -> None:
     functions = [{"name": "exact_match"}, {"name": "code"}]
     values = {"rewards": {"functions": functions, "on_error": "zero"}}
     config = parse_config(values, source="the test")
-    (warning,) = check_rows(config, LoadedTask(prompts, [], (), tokenizer=None))
+    (warning,) = check_rows(config, Task(prompts, [], (), tokenizer=None))
     assert "2 of 3 tests are an `assert`" in warning
-    assert check_rows(config, LoadedTask(prompts[:0], [], (), tokenizer=None)) == []
+    assert check_rows(config, Task(prompts[:0], [], (), tokenizer=None)) == []

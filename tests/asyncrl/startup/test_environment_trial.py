@@ -17,7 +17,7 @@ from asyncrl.generator.turns import environment_setup
 from asyncrl.startup import environment_trial
 from asyncrl.startup.environment_trial import try_environment
 from asyncrl.tasks.model import builtin_tokenizer
-from asyncrl.tasks.prompts import LoadedTask, Prompt
+from asyncrl.tasks.prompts import Prompt, Task
 
 SOURCE = """
 import functools, pathlib, subprocess, time
@@ -79,7 +79,7 @@ def tried(source: Path, name: str, *more: str, prompt: str = "1+1=") -> list[str
     row = {"prompt": prompt, "place": str(source.with_name("child"))}
     tokenizer: Any = builtin_tokenizer()
     loaded = Prompt("add-1", np.array([1, 2], np.int32), prompt, row)
-    return try_environment(config, LoadedTask([loaded], [], (0,), tokenizer))
+    return try_environment(config, Task([loaded], [], (0,), tokenizer))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from asyncrl.startup.model_check import (
 )
 from asyncrl.tasks.model import builtin_tokenizer
 from asyncrl.tasks.model_files import WHOLE, only_what_counts, parameters, weight_files
-from asyncrl.tasks.prompts import LoadedTask, Prompt
+from asyncrl.tasks.prompts import Prompt, Task
 
 NORM = "model.norm.weight"
 
@@ -273,7 +273,7 @@ def test_a_tokenizer_that_is_larger_than_the_model_is_refused_where_prompts_need
     tokenizer: Any = builtin_tokenizer()
     size = len(tokenizer)
     prompts = [Prompt("add-1", np.array([1, size - 1], np.int32), "1+1=", {})]
-    task = LoadedTask(prompts, [], (0,), tokenizer)
+    task = Task(prompts, [], (0,), tokenizer)
     for known in (size, size + 1):
         (tmp_path / "config.json").write_text(json.dumps({"vocab_size": known}))
         check_vocabulary(tmp_path, task)
@@ -281,4 +281,4 @@ def test_a_tokenizer_that_is_larger_than_the_model_is_refused_where_prompts_need
     message = f"prompt add-1 has the token id {size - 1}, and the model knows {size - 1} "
     with pytest.raises(ModelError, match=message):
         check_vocabulary(tmp_path, task)
-    check_vocabulary(tmp_path, LoadedTask([], [], (0,), tokenizer))
+    check_vocabulary(tmp_path, Task([], [], (0,), tokenizer))

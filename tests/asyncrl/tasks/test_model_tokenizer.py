@@ -75,8 +75,8 @@ def test_a_tokenizer_with_code_of_its_own_is_refused(
     with pytest.raises(ModelError) as caught:
         load_tokenizer(str(path))
     assert str(caught.value) == (
-        f"the tokenizer of {str(path)!r} has code of its own (auto_map in tokenizer_config.json); "
-        "models with code of their own are not supported"
+        f"the tokenizer of {str(path)!r} needs its own code (auto_map in tokenizer_config.json), "
+        "which is not supported"
     )
     assert not (tmp_path / "executed").exists()
 
@@ -92,7 +92,7 @@ def test_stop_tokens_are_those_of_the_generation_config(tmp_path: Path) -> None:
     assert all(own in ids for ids in found)
     tokenizer.eos_token = None
     (tmp_path / "generation_config.json").unlink()
-    with pytest.raises(ModelError, match="no end-of-sequence token"):
+    with pytest.raises(ModelError, match="does not have an end-of-sequence token"):
         model_stop_tokens(str(tmp_path), tokenizer)
 
 

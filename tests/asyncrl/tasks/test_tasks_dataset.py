@@ -89,7 +89,7 @@ def test_with_an_environment_rows_of_equal_prompts_are_different_examples(tmp_pa
     settings = config(path, evaluation_path=held_out)
     train, _ = dataset_questions(settings, seed=0, whole_rows=True)
     assert sorted(q.example["row"]["number"] for q in train) == [1, 2]
-    assert "no example is left to train on" in refusal(settings)
+    assert "no examples are left to train on" in refusal(settings)
 
 
 def test_errors_name_the_line_and_the_remedy(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_errors_name_the_line_and_the_remedy(tmp_path: Path) -> None:
         return refusal(config(str(path), **values))
 
     assert "q.jsonl:3: not JSON" in refused(good, "", "{oops")
-    assert "q.jsonl:2: each row must be one JSON object, this one is a list" in refused(good, "[]")
+    assert "q.jsonl:2: each row must be one JSON object, got list" in refused(good, "[]")
     message = refused(good, '{"question": "a", "answer": 1}')
     assert "q.jsonl:2: the example has no 'solution'; task.answer_field" in message
     assert "('question', 'answer')" in message
@@ -110,7 +110,7 @@ def test_errors_name_the_line_and_the_remedy(tmp_path: Path) -> None:
     assert "there are no examples" in refused("")
     assert "would leave none" in refused(good, evaluation_size=1)
     assert "must be unique" in refused(good, good, id_field="question")
-    assert "no example is left" in refused(good, evaluation_path=str(tmp_path / "q.jsonl"))
+    assert "no examples are left" in refused(good, evaluation_path=str(tmp_path / "q.jsonl"))
 
 
 def test_missing_files_and_wrong_kinds(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_model_without_tokenizer_or_stop_token(tmp_path: Path) -> None:
     tokenizer = builtin_tokenizer()
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "model")
-    with pytest.raises(ModelError, match="names no end-of-sequence token"):
+    with pytest.raises(ModelError, match="does not have an end-of-sequence token"):
         load_task(config(path), str(tmp_path / "model"), seed=0)
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
     assert load_task(config(path), str(tmp_path / "model"), seed=0).stop_tokens == (1, 7)

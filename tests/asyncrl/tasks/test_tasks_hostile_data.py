@@ -49,7 +49,7 @@ BAD_LINES = {
     "1e999": (b'{"prompt": "x", "answer": 1e999}', "1e999 is not a finite number"),
     "a key twice": (b'{"prompt": "x", "prompt": "y", "answer": 1}', "key 'prompt' is in it twice"),
     "a long line": (b'{"prompt": "' + b"x" * MAX_ROW_BYTES + b'"}', "longer than 16 MiB"),
-    "no object": (b"[1]", "this one is a list"),
+    "no object": (b"[1]", "one JSON object, got list"),
     "no field": (b'{"prompt": "x"}', "has no 'answer'"),
     "null": (b'{"prompt": null, "answer": 1}', r"its 'prompt' \(task.prompt_field\) is null"),
     "empty prompt": (b'{"prompt": " ", "answer": 1}', "prompt is empty"),

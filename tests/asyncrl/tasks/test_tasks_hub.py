@@ -103,7 +103,7 @@ def test_a_cached_model_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (snapshot / "config.json").write_text("{}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(file_download, "HF_HUB_CACHE", str(tmp_path), raising=False)
-    with pytest.raises(ModelError, match="has no tokenizer"):
+    with pytest.raises(ModelError, match="does not have a tokenizer"):
         resolve_model(ModelConfig(path="me/mine"), None)
     builtin_tokenizer().save_pretrained(snapshot)
     (snapshot / "model.safetensors").write_bytes(b"")

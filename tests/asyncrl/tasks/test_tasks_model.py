@@ -68,7 +68,7 @@ def test_without_a_terminal_a_line_says_what_takes_so_long(tmp_path: Path) -> No
     for _ in range(2):  # the second time nothing is made
         ensure_builtin_model(tmp_path, progress, SMOKE_START)
     said = progress.console.file.getvalue()  # type: ignore[attr-defined]
-    assert said.count("the built-in model is made first (once): ") == said.count("\n") == 1
+    assert said.count("training the built-in model first (once): ") == said.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -134,9 +134,9 @@ def test_resolve_model_refuses(tiny_model: Path, tmp_path: Path) -> None:
 
     assert "there is no directory" in refused(tmp_path / "nothing")
     assert "built-in ones are 'builtin:arithmetic' and 'builtin:agent'" in refused("builtin:maths")
-    assert "no config.json" in refused(tmp_path)
+    assert "config.json is missing" in refused(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    assert "no tokenizer" in refused(tmp_path)
+    assert "does not have a tokenizer" in refused(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert "is a file" in refused(tiny_model / "config.json")
 

@@ -101,7 +101,7 @@ def test_a_tokenizer_that_joins_tokens_in_another_way_is_refused() -> None:
     pieces = {"[UNK]": 0, "one": 1, "##two": 2, "three": 3}
     tokenizer = Tokenizer(models.WordPiece(pieces, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece()
-    with pytest.raises(ModelError, match=r"sampling.stop needs a tokenizer whose text"):
+    with pytest.raises(ModelError, match=r"sampling.stop needs a tokenizer that joins"):
         token_bytes(wrapped(tokenizer))
 
 

@@ -107,7 +107,7 @@ def test_asyncrl_export_replaces_nothing_and_says_what_it_wrote(run: Path, tmp_p
     small = AutoModelForCausalLM.from_pretrained(f"{place}-bfloat16", dtype="auto")
     assert small.dtype == torch.bfloat16
     assert "intact checkpoints: 1" in asyncrl("--step", 7)
-    assert f"{tmp_path} exists and is not replaced" in asyncrl("--output", tmp_path)
+    assert f"{tmp_path} exists and is never replaced" in asyncrl("--output", tmp_path)
     assert "exported: " in asyncrl("--output", tmp_path / "given")
     flip(next(place.glob("model-*.safetensors")))
     assert f"remove or rename {place}" in asyncrl()

@@ -76,5 +76,5 @@ def test_what_is_missing_is_named(played: Any) -> None:
     no_url, no_action, action, no_client = played["refused"]
     assert "needs `base_url`" in no_url
     assert "needs `action`" in no_action
-    assert "takes no `action`" in action
+    assert "does not take `action`" in action
     assert "worlds has no 'NoClient'" in no_client

@@ -153,12 +153,12 @@ def test_async_functions_are_awaited(source: str) -> None:
 @pytest.mark.parametrize(
     ("names", "args", "message"),
     [
-        ("SOURCE:untyped", {}, "no type hint"),
+        ("SOURCE:untyped", {}, "needs a type hint"),
         ("SOURCE:number", {}, "is a int, not a function"),
         ("SOURCE:ad", {}, "Did you mean 'add'"),
         ("SOURCE:add,SOURCE:add", {}, "two tools are called 'add'"),
         ("SOURCE:add", {"replay": "maybe"}, "must be one of deterministic, recorded or null"),
-        ("SOURCE:add", {"reply": None}, "takes no reply; it takes replay"),
+        ("SOURCE:add", {"reply": None}, "does not take reply; it takes replay"),
     ],
 )
 def test_what_cannot_work_is_refused(
@@ -192,7 +192,7 @@ def test_a_reward_asked_once_is_that_of_the_end(source: str) -> None:
 
 
 def test_a_class_without_tools_is_refused(source: str) -> None:
-    with pytest.raises(RewardError, match="has no tool"):
+    with pytest.raises(RewardError, match="has no public method"):
         load_factory(f"trl:{source}:NoTools", {})
 
 
@@ -211,7 +211,7 @@ def test_the_rows_of_an_environment_are_printed_if_it_has_any(
     monkeypatch.setattr("sys.argv", ["rows", f"{source}:Own"])
     rows.main()
     assert json.loads(capsys.readouterr().out) == {"prompt": "one", "number": 1}
-    for name, message in (("calculator", "has no rows"), ("calculater", "Did you mean")):
+    for name, message in (("calculator", "does not have rows"), ("calculater", "Did you mean")):
         monkeypatch.setattr("sys.argv", ["rows", name])
         with pytest.raises(SystemExit, match=message):
             rows.main()

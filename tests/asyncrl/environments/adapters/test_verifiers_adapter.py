@@ -52,7 +52,7 @@ def test_stops_and_limits_of_verifiers_end_the_sample_with_its_reward(played: An
 def test_its_own_sampling_settings_are_named_where_the_run_has_others(played: Any) -> None:
     *none, (note,) = played["mixed"]["notes"]
     assert none == [[], []]  # it has none; it is not known yet what the run has
-    assert "tiny_mixed has sampling settings of its own for the agent agent" in note
+    assert "tiny_mixed sets sampling for the agent agent" in note
     assert "(temperature: 0.7, reasoning_effort: 'low')" in note
 
 
@@ -67,7 +67,7 @@ def test_judges_ask_their_own_model(played: Any) -> None:
 
 def test_what_raises_is_the_samples_failure(played: Any) -> None:
     assert "a reward that breaks" in played["mixed"]["broken reward"][-1]
-    assert played["mixed"]["late reward"][-1] == "its reward is not whole: scoring_timeout"
+    assert played["mixed"]["late reward"][-1] == "its reward is incomplete: scoring_timeout"
     assert played["mixed"]["no such task"].startswith("IndexError: there is no task 99")
 
 
@@ -91,10 +91,10 @@ def test_one_of_several_agents_is_the_policy(played: Any) -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("two agents", "has the agents solver, critic; a sample is the conversation of one"),
-        ("client", "the agent agent is the policy, so it takes no `client`"),
+        ("two agents", "has the agents solver, critic; name the one to train"),
+        ("client", "the agent agent is the policy; remove its `client`"),
         ("no model", "critic is not the policy, so it needs a model"),
-        ("no end", "has tasks without end; `tasks` in its args"),
+        ("no end", "has an endless taskset; set `tasks` in its args"),
         ("no taskset", "no_such_taskset"),
         ("setting", "agnt"),
     ],

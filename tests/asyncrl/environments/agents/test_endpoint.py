@@ -12,9 +12,8 @@ from asyncrl.engine.config import SamplingConfig
 from asyncrl.environments.agents import endpoint as module
 from asyncrl.environments.agents.endpoint import MAX_BODY_BYTES, Endpoint
 from asyncrl.environments.agents.openai_messages import ChatCall, PolicySettings, Turn
-from asyncrl.environments.agents.policy import with_policy
 from asyncrl.environments.agents.sessions import adapter
-from asyncrl.environments.config import EnvironmentConfig
+from asyncrl.environments.config import EnvironmentConfig, with_policy
 from asyncrl.errors import RewardError
 
 ASKED = json.dumps({"messages": [{"role": "user", "content": "?"}]}).encode()
@@ -76,7 +75,7 @@ def test_a_request_is_bounded_in_size_and_time(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(module, "_BODY_SECONDS", 0.01)
         async with asyncio.timeout(60):
             status, body, _ = await asked(endpoint, key, [ASKED[:5]])
-        assert (status, "did not come" in body["error"]["message"]) == (408, True)
+        assert (status, "did not arrive" in body["error"]["message"]) == (408, True)
 
     asyncio.run(scenario())
 

@@ -64,7 +64,7 @@ def test_an_endpoint_that_has_died_is_started_again(caplog: pytest.LogCaptureFix
         await endpoint.stop()
 
     run(scenario())
-    assert "is started again" in caplog.text
+    assert "has died and restarts" in caplog.text
 
 
 async def _said(endpoint: Endpoint) -> str | None:

@@ -102,10 +102,10 @@ def test_a_stream_brings_the_turn() -> None:
 
 
 REFUSED = [
-    ({"temperature": 0.7}, "temperature=0.7 would make the turns those of another policy"),
+    ({"temperature": 0.7}, "temperature=0.7 would draw the turns from another policy"),
     ({"top_p": 0.9}, "set sampling.top_p of the run"),
     ({"n": 2}, "n=2: a call is answered with one turn"),
-    ({"logprobs": True}, "recorded by the run and not handed out"),
+    ({"logprobs": True}, "log-probabilities are not returned"),
     ({"seed": 1}, "seed is not supported"),
     ({"logit_bias": {"5": 1}}, "another policy"),
     ({"presence_penalty": 0.1}, "another policy"),
@@ -245,7 +245,7 @@ def test_an_agent_that_raises_or_never_asks_is_an_error() -> None:
 
     with pytest.raises(ZeroDivisionError, match="in the agent"):
         play(fails, [])
-    with pytest.raises(RuntimeError, match="without asking for a turn"):
+    with pytest.raises(RuntimeError, match="without a call of the model"):
         play(lambda row, settings: 1.0, [])
 
 
@@ -281,7 +281,7 @@ def test_a_command_line_is_an_agent() -> None:
     run(scenario())
     with pytest.raises(RewardError, match="a list of words"):
         adapter("command", {"command": "python agent.py"})
-    with pytest.raises(RewardError, match="there is no program 'pithon' to run"):
+    with pytest.raises(RewardError, match="the program 'pithon' does not exist"):
         adapter("command", {"command": ["pithon", "agent.py"]})
 
 

@@ -74,10 +74,10 @@ def test_variables_reach_prompts_and_turns() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"tools": []}, "tools is not yours to set: they are the environment's"),
-        ({"tokenize": True}, "tokenize is not yours to set"),
+        ({"tools": []}, "tools cannot be set here: they are the environment's"),
+        ({"tokenize": True}, "tokenize cannot be set here"),
         ({"strftime_now": 1}, "set task.chat_template_date"),
-        ({"enable thinking": True}, "is no name of a variable"),
+        ({"enable thinking": True}, "cannot be the name of a variable"),
         ({"x": float("nan")}, "x is nan, which JSON cannot hold"),
     ],
 )
