@@ -92,9 +92,7 @@ RULES: dict[str, Rule] = {
     "evaluation.timeout_seconds": _LIVE,
     "launcher": Rule("resume", "the processes were started with it"),
     "launcher.generators": Rule(
-        "resume",
-        "generators join and leave by another order",
-        "Use `asyncrl scale --generators N`",
+        "resume", "generators join and leave by another order", "Use `asyncrl scale --generators N`"
     ),
     "launcher.silence_seconds": _LIVE,
     "launcher.leave_seconds": _LIVE,

@@ -253,8 +253,7 @@ class Places:
         self._per_step = config.groups_per_step
         self._ledger = ledger
         self._share = SignalShare(
-            groups_per_step=config.groups_per_step,
-            max_batches=config.dynamic_sampling.max_batches,
+            groups_per_step=config.groups_per_step, max_batches=config.dynamic_sampling.max_batches
         )
         self.changed = True
         """True if a fact may settle a group, move one or issue more."""

@@ -80,15 +80,10 @@ def run(
         str, typer.Option("--health-host", help="Of --health-port.")
     ] = "127.0.0.1",
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Print the whole configuration and exit.",
-        ),
+        bool, typer.Option("--dry-run", help="Print the whole configuration and exit.")
     ] = False,
     explain: Annotated[
-        bool,
-        typer.Option("--explain", help="Like --dry-run, with the meaning of every key."),
+        bool, typer.Option("--explain", help="Like --dry-run, with the meaning of every key.")
     ] = False,
     end_with: Annotated[
         int | None,
@@ -222,8 +217,7 @@ def export(
         typer.Option("--dtype", help="Of the weights. Default: as they are trained."),
     ] = None,
     merge: Annotated[
-        bool,
-        typer.Option("--merge", help="Of a run with LoRA: the merged model, not the adapter."),
+        bool, typer.Option("--merge", help="Of a run with LoRA: the merged model, not the adapter.")
     ] = False,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:

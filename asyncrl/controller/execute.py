@@ -35,13 +35,7 @@ from asyncrl.errors import (
 from asyncrl.evaluation.round import Accuracy
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.health import Health, beat_of
-from asyncrl.launch.child_spec import (
-    GeneratorSpec,
-    RelaySpec,
-    SpecsOfRun,
-    TrainerSpec,
-    is_relay,
-)
+from asyncrl.launch.child_spec import GeneratorSpec, RelaySpec, SpecsOfRun, TrainerSpec, is_relay
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.launch.shared_memory import local_run_id, owned, remove_stale_files
 from asyncrl.monitoring.errors import MonitoringError, ReportError
@@ -112,11 +106,7 @@ def execute(
             closing.callback(exporter.close)
         try:
             directory = RunDirectory.create(
-                config,
-                resume=resume,
-                clean=clean,
-                resume_from=resume_from,
-                say=say,
+                config, resume=resume, clean=clean, resume_from=resume_from, say=say
             )
         except UnlockableError as error:
             raise UserError(f"run.directory: {error}") from error
@@ -211,14 +201,7 @@ async def _run(
         closing.callback(_clean_up, runtime, targets)
         records = ProcessRecords(directory.path)
         directory.write_state()  # it is starting
-        launching = await open_launcher(
-            prepared,
-            directory.path,
-            records,
-            runtime,
-            closing,
-            say,
-        )
+        launching = await open_launcher(prepared, directory.path, records, runtime, closing, say)
         prepared = _with_drafts(prepared, directory, launching, say)
         config = prepared.config
         control_key = RunKey.new()
@@ -307,10 +290,7 @@ async def _run(
 
 
 def _with_drafts(
-    prepared: Prepared,
-    directory: RunDirectory,
-    launching: Launching,
-    say: Callable[[str], None],
+    prepared: Prepared, directory: RunDirectory, launching: Launching, say: Callable[[str], None]
 ) -> Prepared:
     """Resolve `cache.max_draft_tokens: auto` where only the launcher knows the devices."""
     config, line = with_drafts_that_pay(
@@ -328,10 +308,7 @@ def _with_drafts(
 
 
 def _tell(
-    loop: asyncio.AbstractEventLoop,
-    controller: Controller,
-    progress: Progress,
-    error: AsyncrlError,
+    loop: asyncio.AbstractEventLoop, controller: Controller, progress: Progress, error: AsyncrlError
 ) -> None:
     """End the run with this error, from another thread. Print it first, as ending takes time."""
 

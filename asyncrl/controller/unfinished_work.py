@@ -73,10 +73,7 @@ class UnfinishedWork:
         folder = unfinished_folder(self._path, version)
         for worker in self._fleet.generators():
             command = SaveUnfinished(
-                str(folder / f"{worker.name}.bin"),
-                version,
-                self._settings,
-                first_group=first_group,
+                str(folder / f"{worker.name}.bin"), version, self._settings, first_group=first_group
             )
             await self._fleet.send(worker.name, command)
 

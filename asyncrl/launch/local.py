@@ -157,13 +157,7 @@ class LocalLauncher:
             environment[HELPER_CORES] = ",".join(map(str, self._plan.helpers))
         with _open_log(log) as output:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    CHILD_MODULE,
-                    msgspec.json.encode(spec).decode(),
-                ],
+                [sys.executable, "-P", "-m", CHILD_MODULE, msgspec.json.encode(spec).decode()],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

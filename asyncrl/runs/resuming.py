@@ -45,13 +45,7 @@ from asyncrl.trainer.checkpoint.format.manifest import check_settings, settings_
 from asyncrl.wire.records.environment_counts import EnvironmentCounts
 from asyncrl.wire.records.evaluations import EvaluationRecord
 from asyncrl.wire.records.noise_floor import NoiseFloor
-from asyncrl.wire.records.step import (
-    IdleShares,
-    StepGroups,
-    StepMetrics,
-    TokenCounts,
-    TrainedStep,
-)
+from asyncrl.wire.records.step import IdleShares, StepGroups, StepMetrics, TokenCounts, TrainedStep
 from asyncrl.wire.transport.atomic_files import write_atomically
 
 

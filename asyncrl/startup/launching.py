@@ -143,11 +143,7 @@ def slots_of(config: RunConfig) -> tuple[Slot, ...]:
         ),
         *(
             Slot(
-                f"generator-{index}",
-                generator.cpus,
-                needs.per_generator,
-                auto,
-                generator.resources,
+                f"generator-{index}", generator.cpus, needs.per_generator, auto, generator.resources
             )
             for index in range(config.launcher.generators)
         ),

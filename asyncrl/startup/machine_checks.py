@@ -354,10 +354,7 @@ def clock(folder: Path, now: float) -> Finding:
     """Check the clock: records from several machines are drawn on one time line."""
     day = datetime.fromtimestamp(now, UTC).date()
     if day.year < _FIRST_YEAR:
-        return Finding(
-            f"the time: the clock says {day}",
-            "Set it: timedatectl set-ntp true",
-        )
+        return Finding(f"the time: the clock says {day}", "Set it: timedatectl set-ntp true")
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             apart = os.fstat(file.fileno()).st_mtime - time.time()  # noqa: TID251 - judged

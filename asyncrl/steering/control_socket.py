@@ -35,12 +35,7 @@ _HUB = "user"
 
 Answer = Callable[[str, control.Request], Awaitable[control.Reply | msgspec.Raw]]
 
-_ENDINGS = {
-    "done": "is done",
-    "stopped": "was stopped",
-    "failed": "failed",
-    None: "was killed",
-}
+_ENDINGS = {"done": "is done", "stopped": "was stopped", "failed": "failed", None: "was killed"}
 
 
 def control_key_file(run: Path) -> Path:
@@ -93,10 +88,7 @@ async def serve_control(
 
 
 async def _answer(
-    hub: Hub[control.Request],
-    peer: str,
-    request: control.Request,
-    answer: Answer,
+    hub: Hub[control.Request], peer: str, request: control.Request, answer: Answer
 ) -> None:
     try:
         reply = await answer(peer, request)

@@ -81,10 +81,7 @@ class Hosting:
     """Runs the processes on an agent's machine. Create it within the event loop."""
 
     def __init__(
-        self,
-        place: Callable[[dict[str, object]], Place],
-        ports: Ports,
-        changed: Callable[[], None],
+        self, place: Callable[[dict[str, object]], Place], ports: Ports, changed: Callable[[], None]
     ) -> None:
         self._place = place
         self._ports = ports
