@@ -13,14 +13,12 @@ data order ─► open steps ─► place ─► start samples ─► DeliverGro
                   asynchronous loop side by side
     state         all known facts: the groups in flight (`records`), the `ledger`, versions, flags
     placement     which generator a group goes to
-    sample_transitions  moves of samples between their states
-    verification  which samples are verified when, and the installs that it travels with
-    steps         issuing groups, declaring steps, the end of the run
+    sample_transitions  moves of samples between their states; which are verified when
+    steps         issuing groups, declaring steps, the end of the run; pause, resume, stop
     dynamic_sampling  which groups a step takes if all must carry signal (`reward_signal`,
                   `dynamic_ledger`)
     weights       publishing and installing policy versions
     samples       events of samples
-    run_control   pause, resume, stop
     view          a snapshot for people; invariants: what `Scheduler.check` verifies
 
 Invariants, checked by `Scheduler.check`:
@@ -109,12 +107,10 @@ from asyncrl.scheduler.records import (
     Generator,
     Group,
 )
-from asyncrl.scheduler.run_control import RunControl
 from asyncrl.scheduler.sample_transitions import Work
 from asyncrl.scheduler.samples import SampleEvents
 from asyncrl.scheduler.state import SchedulerState
-from asyncrl.scheduler.steps import Steps
-from asyncrl.scheduler.verification import Verification
+from asyncrl.scheduler.steps import RunControl, Steps
 from asyncrl.scheduler.view import SchedulerView, view_of
 from asyncrl.scheduler.weights import Weights
 
@@ -324,19 +320,16 @@ class Scheduler:
         self.state = SchedulerState.new(config, first_step, total_steps, changes, first_groups)
         """Read-only."""
         self._commands = self.state.commands
-        verification = Verification(self.state)
-        self._work = Work(self.state, verification)
+        self._work = Work(self.state)
         self._steps = Steps(self.state, self._work, group_key)
-        self._weights = Weights(self.state, self._work, verification)
+        self._weights = Weights(self.state, self._work)
         self._run_control = RunControl(self.state, self._work, self._steps, self._weights)
         self._leaving = Leaving(self.state, self._work, self._run_control)
         rewind = Rewind(self.state, self._work, self._steps, self._weights)
         samples = SampleEvents(self.state, self._work, self._steps, self._weights)
-        self._dynamic = (
-            DynamicSampling(self.state, self._work, self._steps, self._weights, verification)
-            if config.dynamic_sampling.enabled
-            else None
-        )
+        self._dynamic: DynamicSampling | None = None
+        if config.dynamic_sampling.enabled:
+            self._dynamic = DynamicSampling(self.state, self._work, self._steps, self._weights)
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.GeneratorJoined: self._on_generator_joined,
             events.GeneratorLost: self._on_generator_lost,

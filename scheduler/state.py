@@ -1,8 +1,6 @@
 """Everything the scheduler knows, as plain data. No decisions are made here.
 
 Each field has one writer, named next to it; invariants and views only read.
-`asyncrl.scheduler.admission` owns the rule behind `last_open_group`, `asyncrl.scheduler.records`
-the state of each sample.
 """
 
 from __future__ import annotations
@@ -93,7 +91,7 @@ class SchedulerState:
             )
         placement = Placement(config.group_size)
         ledger: Ledger | DynamicLedger
-        places = None
+        ledger, places = Ledger(groups_per_step=config.groups_per_step, first_step=first_step), None
         if config.max_groups_of_step is not None:
             ledger = DynamicLedger(
                 groups_per_step=config.groups_per_step,
@@ -102,8 +100,6 @@ class SchedulerState:
                 first_groups=first_groups,
             )
             places = Places(config, ledger)
-        else:
-            ledger = Ledger(groups_per_step=config.groups_per_step, first_step=first_step)
         return cls(
             config=config,
             admission=Admission.of(config, changes),

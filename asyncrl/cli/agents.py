@@ -61,8 +61,7 @@ def agent(
     """Take part in a run with this machine: host its trainer or a generator."""
     from asyncrl.config.launcher import host_and_port
     from asyncrl.health import Health
-    from asyncrl.launch.agents.agent import NODE_VARIABLE, Agent, Settings
-    from asyncrl.launch.agents.gpus import count_gpus
+    from asyncrl.launch.agents.agent import NODE_VARIABLE, Agent, Settings, count_gpus
     from asyncrl.launch.agents.secret import read_secret
 
     logging.basicConfig(

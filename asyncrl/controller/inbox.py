@@ -24,12 +24,39 @@ from asyncrl.fleet.process_state import GeneratorWorker, RelayWorker, TrainerRan
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.scheduler import events
 from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
-from asyncrl.steering.write_throttle import PacedWrites
 from asyncrl.trainer.checkpoint.format.files import newest_complete
 from asyncrl.wire.messages import from_generator, from_relay, from_trainer
 from asyncrl.wire.messages.from_trainer import CheckpointFailed, CheckpointWritten
 from asyncrl.wire.records.step import EngineStats
 from asyncrl.wire.transport.decoding import Reason
+
+BURST = 8
+PACE_SECONDS = 1.0
+
+
+class PacedWrites:
+    """Writes at once, or a second later with further changes, since a write blocks the loop."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write = write
+        self._written = 0
+        self._is_due = False
+
+    def __call__(self) -> None:
+        """Write the present state soon. Called in an event loop."""
+        if self._written == BURST:
+            self._is_due = True
+            return
+        if self._written == 0:
+            asyncio.get_running_loop().call_later(PACE_SECONDS, self._begin_again)
+        self._written += 1
+        self._write()
+
+    def _begin_again(self) -> None:
+        self._written = 0
+        if self._is_due:
+            self._is_due = False
+            self()
 
 
 class CheckpointRecord:

@@ -10,7 +10,6 @@
     wait_for_agents.py  waits for the agents that a run begins with
     agent.py            the agent: joins a controller, carries out its orders, leaves
     hosting.py          an agent's children
-    gpus.py             how many GPUs an agent's child would find
 
 Decision 0050 says why somebody else starts the agents. Ray is one who does (`asyncrl.launch.ray`).
 """

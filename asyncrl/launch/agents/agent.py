@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import secrets
 import signal
 import socket
@@ -34,10 +35,20 @@ from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.health import Health, beat_of
 from asyncrl.launch.agents.hosting import Hosting, Ports
 from asyncrl.launch.agents.secret import HUB
+from asyncrl.launch.gpus import find_gpus, torch_build
 from asyncrl.launch.node_child import Place, code_version, node_facts
+from asyncrl.launch.placement import VISIBLE, select_gpus
 from asyncrl.wire import Line, RunKey
 from asyncrl.wire.messages import from_agent, to_agent
 from asyncrl.wire.transport.keys import LineKeys
+
+
+def count_gpus() -> int:
+    """Count the GPUs that CUDA_VISIBLE_DEVICES leaves; 0 with a CPU build. Raises UserError."""
+    if torch_build().cuda is None:
+        return 0
+    return len(select_gpus(find_gpus(), os.environ.get(VISIBLE), None))
+
 
 _EVENTS = (
     zmq.EVENT_CONNECTED
