@@ -1,11 +1,9 @@
 """An agent: joins a controller, carries out its orders, and leaves on request.
 
-join      says hello every second until it is welcomed.
-          bounded by: nothing, but attempts are counted and problems are reported
+join      sends Hello every second until it is welcomed, without a limit; reports problems
 serve     consumes: orders. produces: its state, every second and when something changes.
           waits for: the controller. bounded by: `lost_seconds`; then its children are ended
-leave     after SIGTERM: the controller takes its child out of the run.
-          bounded by: the grace period
+leave     after SIGTERM: the controller takes its child out of the run, within the grace period
 
 An agent that is unknown to a controller ends its children and says hello again.
 """
@@ -76,8 +74,8 @@ class AgentLine(Line[to_agent.ToAgent]):
         self._host, self._port = host_and_port(controller)
         self._is_connected = False
         self.refused = 0
-        """Consecutive connections that the other end closed before it had proved that it has the
-        same secret. A proxy without a running backend does that too: see `is_a_hub`."""
+        """Consecutive connections that the other end closed before it had proved the same secret.
+        A proxy without a running backend does that too: see `is_a_hub`."""
         self.refused_before: int | None = None
         """Those refused before a controller was seen there; None if none was seen."""
         endpoint = f"inproc://agent-{id(self)}"
@@ -104,7 +102,7 @@ class AgentLine(Line[to_agent.ToAgent]):
     async def trouble(self) -> str:
         """Return the reason why no messages arrive."""
         if self._is_connected:
-            return "it is connected, and gets no answer"
+            return "the connection is open, but nothing answers"
         if self.refused and await self.is_a_hub():
             return (
                 "something listens there, and does not have the same secret: compare the file of "
@@ -112,8 +110,8 @@ class AgentLine(Line[to_agent.ToAgent]):
             )
         if self.refused:
             return (
-                "connections are accepted there and closed: by a proxy (Docker, ssh -L, a mesh) as "
-                "long as the controller is not up, or by another program that has the port"
+                "connections are accepted there and closed: by a proxy (Docker, ssh -L, a mesh) "
+                "until the controller is up, or by another program that has the port"
             )
         try:
             loop = asyncio.get_running_loop()
@@ -163,13 +161,13 @@ class AgentLine(Line[to_agent.ToAgent]):
 logger = logging.getLogger("asyncrl.agent")
 
 NODE_VARIABLE = "ASYNCRL_AGENT_NODE"
-"""Environment variable with the name of its node, where whoever starts the agent has one: agents of
-one node share a relay even if each node has one."""
+"""Environment variable with the name of its node, if the starter knows one (Ray does): agents of
+one node share a relay, even with `relays: always`."""
 BEAT_SECONDS = 1.0
 AGAIN_SECONDS = 10.0
 SAY_SECONDS = 60.0
 REFUSED = 5
-"""Consecutive connections that may fail for want of the same secret."""
+"""Consecutive connections that may fail because the secrets differ."""
 LAST_FILES_SECONDS = 4.0
 """Time for copying the last lines of a child's files before its relay ends."""
 
@@ -287,13 +285,13 @@ class Agent:
                 loop.remove_signal_handler(number)
 
     def _told_to_end(self) -> None:
-        """Let the child leave at the first signal; end it at once at the second."""
+        """Let the child leave at the first signal, end it at once at the second."""
         self._signals += 1
         grace = self._settings.grace_seconds if self._signals == 1 else 0.0
         self._leave_at = time.monotonic() + grace
         if self._hosting.work and grace:
             logger.info(
-                "told to end: %s leaves the run, within %.0f s",
+                "ending: %s leaves the run, within %.0f s",
                 ", ".join(self._hosting.work), grace,
             )  # fmt: skip
         self._changed.set()
@@ -318,9 +316,9 @@ class Agent:
         while not self._is_leaving:
             now = time.monotonic()
             attempts += 1
-            # The line queues it for a controller that is not up yet, which takes the first of a
-            # beginning: none was queued before our address was known, and a new address begins
-            # anew.
+            # The line queues it for a controller that is not up yet, which takes the first one of
+            # each `beginning`; so nothing is sent before our address is known, and a new address
+            # needs a new beginning.
             if ip := await asyncio.to_thread(_own_address, self._settings.controller):
                 if self._ip not in ("", ip):
                     beginning = secrets.token_hex(4)
@@ -416,7 +414,7 @@ class Agent:
                 isinstance(message, to_agent.Orders | to_agent.Welcome)
                 and message.session != self._session
             ):
-                logger.info("the controller has given up this agent, or is another one")
+                logger.info("the controller has given up this agent, or was restarted")
                 return
 
     def _say_note(self, note: str) -> None:
@@ -457,8 +455,8 @@ def _gone(run: str, silent: float) -> AsyncrlError:
 
 def _late(children: list[str], grace: float) -> AsyncrlError:
     return AsyncrlError(
-        f"{', '.join(children)} did not leave within {grace:g} s (--grace) and was killed; what "
-        "it had is generated again, or trained again from the newest checkpoint"
+        f"{', '.join(children)} did not leave within {grace:g} s (--grace) and was killed; its "
+        "work is generated again, or trained again from the newest checkpoint"
     )
 
 

@@ -100,7 +100,7 @@ class Hosting:
 
     @property
     def is_ready(self) -> bool:
-        """Return True if a trainer or generator here can take work. Any thread may ask."""
+        """True if a trainer or generator here can take work. Any thread may ask."""
         return any(
             one.ready and one.role != "relay" and not one.ended.is_set()
             for one in list(self._hosted.values())

@@ -252,7 +252,7 @@ def test_a_lost_head_ends_no_process_and_a_lost_driver_all(tmp_path: Path) -> No
         assert generator.exit_code() is None
         world.launcher._driver.process.kill()
         await until(lambda: generator.exit_code() == -9)
-        assert "the process that speaks to Ray ended" in generator.cause()
+        assert "the Ray driver ended" in generator.cause()
         assert len(lost) == 1
 
     with_launcher(tmp_path, check)
@@ -297,7 +297,7 @@ def test_a_driver_that_reads_nothing_is_killed_and_blocks_no_event_loop(
         os.kill(process.pid, signal.SIGSTOP)
         for _ in range(3):
             world.launcher._driver.tell(messages.GiveBack("x" * (1 << 20)))
-        with pytest.raises(UserError, match=r"speaks to Ray did not answer within 0\.5 s"):
+        with pytest.raises(UserError, match=r"Ray driver did not answer within 0\.5 s"):
             await world.launcher.make_room([5])
 
     with_launcher(tmp_path, check)
@@ -309,8 +309,8 @@ def test_a_driver_that_reads_nothing_is_killed_and_blocks_no_event_loop(
     [
         ("refuse", "the cluster is too small"),
         ("silent", "waited for an answer of the Ray head, and it did not come in time"),
-        ("token", "the Ray head asks for a token"),
-        ("die", "its last words: GCS is not there"),
+        ("token", "the Ray head requires a token"),
+        ("die", "ray.log: GCS is not there"),
         ("open", r"waited 0 s \(launcher.ray.place_seconds\) on the Ray cluster h:1 for an agent"),
     ],
 )
