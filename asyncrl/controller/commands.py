@@ -17,6 +17,7 @@ the rank with the fewest response tokens of its step so far, so ranks differ by 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
@@ -113,28 +114,23 @@ class RankAssignments:
         ]
 
 
+@dataclass(eq=False)
 class CommandExecutor:
     """Sends the messages that a scheduler command stands for."""
 
-    def __init__(
-        self,
-        requests: SampleRequests,
-        reports: SampleReports,
-        fleet: Fleet,
-        progress: Progress,
-        moves: SampleHandover,
-        *,
-        config: ConfigByStep,
-        step_of: Callable[[int], int],
-    ) -> None:
-        self._step_of = step_of
-        self._requests = requests
-        self._reports = reports
-        self._fleet = fleet
-        self.config = config
-        self.finished: commands.FinishRun | None = None
-        self._deals = RankAssignments(config.whole.trainer.ranks)
-        self.lineage = 0
+    _requests: SampleRequests
+    _reports: SampleReports
+    _fleet: Fleet
+    _progress: Progress
+    _moves: SampleHandover
+    config: ConfigByStep
+    _step_of: Callable[[int], int]
+    lineage: int = field(default=0, init=False)
+    finished: commands.FinishRun | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._deals = RankAssignments(self.config.whole.trainer.ranks)
+        fleet, progress, moves = self._fleet, self._progress, self._moves
         self._handlers: dict[type, Callable[[Any], Awaitable[None] | None]] = {
             commands.StartSample: self._start_sample,
             commands.VerifySamples: lambda one: fleet.send(one.generator, self._verification(one)),

@@ -177,40 +177,29 @@ _Handlers = dict[type, Callable[[Any, Any], Awaitable[None] | None]]
 """The handler of each type of message; it gets the sender and the message."""
 
 
+@dataclass(eq=False)
 class Inbox:
     """Updates the sender's `Worker` and passes messages on to scheduler and evaluation."""
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        fleet: Fleet,
-        *,
-        training: Training,
-        evaluation: FleetEvaluation,
-        progress: Progress,
-        waiter: ConditionWait,
-        checkpoints: CheckpointRecord,
-        trainer_restarts: TrainerRestarts,
-        unfinished: UnfinishedWork,
-        policy_watch: PolicyWatch,
-        moves: SampleHandover,
-        settings: LiveSettings | None = None,
-    ) -> None:
-        self._settings = settings
-        self._moves = moves
+    _directory: RunDirectory
+    _fleet: Fleet
+    _training: Training
+    _evaluation: FleetEvaluation
+    _progress: Progress
+    _waiter: ConditionWait
+    _trainer_restarts: TrainerRestarts
+    _checkpoints: CheckpointRecord
+    _unfinished: UnfinishedWork
+    _policy_watch: PolicyWatch
+    _moves: SampleHandover
+    _settings: LiveSettings | None = None
+
+    def __post_init__(self) -> None:
         self._speeds = SpeedMeter()
         self._moving: set[asyncio.Task[None]] = set()
-        self._policy_watch = policy_watch
-        self._unfinished = unfinished
-        self._trainer_restarts = trainer_restarts
-        self._directory = directory
-        self._write_state = PacedWrites(directory.write_state)
-        self._fleet = fleet
-        self._training = training
-        self._evaluation = evaluation
-        self._progress = progress
-        self._waiter = waiter
-        self._checkpoints = checkpoints
+        self._write_state = PacedWrites(self._directory.write_state)
+        fleet, training, evaluation = self._fleet, self._training, self._evaluation
+        policy_watch, checkpoints = self._policy_watch, self._checkpoints
         self._of_generators: _Handlers = {
             from_generator.GeneratorReady: self._generator_ready,
             from_generator.SampleFinished: lambda worker, message: training.sample_finished(

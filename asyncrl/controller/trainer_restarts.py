@@ -11,6 +11,7 @@ or are all lost at the same step.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.controller.progress import Progress
@@ -34,35 +35,25 @@ MAX_TRIES = 3
 """Limit of trainers lost in a row without finishing a step, or at the same step."""
 
 
+@dataclass(eq=False)
 class TrainerRestarts:
     """Handles the loss of a trainer, and the readiness of its replacement."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        directory: RunDirectory,
-        fleet: Fleet,
-        *,
-        training: Training,
-        evaluation: FleetEvaluation,
-        progress: Progress,
-        waiter: ConditionWait,
-    ) -> None:
-        self._config = config
-        self._directory = directory
-        self._fleet = fleet
-        self._training = training
-        self._evaluation = evaluation
-        self._progress = progress
-        self._waiter = waiter
-        self._began = 0
-        self._fruitless = 0
-        """Trainers lost in a row before they finished a step."""
-        self._lost_at = -1
-        """Steps trained when the last one was lost."""
-        self._at_one_step = 0
-        """Trainers lost in a row at that step."""
-        self._point = ResumePoint()
+    _config: RunConfig
+    _directory: RunDirectory
+    _fleet: Fleet
+    _training: Training
+    _evaluation: FleetEvaluation
+    _progress: Progress
+    _waiter: ConditionWait
+    _began: int = field(default=0, init=False)
+    _fruitless: int = field(default=0, init=False)
+    """Trainers lost in a row before they finished a step."""
+    _lost_at: int = field(default=-1, init=False)
+    """Steps trained when the last one was lost."""
+    _at_one_step: int = field(default=0, init=False)
+    """Trainers lost in a row at that step."""
+    _point: ResumePoint = field(default_factory=ResumePoint, init=False)
 
     async def replace(self, lost: TrainerRank, reason: str) -> None:
         """Start another trainer, unless the run is stopping.
@@ -91,7 +82,7 @@ class TrainerRestarts:
         if name is None:
             raise RunFailed(
                 f"the trainer {reason}, and launcher.max_restarts "
-                f"({self._fleet.config.max_restarts}) does not allow another; its last words:\n"
+                f"({self._fleet.config.max_restarts}) does not allow another; the end of its log:\n"
                 f"{lost.handle.log_tail()}"
             )
         repeated = max(0, self._training.trained_steps - self._point.step)

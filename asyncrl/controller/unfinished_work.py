@@ -47,12 +47,9 @@ class UnfinishedWork:
         requests: SampleRequests,
         say: Callable[[str], None],
     ) -> None:
-        self.config = ConfigByStep(config)
+        self.config, self._settings = ConfigByStep(config), settings_digest(config)
         self._path = path.resolve()
-        self._fleet = fleet
-        self._requests = requests
-        self._say = say
-        self._settings = settings_digest(config)
+        self._fleet, self._requests, self._say = fleet, requests, say
 
     async def save(self, version: int, *, published: int, first_group: int | None = None) -> None:
         """Save the run-ahead, now that the checkpoint of this version is written.
@@ -140,17 +137,11 @@ class FileSharing(Protocol):
         """
 
 
-class SharedFolder:
-    """Does nothing: all processes see the run's folder."""
-
-    async def share(self, file: str, generator: str) -> None:
-        """Return at once."""
-
-
 class SampleHandover:
     """Asks leaving generators for their samples, and finds these in the files that they write.
 
-    `requests` receive the samples that can be continued; `sharing` brings files to other nodes.
+    `requests` receive the samples that can be continued. `sharing` brings files to other nodes;
+    None: all processes see the run's folder.
     """
 
     def __init__(
@@ -161,11 +152,8 @@ class SampleHandover:
         say: Callable[[str], None],
         sharing: FileSharing | None = None,
     ) -> None:
-        self._run = path.resolve()
-        self._requests = requests
-        self._say = say
-        self._sharing = sharing or SharedFolder()
-        self._settings = settings_digest(config)
+        self._run, self._settings = path.resolve(), settings_digest(config)
+        self._requests, self._say, self._sharing = requests, say, sharing
         self._asked: dict[str, Release] = {}
         self._last_groups: dict[Path, int] = {}
         """Last group of which a file has samples, or may get them."""
@@ -191,7 +179,8 @@ class SampleHandover:
         try:
             if answer.reason:
                 raise UnfinishedRefused(answer.reason)
-            await self._sharing.share(answer.file, generator)
+            if self._sharing is not None:
+                await self._sharing.share(answer.file, generator)
             index = await asyncio.to_thread(
                 read_unfinished, Path(answer.file), asked.policy_version, self._settings
             )

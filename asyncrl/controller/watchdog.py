@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from asyncrl.controller.progress import Progress
 from asyncrl.controller.scaling import AgentAutoscaling
@@ -16,25 +17,16 @@ from asyncrl.scheduler.events import GeneratorLost
 from asyncrl.wire.messages import to_trainer
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Replaces dead processes."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        trainer_restarts: TrainerRestarts,
-        *,
-        training: Training,
-        evaluation: FleetEvaluation,
-        progress: Progress,
-        arrivals: AgentAutoscaling | None = None,
-    ) -> None:
-        self._arrivals = arrivals
-        self._fleet = fleet
-        self._trainer_restarts = trainer_restarts
-        self._training = training
-        self._evaluation = evaluation
-        self._progress = progress
+    _fleet: Fleet
+    _trainer_restarts: TrainerRestarts
+    _training: Training
+    _evaluation: FleetEvaluation
+    _progress: Progress
+    _arrivals: AgentAutoscaling | None = None
 
     async def check(self) -> bool:
         """Handle the processes that died since the last check, if any; then start missing relays.
