@@ -12,7 +12,7 @@ beginning are the same, also when they continue from an earlier checkpoint.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
@@ -35,17 +35,6 @@ def refuse_unknown(changes: Changes) -> None:
                     f"run.changes, step {step}: {shortened(key)!r} cannot change at a step."
                     f"{nearest(key, AT_A_STEP)}"
                 )
-
-
-def changed_at(changes: Changes, step: int) -> dict[str, dict[str, Any]]:
-    """Return, by section, the values that changes up to `step` (from 0) give."""
-    changed: dict[str, dict[str, Any]] = {}
-    for first in sorted(changes):
-        if first <= step:
-            for key, value in changes[first].items():
-                section, name = key.split(".")
-                changed.setdefault(section, {})[name] = value
-    return changed
 
 
 OnWrongPolicy = Literal["stop", "warn"]

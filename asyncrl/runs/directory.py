@@ -104,9 +104,7 @@ class RunDirectory:
         self.fence = fence
         """The token of its next trainer (`asyncrl.trainer.checkpoint.trainer_lease`)."""
         self.resume_point = resume_point
-        """The point from which the run continues; a new run starts at step 0 without a
-        checkpoint.
-        """
+        """The point from which the run continues; for a new run, step 0 without a checkpoint."""
         self.state = state
         self._lock = lock
         self._previous_config = previous_config
@@ -118,12 +116,9 @@ class RunDirectory:
     def undo(self) -> Path | None:
         """Restore the folder after a user's mistake before the first checkpoint.
 
-        A new run's name becomes free again: its folder is removed or, if logs exist, moved to
-        `RUNS/NAME.failed-TIME` (`asyncrl.runs.failed_starts`). A resumed run gets its configuration
-        back. A new run that already has a checkpoint stays unchanged.
-
-        Return the folder with the logs of the failed start; None if this is still the run's folder,
-        or if there are no logs.
+        The folder of a new run is removed or, if logs exist, moved aside
+        (`asyncrl.runs.failed_starts`). A resumed run gets its configuration back. A new run that
+        already has a checkpoint stays unchanged. Return the folder moved aside, if any.
         """
         if self._previous_config is not None:
             write_atomically(self.path / "config.yaml", self._previous_config)
@@ -147,9 +142,8 @@ class RunDirectory:
         `say`. A run is resumed from its newest whole checkpoint, or from the one after
         `resume_from` steps; all checks precede changes to its files.
 
-        Raises AsyncrlError if a leftover process does not end. Raises UserError if the name is in
-        use and neither `resume` nor `clean` is set, a run of that name is active, no usable
-        checkpoint exists, or a setting differs that may not change in a resumed run.
+        Raises AsyncrlError if a leftover process does not end; UserError as `refuse_unfit`, or if
+        no usable checkpoint exists.
         """
         path = config.directory
         refuse_unfit(config, resume=resume, clean=clean)
@@ -332,7 +326,7 @@ def _started(path: Path) -> float:
     try:
         state = read_state(path)
         return state.started if state and state.started else (path / "config.yaml").stat().st_mtime
-    except OSError:  # another user keeps it to himself
+    except OSError:  # not readable: another user's
         return 0.0
 
 
@@ -365,8 +359,8 @@ def _refuse_unreadable_records(path: Path) -> None:
     if damaged and not readable:
         raise UserError(
             f"{metrics}, line {damaged[0].line}: {damaged[0].reason}. No line of it can be read, "
-            "so the run cannot be resumed; it may be of an earlier version of asyncrl. Start "
-            f"a new run from its newest model with --set model.path={path}/checkpoints/STEP"
+            "so the run cannot be resumed; perhaps an earlier version of asyncrl wrote it. "
+            f"Start a new run from its newest model with --set model.path={path}/checkpoints/STEP"
         )
 
 

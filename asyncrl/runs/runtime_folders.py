@@ -98,7 +98,7 @@ class Folder:
 
 
 class Endable(Protocol):
-    """The run, as this module ends it."""
+    """A run that can be ended: the controller."""
 
     async def stop(self) -> None:
         """Finish the current step, then end the run."""

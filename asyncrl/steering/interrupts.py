@@ -20,24 +20,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Protocol
 
 from asyncrl.errors import Interrupted
+from asyncrl.runs.runtime_folders import Endable
 
 AT_ONCE_SECONDS = 5.0
 """Longest time from the second signal to the exit of the process."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Stoppable(Protocol):
-    """The controller, as the signals end it."""
-
-    async def stop(self) -> None:
-        """Finish the current step, then end the run."""
-
-    def fail(self, error: Exception) -> None:
-        """End the run with this error."""
 
 
 class Interrupts:
@@ -50,7 +40,7 @@ class Interrupts:
 
     def __init__(
         self,
-        run: Stoppable,
+        run: Endable,
         *,
         kill: Callable[[], None],
         clean_up: Callable[[], None],

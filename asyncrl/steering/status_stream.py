@@ -113,7 +113,7 @@ class Audience:
         self._clock = clock
         self._view = EncodedOnce(view, VIEW_SECONDS, clock)
         self._until: dict[str, float] = {}
-        self._somebody = asyncio.Event()
+        self._has_watchers = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._until)
@@ -122,17 +122,17 @@ class Audience:
         """Add or renew a watcher, and return its answer."""
         if peer not in self._until and len(self._until) >= MAX_WATCHERS:
             return control.Refused(
-                f"{MAX_WATCHERS} watch this run already; `asyncrl status` works without a place"
+                f"this run has {MAX_WATCHERS} watchers, the maximum; use `asyncrl status`"
             )
         view = self._view.reply()
         self._until[peer] = self._clock() + control.WATCH_SECONDS
-        self._somebody.set()
+        self._has_watchers.set()
         return view
 
     async def show(self) -> None:
         """Send views until cancelled."""
         while True:
-            await self._somebody.wait()
+            await self._has_watchers.wait()
             if (left := self._view.seconds_left) > 0:
                 await asyncio.sleep(left)
                 continue
@@ -144,16 +144,16 @@ class Audience:
         now = self._clock()
         self._until = {peer: until for peer, until in self._until.items() if until > now}
         if not self._until:
-            self._somebody.clear()
+            self._has_watchers.clear()
             return
         try:
             view = self._view.reply()
         except Exception:
-            logger.exception("there is no view for those who watch; they have to ask again")
+            logger.exception("the view could not be made; watchers have to ask again")
             self._until.clear()
             return
-        everybody = list(self._until)
-        for start in range(0, len(everybody), _TURN):
-            for peer in self._hub.send_to_all(everybody[start : start + _TURN], view):
+        peers = list(self._until)
+        for start in range(0, len(peers), _TURN):
+            for peer in self._hub.send_to_all(peers[start : start + _TURN], view):
                 self._until.pop(peer, None)
             yield

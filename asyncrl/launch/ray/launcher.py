@@ -120,7 +120,7 @@ class DriverProcess:
             )
         return (
             f"waited for {what}, and it did not come in time. A head that is dead or behind a "
-            "firewall does not refuse connections, it is silent: check it with `ray status "
+            "firewall does not refuse a connection, it is silent: check it with `ray status "
             "--address=HOST:PORT` from this machine"
         )
 
@@ -280,6 +280,10 @@ class RayLauncher(AgentsLauncher):
             self._joiners.discard(name)
             self._driver.tell(messages.GiveBack(name))
 
+    def why_hopeless(self) -> str | None:
+        """Return why the agents that the run begins with will not all come; None if they may."""
+        return next(iter(self.troubles + self.roster.of_no_use()), None)
+
     async def close(self) -> None:
         """End the agents, then the driver with all that Ray has started. Bounded."""
         await super().close()
@@ -341,7 +345,7 @@ async def open_ray(
             say,
             place=f"on the Ray cluster {opened.address}",
             advice=f"look at {driver.log}, and at the logs of the nodes' workers",
-            hopeless=lambda: next(iter(launcher.troubles + launcher.roster.of_no_use()), None),
+            hopeless=launcher.why_hopeless,
         )
     except BaseException:
         await launcher.close()

@@ -328,9 +328,9 @@ def test_a_cluster_that_cannot_be_used_is_refused(
 
 def test_an_agent_that_does_not_come_is_said_at_once(tmp_path: Path) -> None:
     async def check(world: Opened) -> None:
-        assert launcher_of_ray._hopeless(world.launcher) is None
+        assert world.launcher.why_hopeless() is None
         world.says(messages.Lost("trainer", "no module named asyncrl"))
-        found = await until(lambda: launcher_of_ray._hopeless(world.launcher))
+        found = await until(world.launcher.why_hopeless)
         assert found == "trainer: no module named asyncrl"
 
     with_launcher(tmp_path, check)

@@ -114,7 +114,7 @@ def test_with_agents_a_number_bounds_those_that_join_and_asks_for_no_more(tmp_pa
     again = resumed(tmp_path, "launcher.generators=2", said=said,
                     launcher={**AGENTS, "generators": 2})  # fmt: skip
     assert again.launcher.generators == 1
-    assert said == ["`asyncrl scale` ordered 1 generator(s) last: no more will begin"]
+    assert said == ["the last `asyncrl scale` allows 1 generator(s): no more begin"]
 
 
 def test_a_number_stays_in_force_if_the_command_is_repeated(tmp_path: Path) -> None:
