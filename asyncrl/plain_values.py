@@ -55,7 +55,7 @@ def _text(value: str, name: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{shortened(name)} has a lone surrogate, half a character, at {error.start}, which a "
+            f"{shortened(name)} has half a character (a lone surrogate) at {error.start}, which a "
             "file cannot hold; remove it"
         ) from error
     return str(value)

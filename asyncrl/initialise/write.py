@@ -23,8 +23,8 @@ def initialise(folder: Path) -> list[Path]:
     there = [path for path in files if path.is_symlink() or path.exists()]
     if there:
         raise UserError(
-            f"{', '.join(map(str, there))} exist{'s' * (len(there) == 1)} already, and init "
-            "overwrites nothing. Give another folder: asyncrl init FOLDER"
+            f"{', '.join(map(str, there))} {'is' if len(there) == 1 else 'are'} there already, and "
+            "init overwrites nothing. Give another folder: asyncrl init FOLDER"
         )
     written: list[Path] = []
     try:

@@ -115,7 +115,7 @@ def _unseen_tools(config: RunConfig, task: Task, traits: Traits | None) -> list[
         why = "no chat template is used"
     warning = (
         f"warning: environment {config.environment.name} has tools, and {why}, so nothing tells "
-        "the model of them; describe them in task.system_prompt or in the prompts, and say with "
-        "environment.tool_format how it is to write a call"
+        "the model of them; describe them in task.system_prompt or in the prompts, and set "
+        "environment.tool_format to the format of a call"
     )
     return [warning]

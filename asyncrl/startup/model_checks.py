@@ -45,8 +45,8 @@ def check_rows(config: RunConfig, task: Task) -> list[str]:
         if forms[Asserted]:
             warnings.append(
                 f"WARNING: reward 'code': {forms[Asserted]:,} of {forms.total():,} tests are an "
-                "`assert` that is judged next to the program, so a program can pass them without "
-                "being right. Give them as call, args and returns, or as input and output "
+                "`assert` that is judged in the program's process, so a wrong program can pass "
+                "them. Give them as call, args and returns, or as input and output "
                 "(docs/rewards.md)"
             )
     return warnings
@@ -160,8 +160,7 @@ def with_critic(config: RunConfig, model_path: str, tokenizer: Any) -> RunConfig
     """Return the configuration with the critic's directory as an absolute path.
 
     `model_path` and `tokenizer` are the policy's. Raises UserError if the critic is not a model
-    directory, has another vocabulary or tokenizer than the policy, or reads shorter sequences than
-    the run has.
+    directory, has another vocabulary or tokenizer, or reads only shorter sequences.
     """
     given = config.trainer.critic.model
     if given is None:

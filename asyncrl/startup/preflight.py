@@ -48,7 +48,7 @@ def check_machine(config: RunConfig) -> None:
         raise UserError(
             "rewards.functions: the reward model of args.model would be served on this machine's "
             f"loopback address, which generators on other machines (launcher.kind: "
-            f"{launcher.kind}) cannot reach. Start it by hand where they can (`vllm serve MODEL`), "
+            f"{launcher.kind}) cannot reach. Start it where they can reach it (`vllm serve MODEL`) "
             "and give args.url"
         )
     if launcher.kind == "ray":
@@ -92,12 +92,10 @@ def _check_tracing() -> None:
 
 
 def check_rewards(config: RewardConfig) -> None:
-    """Load every reward function and check its arguments.
+    """Load every reward function and check its arguments; try judges and reward servers once.
 
-    The user's functions are loaded in a reward worker, never in this process. A judge is asked a
-    trial question, a reward server for a trial score. Raises RewardError if a function does not
-    exist or does not take the given arguments, or if its module fails to import; UserError if a
-    server does not answer, or refuses.
+    The user's functions are loaded in a reward worker. Raises RewardError if a function does not
+    exist, does not take the arguments or fails to import; UserError if a server does not answer.
     """
     for function in config.functions:
         if function.name in BUILTIN:

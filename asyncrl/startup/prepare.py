@@ -147,9 +147,8 @@ def with_shared_gpu(
 ) -> tuple[RunConfig, str | None]:
     """Return the configuration with the division of a shared GPU, and a line for the user.
 
-    The configuration has `launcher.colocate` decided and the engine's sizes set. The line is None
-    if no GPU is shared. `gpus` and `shape` are None if there are none or it is unknown. Raises
-    UserError if both sides do not fit, or if vLLM or SGLang would have to guess.
+    `launcher.colocate` is decided and the engine's sizes are set; the line is None if no GPU is
+    shared. Raises UserError if both sides do not fit, or if vLLM or SGLang would have to guess.
     """
     if gpus is None or not gpus.trainer or not gpus.generators[0]:
         return config, None
@@ -315,11 +314,10 @@ class Prepared:
 
 
 def prepare(config: RunConfig, console: Console) -> Prepared:
-    """Check the machine and the rewards, make or find the model, load the data.
+    """Check the machine and the rewards, make or find the model, load the data; describe the run.
 
-    Prints seven lines about the run, one more with an environment, and up to three on GPUs. It does
-    not create a run folder. Raises UserError if the machine, the model, the data or a reward cannot
-    be used.
+    It does not create a run folder. Raises UserError if the machine, the model, the data or a
+    reward cannot be used.
     """
     check_machine(config)
     check_builtin_positions(config)
@@ -365,7 +363,10 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
 
         for sentence in try_environment(config, task):
             say(sentence)
-    config, drafts = _with_drafts(config, gpus, len(task.train)) if local else (config, "")
+    drafts = ""
+    if local:
+        on_gpu, visits = engine_device(gpus) == "cuda", visits_of(config, len(task.train))
+        config, drafts = with_drafts_that_pay(config, on_gpu=on_gpu, visits=visits)
     for line in filter(None, (compute, drafts)):
         say(line)
     count = parameters(Path(model_path))
@@ -377,11 +378,6 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
         say(shared)
     say(startup_summary.results_line(config))
     return Prepared(config, model_path, task, gpus)
-
-
-def _with_drafts(config: RunConfig, gpus: GpuPlan | None, prompts: int) -> tuple[RunConfig, str]:
-    on_gpu = engine_device(gpus) == "cuda"
-    return with_drafts_that_pay(config, on_gpu=on_gpu, visits=visits_of(config, prompts))
 
 
 def _memory(
