@@ -223,10 +223,6 @@ class Placement:
                 return group
         return None
 
-    def unplaced_samples(self) -> int:
-        """Count samples that wait for a generator."""
-        return sum(group.queued for _, group in self.unplaced if group.owner is None)
-
     def next_group(self, generator: Generator, last_group: int) -> Group | None:
         """Return the group of which this generator should start a sample, if there is one.
 

@@ -65,12 +65,6 @@ class SchedulerState:
     """True once the user has asked to stop (`RunControl`)."""
     finished: FinishRun | None = None
     """The command that ended the run (`Steps`)."""
-    samples_finished: int = 0
-    """Accepted `SampleFinished` events, those of reissued samples included (`SampleEvents`)."""
-    tokens_finished: int = 0
-    """Response tokens of these samples (`SampleEvents`)."""
-    staleness_max: int = 0
-    """Largest staleness of a finished sample's oldest token (`SampleEvents`)."""
 
     @classmethod
     def new(

@@ -236,13 +236,8 @@ async def _run(
             asyncio.create_task(surroundings.look_after(controller)),
         ]
         closing.callback(beat_of(health, lambda: controller.has_begun))
-        interrupts = Interrupts(
-            controller,
-            kill=partial(_kill, fleet, records),
-            clean_up=partial(_clean_up, runtime, targets),
-            say=progress.say,
-        )
-        closing.enter_context(interrupts.handled())
+        kill, clean_up = partial(_kill, fleet, records), partial(_clean_up, runtime, targets)
+        closing.enter_context(Interrupts(controller, kill, clean_up, progress.say).handled())
 
         # The run, then its end: the processes, what reads their files, and the user's socket last.
         ended: Ending = "failed"

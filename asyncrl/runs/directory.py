@@ -30,6 +30,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -85,29 +86,22 @@ class RunState(msgspec.Struct):
     """True if held-out rows and functions are still those of the first start."""
 
 
+@dataclass(eq=False)
 class RunDirectory:
     """One run's folder, opened for writing by the controller of the run, by `create`."""
 
-    def __init__(
-        self,
-        path: Path,
-        state: RunState,
-        *,
-        lock: int,
-        resume_point: ResumePoint,
-        fence: str,
-        previous_config: str | None,
-    ) -> None:
-        self.path = path
-        self.folder = Folder.at(path)
+    path: Path
+    state: RunState
+    _lock: int
+    resume_point: ResumePoint
+    """The point from which the run continues; for a new run, step 0 without a checkpoint."""
+    fence: str
+    """The token of its next trainer (`asyncrl.trainer.checkpoint.trainer_lease`)."""
+    _previous_config: str | None
+
+    def __post_init__(self) -> None:
+        self.folder = Folder.at(self.path)
         """The folder that the path led to when the run began."""
-        self.fence = fence
-        """The token of its next trainer (`asyncrl.trainer.checkpoint.trainer_lease`)."""
-        self.resume_point = resume_point
-        """The point from which the run continues; for a new run, step 0 without a checkpoint."""
-        self.state = state
-        self._lock = lock
-        self._previous_config = previous_config
 
     def close(self) -> None:
         """Release the folder's lock."""
@@ -174,14 +168,8 @@ class RunDirectory:
         for folder in ("checkpoints", "logs", "timeline"):
             (path / folder).mkdir(exist_ok=True)
         write_atomically(path / "config.yaml", dump_config(config))
-        return cls(
-            path,
-            _new_state(path, resume=resume),
-            lock=lock,
-            resume_point=point,
-            fence=fence or raise_fence(path),
-            previous_config=previous,
-        )
+        state = _new_state(path, resume=resume)
+        return cls(path, state, lock, point, fence or raise_fence(path), previous)
 
     def write_state(self) -> None:
         """Replace run.json by `state`. A failure is logged, and the next call tries again."""

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -24,24 +25,19 @@ from asyncrl.monitoring.terminal.run_view import RunView
 from asyncrl.wire.messages import control
 
 
+@dataclass(eq=False)
 class EncodedOnce:
-    """A reply that is made and encoded at most once in `seconds`, for all clients."""
+    """A reply that is made and encoded at most once in some seconds, for all clients."""
 
-    def __init__(
-        self,
-        make: Callable[[], control.Reply],
-        seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._make = make
-        self._seconds = seconds
-        self._clock = clock
-        self._encoded: msgspec.Raw | None = None
-        self._made_at = 0.0
+    _make: Callable[[], control.Reply]
+    _seconds: float
+    _clock: Callable[[], float] = time.monotonic
+    _encoded: msgspec.Raw | None = field(default=None, init=False)
+    _made_at: float = field(default=0.0, init=False)
 
     @property
     def seconds_left(self) -> float:
-        """Return the seconds until it is old; 0 if it is, or was never made."""
+        """Seconds until it is old; 0 if it is, or was never made."""
         if self._encoded is None:
             return 0.0
         return max(0.0, self._made_at + self._seconds - self._clock())

@@ -17,28 +17,24 @@ LOST = -9
 _TERMINATED = -15
 
 
+@dataclass(eq=False)
 class AgentProcess:
-    """A process on an agent's machine; any thread or signal handler may call `wake`."""
+    """A process on an agent's machine."""
 
-    def __init__(
-        self,
-        spec: ChildSpec,
-        keys: ChildKeys,
-        node_of: Callable[[Agent], str],
-        wake: Callable[[], None],
-    ) -> None:
-        self.spec = spec
-        self.keys = keys
-        self._node_of = node_of
-        self._wake = wake
-        self.agent: Agent | None = None
-        self.ending = self.by_force = False
-        self.reported: from_agent.Hosted | None = None
-        """Its agent's last report of it."""
-        self.ended: float | None = None
-        """When its agent first reported an end that was not ordered (monotonic seconds)."""
-        self._lost = ""
-        self._lost_with_machine = False
+    spec: ChildSpec
+    keys: ChildKeys
+    _node_of: Callable[[Agent], str]
+    _wake: Callable[[], None]
+    """Sends orders to agents; any thread or signal handler may call it."""
+    agent: Agent | None = field(default=None, init=False)
+    ending: bool = field(default=False, init=False)
+    by_force: bool = field(default=False, init=False)
+    reported: from_agent.Hosted | None = field(default=None, init=False)
+    """Its agent's last report of it."""
+    ended: float | None = field(default=None, init=False)
+    """When its agent first reported an end that was not ordered (monotonic seconds)."""
+    _lost: str = field(default="", init=False)
+    _lost_with_machine: bool = field(default=False, init=False)
 
     def exit_code(self) -> int | None:
         """None while the process runs; negative for a signal, or if its agent was lost."""

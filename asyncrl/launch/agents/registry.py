@@ -22,20 +22,14 @@ from asyncrl.launch.nodes import Machines, NodeInfo, unfit
 from asyncrl.wire.messages import from_agent, to_agent
 
 
+@dataclass(eq=False)
 class NeededGpus:
-    """GPUs of the trainer and of each generator; `optional` roles can run without."""
+    """GPUs of the trainer and of each generator; optional roles can run without."""
 
-    def __init__(
-        self,
-        wanted: Mapping[str, int],
-        optional: frozenset[str],
-        agents: Mapping[str, Agent],
-        say: Callable[[str], None],
-    ) -> None:
-        self._wanted = dict(wanted)
-        self._optional = optional
-        self._agents = agents
-        self._say = say
+    _wanted: dict[str, int]
+    _optional: frozenset[str]
+    _agents: Mapping[str, Agent]
+    _say: Callable[[str], None]
 
     def of(self, role: str) -> int:
         """Return the GPUs of a role. Optional ones count as long as any agent for it has them."""
