@@ -61,10 +61,7 @@ class RewindGenerator(Command, frozen=True, gc=False):
 
 
 class ReleaseSamples(Command, frozen=True):
-    """Make a leaving generator write the tokens of these samples to a file, and forget them.
-
-    Answered by `SamplesReleased`. They are then started elsewhere, with their tokens.
-    """
+    """Make a leaving generator move these samples to a file. Answered by `SamplesReleased`."""
 
     generator: str
     samples: tuple[SampleId, ...]
@@ -91,10 +88,7 @@ class DeliverGroup(Command, frozen=True):
 
 
 class DeclareStep(Command, frozen=True):
-    """Send the trainer the final membership of a step. Issued once per step, in step order.
-
-    The trainer already has every group named here, so the set cannot change any more.
-    """
+    """Send the trainer, once, the final membership of a step; it has every group named here."""
 
     step: int
     groups: tuple[int, ...]
@@ -116,10 +110,7 @@ class ReportGroupFailed(Command, frozen=True, gc=False):
 
 
 class ReportGroupWithoutSignal(Command, frozen=True, gc=False):
-    """Report that this group is not trained on, since its rewards are all equal.
-
-    Issued once per group, with dynamic sampling only.
-    """
+    """Report, once, that this group is not trained on, since its rewards are all equal."""
 
     group: int
     step: int

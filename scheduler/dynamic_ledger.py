@@ -122,10 +122,7 @@ class DynamicLedger:
         self._settle(group, Outcome.NO_SIGNAL, "carries no signal,")
 
     def membership(self, step: int) -> tuple[int, ...] | None:
-        """Groups that the step trains on, ascending; None until it is decided. O(its groups).
-
-        It is decided when every group up to its last one is settled.
-        """
+        """Groups that the step trains on, ascending; None until all up to its last are settled."""
         start = self._starts.get(step)
         if start is None:
             return None
@@ -172,10 +169,7 @@ class DynamicLedger:
         self.next_step = step + 1
 
     def rewind(self, step: int) -> None:
-        """Return to the state before this step: later groups are issued again.
-
-        Raises LedgerError if earlier steps are not all consumed, or its beginning is unknown.
-        """
+        """Return to the state before this step. Raises LedgerError if its beginning is unknown."""
         if step > self.next_step:
             raise LedgerError(
                 f"cannot return to step {step}: the next step to be consumed is {self.next_step}"
@@ -254,10 +248,7 @@ class Places:
         return self._share.weight / UNIT
 
     def judge(self, group: Group) -> None:
-        """Decide whether a group carries signal, if all of its samples are finished and rewarded.
-
-        All of them must be HELD, and none too old for its step.
-        """
+        """Judge a group if all of its samples are HELD and rewarded; none may be too old."""
         signal = group.signal
         if signal is None or signal.verdict is not Verdict.OPEN:
             return

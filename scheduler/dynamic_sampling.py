@@ -114,10 +114,7 @@ class DynamicSampling:
         self._work.deliver_if_complete(group)
 
     def _verify(self, group: Group, *, all_running: bool = False) -> None:
-        """Verify samples that may be too old for the group's current step.
-
-        Those that become due with a generator's next version are verified then (`Verification`).
-        """
+        """Verify samples that may be too old for the group's step, unless an install will."""
         owner, signal = group.owner, group.signal
         if owner is None or signal is None or not self._can_verify(owner):
             return

@@ -108,10 +108,7 @@ class KvUsed(Event, frozen=True, gc=False):
 
 
 class EnvironmentWaits(Event, frozen=True, gc=False):
-    """Number of a generator's samples that wait for their environment; reported periodically.
-
-    They are RUNNING and take no slot.
-    """
+    """A periodic report of how many RUNNING samples wait for their environment, without a slot."""
 
     generator: str
     samples: int

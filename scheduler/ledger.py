@@ -170,10 +170,7 @@ class Ledger:
 def checked_members(
     step: int, next_step: int, members: tuple[int, ...] | None, groups: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the members of a step that is consumed with these groups.
-
-    Raises LedgerError if it is not the next step, or these are not exactly its members.
-    """
+    """Return the members of a step that is consumed with these groups. Raises LedgerError."""
     if step != next_step:
         raise LedgerError(
             f"step {step} was consumed out of order: the next one is step {next_step}"

@@ -20,6 +20,7 @@ from asyncrl.scheduler.records import (
     HELD,
     QUEUED,
     RUNNING,
+    STARTED,
     VERIFYING,
     Generator,
     Group,
@@ -91,10 +92,7 @@ class Work:
             )
 
     def requeue(self, group: Group) -> int | None:
-        """Requeue the samples of a lost generator, except the delivered ones.
-
-        Returns a sample that has no attempt left, if there is one.
-        """
+        """Requeue a lost generator's samples; return one that has no attempt left, if any."""
         exhausted = None
         for sample, state in enumerate(group.states):
             if state == DELIVERED:
@@ -115,7 +113,7 @@ class Work:
         if owner is None:
             return
         for sample, state in enumerate(group.states):
-            if state in (RUNNING, HELD, VERIFYING):
+            if state in STARTED:
                 self._leave(owner, group, state)
                 self._queue_again(owner, group, sample)
         owner.load -= group.queued
@@ -152,10 +150,7 @@ class Work:
         self._commands.append(commands.InstallWeights(generator.name, version, verify))
 
     def verify_due(self, generator: Generator, version_before: int) -> None:
-        """Verify what could not be verified before a generator's version rose.
-
-        Verifications commanded together with the install are not commanded again.
-        """
+        """Verify what a generator's newer version allows and its install did not command."""
         requested, generator.requested = generator.requested, {}
         for group, due, min_version in self._due(generator, version_before, generator.version):
             _begin(generator, group, due, min_version)
@@ -306,7 +301,7 @@ class Work:
             owner = group.owner
             if owner is not None:
                 for sample, state in enumerate(group.states):
-                    if state in (RUNNING, HELD, VERIFYING, DELIVERING):
+                    if state in (*STARTED, DELIVERING):
                         self._leave(owner, group, state)
                         by_owner.setdefault(owner.name, []).append(SampleId(group.index, sample))
                 owner.load -= group.queued

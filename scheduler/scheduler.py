@@ -98,15 +98,7 @@ from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.scheduler.dynamic_sampling import DynamicSampling
 from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
 from asyncrl.scheduler.events import Event
-from asyncrl.scheduler.records import (
-    DELIVERED,
-    DELIVERING,
-    HELD,
-    RUNNING,
-    VERIFYING,
-    Generator,
-    Group,
-)
+from asyncrl.scheduler.records import DELIVERED, DELIVERING, STARTED, Generator, Group
 from asyncrl.scheduler.sample_transitions import Work
 from asyncrl.scheduler.samples import SampleEvents
 from asyncrl.scheduler.state import SchedulerState
@@ -246,7 +238,7 @@ class Leaving:
             SampleId(index, sample)
             for index, group in sorted(generator.groups.items())
             for sample, sample_state in enumerate(group.states)
-            if sample_state in (RUNNING, HELD, VERIFYING)
+            if sample_state in STARTED
         )
         if samples:
             state.commands.append(commands.ReleaseSamples(generator.name, samples))
@@ -273,7 +265,7 @@ class Leaving:
 
     def _move(self, generator: Generator, *, begun: bool) -> None:
         """Give groups that are not being delivered to others; with `begun`, begun ones too."""
-        stays = (DELIVERING,) if begun else (DELIVERING, RUNNING, HELD, VERIFYING)
+        stays = (DELIVERING,) if begun else (DELIVERING, *STARTED)
         groups = [
             group
             for _, group in sorted(generator.groups.items())

@@ -75,10 +75,7 @@ class SchedulerState:
         changes: Mapping[int, SchedulerConfig] = MappingProxyType({}),
         first_groups: Mapping[int, int] = MappingProxyType({}),
     ) -> SchedulerState:
-        """Create the state of a run before its first event. Arguments as for `Scheduler`.
-
-        Raises SchedulerError if there is no step to train.
-        """
+        """Create the state of a run. Raises SchedulerError if there is no step to train."""
         if not 0 <= first_step < total_steps:
             raise SchedulerError(
                 f"first_step {first_step} must be at least 0 and below total_steps {total_steps}"
@@ -131,9 +128,9 @@ class SchedulerState:
 
     @property
     def last_begun_step(self) -> int:
-        """The last step up to which every group is begun; before the current step if none is.
+        """The last step up to which every group has a started sample.
 
-        A group is begun from the start of its first sample on.
+        It is before the current step if no step is.
         """
         waiting = [one.place for one in self.groups.values() if one.untouched]
         first = min([*waiting, self.next_place])
@@ -173,20 +170,14 @@ class SchedulerState:
         return min(last, (self.last_step + 1) * per_step - 1)
 
     def generator(self, name: str) -> Generator | None:
-        """Return the generator of that name; None if it was lost.
-
-        Raises ImpossibleEvent if no generator of that name ever joined.
-        """
+        """Return a generator, None if it was lost. Raises ImpossibleEvent if it never joined."""
         generator = self.generators.get(name)
         if generator is None and name not in self.lost:
             raise ImpossibleEvent(f"received an event of generator {name}, which never joined")
         return generator
 
     def group(self, sample: SampleId) -> Group | None:
-        """Return the group of a sample; None if the group is in the trainer or failed.
-
-        Raises ImpossibleEvent if the group was never issued, or has no such sample.
-        """
+        """Return a sample's group, None if settled. Raises ImpossibleEvent if it is unknown."""
         group = self.groups.get(sample.group)
         if group is None and not 0 <= sample.group < self.ledger.issued_below:
             raise ImpossibleEvent(

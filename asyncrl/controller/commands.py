@@ -64,10 +64,7 @@ class SampleReports:
         return reported is not None and reported.digest == reward.digest
 
     def expectation(self, step: int, generator: str, samples: Sequence[SampleId]) -> Expect:
-        """Return what the trainer should accept from a generator.
-
-        Raises KeyError if the generator did not report a sample; then it cannot have been ordered.
-        """
+        """Return what the trainer should accept. Raises KeyError for an unreported sample."""
         reported = tuple(self._groups[sample.group][generator, sample] for sample in samples)
         return Expect(step, generator, reported)
 

@@ -22,7 +22,7 @@ from asyncrl.controller.controller import Controller
 from asyncrl.controller.group_traces import open_group_traces
 from asyncrl.controller.inbox import Message
 from asyncrl.controller.progress import Progress
-from asyncrl.controller.sinks import open_sinks
+from asyncrl.controller.sinks import Sinks
 from asyncrl.controller.web_page import open_page
 from asyncrl.errors import (
     AsyncrlError,
@@ -212,7 +212,8 @@ async def _run(
         tokenizer = _tokenizer(prepared, directory, progress)
         specs = _specs(prepared, directory, launching, hub.address, tokenizer)
         page = open_page(config, directory, records, progress.say, closing)
-        sinks = open_sinks(config, run, records, progress.say, closing)
+        sinks = Sinks(config, run, records, progress.say)
+        closing.push_async_callback(sinks.close)
         fleet = Fleet(config.launcher, launching.launcher, specs, hub, run_key)
         hub.refusals.on_cut_off = fleet.cut_off
 
@@ -364,10 +365,7 @@ def _open_progress(
 
 
 def _tokenizer(prepared: Prepared, directory: RunDirectory, progress: Progress) -> TokenizerDigest:
-    """Return the run's tokenizer.
-
-    Raises UserError if it changed and `run.on_wrong_policy` is stop.
-    """
+    """Return the run's tokenizer. Raises UserError if it changed, unless that only warns."""
     found, state = tokenizer_digest(prepared.task.tokenizer), directory.state
     if state.tokenizer is None:
         state.tokenizer = found

@@ -38,10 +38,7 @@ class _Group:
 def open_group_traces(
     config: RunConfig, key: str, metrics: ControllerMetrics, closing: AsyncExitStack
 ) -> GroupTraces | None:
-    """Open the recorder of the controller's traces, if `monitoring.tracing` is on.
-
-    `key` is the run's, see `asyncrl.monitoring.tracing.tracer`; `closing` ends the recorder.
-    """
+    """Open the controller's traces, if `monitoring.tracing` is on; `key` is the run's."""
     settings, run = config.monitoring.tracing, config.run.name
     if not settings.enabled:
         return None

@@ -254,10 +254,7 @@ class Inbox:
         }
 
     async def handle(self, sender: str, message: Message) -> None:
-        """Handle one message, then wake waiting phases.
-
-        An invalid message is refused, and its sender is killed and replaced if it cannot continue.
-        """
+        """Handle one message; refuse an invalid one, and kill a sender that cannot continue."""
         kind, worker = type(message).__name__, self._fleet.heard_from(sender)
         if worker is None:
             self._fleet.refuse(sender, Reason.UNKNOWN_PEER, f"{kind} from an unknown process")

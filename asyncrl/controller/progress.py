@@ -64,10 +64,7 @@ class _StepWarnings:
 
 
 class Progress:
-    """Follows a run. Only the controller's event loop calls it.
-
-    `log` gets a line per optimizer step; `earlier` are the run's steps before it was resumed.
-    """
+    """Follows a run, in the controller's event loop; `earlier` are the steps before a resume."""
 
     def __init__(
         self,
@@ -360,6 +357,7 @@ class Progress:
         """Return the run's result, with its held-out accuracy before and after training."""
         results = self.evaluations
         best = None if results is None else results.best
+        samples = [one.samples for one in (before, after) if one and one.value is not None]
         return RunResult(
             run=self._config.run.name,
             engine=self._config.engine_kinds,
@@ -374,14 +372,7 @@ class Progress:
             accuracy_after=None if after is None else after.value,
             best_step=None if best is None else best.step,
             best_accuracy=None if results is None or best is None else results.value_of(best),
-            evaluation_samples=next(
-                (
-                    one.samples
-                    for one in (before, after)
-                    if one is not None and one.value is not None
-                ),
-                0,
-            ),
+            evaluation_samples=samples[0] if samples else 0,
             reward_failures=self._reward_totals.counts.failed,
             wrong_policy=self._findings.all,
         )

@@ -56,10 +56,7 @@ class TrainerRestarts:
     _point: ResumePoint = field(default_factory=ResumePoint, init=False)
 
     async def replace(self, lost: TrainerRank, reason: str) -> None:
-        """Start another trainer, unless the run is stopping.
-
-        Raises RunFailed if another one would be lost as well, is not allowed, or has no checkpoint.
-        """
+        """Start another trainer, unless the run is stopping. Raises RunFailed if it cannot."""
         if lost.waits_for_room:
             raise RunFailed(f"{lost.name} {reason}")
         await self._training.trainer_lost()
@@ -93,11 +90,7 @@ class TrainerRestarts:
         )
 
     async def ready(self, worker: TrainerRank, initial_weights: str) -> None:
-        """Handle a ready trainer. If it replaces a lost one, return to its step.
-
-        `initial_weights` is the digest of the weights that the run starts from. Raises RunFailed if
-        the run started from other weights.
-        """
+        """Handle a ready trainer; a replacement returns to its step. Raises as `trainer_ready`."""
         version = self._began = worker.policy_version
         if self._fleet.lineage:
             self._return_to_resume_point()

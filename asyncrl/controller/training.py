@@ -96,10 +96,9 @@ class Training:
         return self.trained_steps >= self._config.whole.run.steps
 
     async def run(self) -> None:
-        """Train until the last step, or until the user stops the run.
+        """Train until the last step or a stop by the user. Call it again if steps were lost later.
 
-        Call it again if steps were lost after it returned. Raises RunFailed if the scheduler
-        cannot continue; WaitTimeout if a generator did not report.
+        Raises RunFailed if the scheduler cannot continue, WaitTimeout if a generator is silent.
         """
         if self._scheduler is None:
             if not self.has_steps_left:
@@ -231,8 +230,7 @@ class Training:
     async def apply(self, event: events.Event) -> None:
         """Pass the scheduler an event and execute its commands.
 
-        Raises ImpossibleEvent, with nothing changed; RunFailed for a defect of the scheduler or a
-        command.
+        Raises ImpossibleEvent, with nothing changed; RunFailed for a defect.
         """
         if self._scheduler is None:
             return

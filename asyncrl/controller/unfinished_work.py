@@ -20,10 +20,10 @@ import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from asyncrl.config.by_step import ConfigByStep
 from asyncrl.config.run_config import RunConfig
+from asyncrl.fleet.node_files import NodeFiles
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.runs.resuming import moved_folder, remove_moved, remove_unfinished, unfinished_folder
 from asyncrl.scheduler.commands import ReleaseSamples
@@ -126,17 +126,6 @@ def settings_digest(config: RunConfig) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-class FileSharing(Protocol):
-    """Brings a file of one generator to the nodes of the others."""
-
-    async def share(self, file: str, generator: str) -> None:
-        """Return when this generator's file is everywhere, or cannot be; bounded.
-
-        It keeps its path, at which the controller reads it too. If it is missing, samples are
-        generated again.
-        """
-
-
 class SampleHandover:
     """Asks leaving generators for their samples, and finds these in the files that they write.
 
@@ -150,7 +139,7 @@ class SampleHandover:
         path: Path,
         requests: SampleRequests,
         say: Callable[[str], None],
-        sharing: FileSharing | None = None,
+        sharing: NodeFiles | None = None,
     ) -> None:
         self._run, self._settings = path.resolve(), settings_digest(config)
         self._requests, self._say, self._sharing = requests, say, sharing
@@ -169,10 +158,7 @@ class SampleHandover:
     async def take(
         self, generator: str, answer: Released, *, is_lost: Callable[[], bool] = lambda: False
     ) -> None:
-        """Let the samples start elsewhere, with the tokens in the file if it is usable.
-
-        With `is_lost` they have been started elsewhere already.
-        """
+        """Start the samples elsewhere, with the tokens in the file if it is usable."""
         asked = self._asked.pop(generator, None)
         if asked is None or asked.file != answer.file:
             return

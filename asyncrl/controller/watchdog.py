@@ -31,8 +31,7 @@ class Watchdog:
     async def check(self) -> bool:
         """Handle the processes that died since the last check, if any; then start missing relays.
 
-        Raises RunFailed if the trainer or a relay cannot be replaced, or no generator is left or
-        starts.
+        Raises RunFailed if a process cannot be replaced, or no generator is left or starts.
         """
         deaths = self._fleet.deaths(is_held=self._training.is_held)
         lost = first_cause(deaths)

@@ -27,6 +27,9 @@ CHILD_MODULE = "asyncrl.child"
 class LocalProcess:
     """A child that leads a session, so that it can be ended together with its children."""
 
+    node = address = ""  # this machine
+    lost_with_machine = False
+
     def __init__(self, spec: ChildSpec, process: subprocess.Popen[bytes], log: Path) -> None:
         self.spec = spec
         self._process = process
@@ -40,21 +43,6 @@ class LocalProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         return code
-
-    @property
-    def node(self) -> str:
-        """Empty: this machine."""
-        return ""
-
-    @property
-    def address(self) -> str:
-        """Empty: this machine."""
-        return ""
-
-    @property
-    def lost_with_machine(self) -> bool:
-        """False: this counts as its own fault."""
-        return False
 
     def cause(self) -> str:
         """Empty: the exit code says how it ended."""
@@ -83,6 +71,8 @@ class LocalLauncher:
     child. Without `gpus`, each sees what this process sees. Raises UserError as `divide_machine`.
     """
 
+    uses_relays = False
+
     def __init__(
         self,
         logs: Path,
@@ -97,19 +87,9 @@ class LocalLauncher:
         self._logs = logs
         self._records = records
         self._gpus = gpus
-        self._threads, self._plan = divide_machine(
+        self.threads, self._plan = divide_machine(
             generators=generators, threads=threads, pin_cores=pin_cores, ranks=ranks
         )
-
-    @property
-    def threads(self) -> int:
-        """Threads of every process."""
-        return self._threads
-
-    @property
-    def uses_relays(self) -> bool:
-        """False, as all processes are on this machine."""
-        return False
 
     async def make_room(self, generators: Sequence[int]) -> None:
         """Take spare GPUs. Raises UserError if there are too few, or no core is left."""

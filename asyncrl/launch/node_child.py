@@ -220,10 +220,7 @@ class NodeChild:
 
 
 def _started_keeper(command: list[str]) -> int:
-    """Start a keeper, which forks so that it is not the agent's child; return its process id.
-
-    Raises OSError, subprocess.SubprocessError or ValueError.
-    """
+    """Start a keeper, which forks so that it is not the agent's child; return its process id."""
     done = subprocess.run(
         command,
         check=True,

@@ -215,8 +215,7 @@ def is_complete(config: RunConfig) -> bool:
 def refuse_unfit(config: RunConfig, *, resume: bool, clean: bool) -> None:
     """Check that a run can begin, or be resumed, in its folder. Changes nothing.
 
-    Raises UserError if the folder is in use, is not a run's, or does not have a run to resume
-    under these settings; OSError if it cannot be read.
+    Raises UserError if it cannot under these settings, OSError if the folder cannot be read.
     """
     path = config.directory
     is_run = (path / "config.yaml").exists()

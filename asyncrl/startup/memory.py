@@ -89,10 +89,9 @@ def shape_of(
 
 
 def memory_of(config: RunConfig, shape: ModelShape, *, on_gpu: bool) -> StepMemory:
-    """Estimate the memory of the trainer.
+    """Estimate the trainer's memory.
 
-    With `trainer.dtype: auto`, a GPU is assumed to have capability 8.0 or above: this machine may
-    not see it.
+    With `trainer.dtype: auto`, a GPU is assumed to have compute capability 8.0 or above.
     """
     trainer = config.trainer.for_device(BFLOAT16_CAPABILITY if on_gpu else None)
     wide = config.engine.dtype == "float32" or (config.engine.dtype == "auto" and not on_gpu)

@@ -30,10 +30,9 @@ _NEED_ANSWERS = ("arithmetic", "exact_match", "math_verify")
 
 
 def check_rows(config: RunConfig, task: Task) -> list[str]:
-    """Check every training and held-out row, once for each reward.
+    """Check all rows for each reward; return a warning for tests that a wrong program can pass.
 
-    Return a warning for each reward whose tests a wrong program can pass. Raises DataError if a row
-    lacks an answer or tests that a reward needs, and a failed reward ends the run.
+    Raises DataError if a row lacks what a reward needs and a failed reward ends the run.
     """
     warnings = []
     for function in config.rewards.functions:
@@ -112,7 +111,7 @@ def check_builtin_positions(config: RunConfig) -> None:
 
 
 def check_positions(config: RunConfig, model: Path) -> None:
-    """Refuse sequences too long for the embedded engine's model. Raises UserError.
+    """Refuse sequences too long for the torch engine's model. Raises UserError.
 
     vLLM and SGLang have their own rules for models with scaled positions.
     """

@@ -314,11 +314,7 @@ class Prepared:
 
 
 def prepare(config: RunConfig, console: Console) -> Prepared:
-    """Check the machine and the rewards, make or find the model, load the data; describe the run.
-
-    It does not create a run folder. Raises UserError if the machine, the model, the data or a
-    reward cannot be used.
-    """
+    """Check and prepare a run's inputs, and describe the run. Raises UserError."""
     check_machine(config)
     check_builtin_positions(config)
     local = config.launcher.kind == "local"

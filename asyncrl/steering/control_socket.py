@@ -99,8 +99,7 @@ async def _answer(
 def ask(run: Path, request: control.Request) -> control.Reply:
     """Send a request to the controller of a run and wait for the reply.
 
-    Raises UserError if the run is not active or its sockets cannot be trusted, and NoReply if the
-    controller does not answer in time.
+    Raises UserError if the run is not active or not trusted, NoReply without an answer in time.
     """
     return asyncio.run(send_order(run, request))
 

@@ -13,15 +13,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import msgspec
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.monitoring.terminal.run_view import RunView
+from asyncrl.wire import Hub
 from asyncrl.wire.messages import control
 
 
@@ -89,19 +90,12 @@ _TURN = 25
 """Number of watchers that are sent a view before other tasks get a turn."""
 
 
-class Sender(Protocol):
-    """The socket of users (`wire.Hub`)."""
-
-    def send_to_all(self, peers: Iterable[str], body: msgspec.Raw) -> list[str]:
-        """Send to many; return those that cannot be reached."""
-
-
 class Audience:
     """The watchers, and the end of each one's time."""
 
     def __init__(
         self,
-        hub: Sender,
+        hub: Hub[Any],
         view: Callable[[], control.ViewReply],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -405,7 +405,9 @@ class Agent:
             elif isinstance(message, to_agent.Orders) and message.session == self._session:
                 self._heard = time.monotonic()
                 self._hosting.obey(message)
-                self._say_note(message.note)
+                if message.note and message.note != self._note:
+                    logger.info("waiting: %s", message.note)
+                self._note = message.note
             elif isinstance(message, to_agent.Over) and message.session == self._session:
                 self._over = message.text
                 logger.info("%s", message.text)
@@ -416,11 +418,6 @@ class Agent:
             ):
                 logger.info("the controller has given up this agent, or was restarted")
                 return
-
-    def _say_note(self, note: str) -> None:
-        if note and note != self._note:
-            logger.info("waiting: %s", note)
-        self._note = note
 
     async def _tell(self) -> None:
         left = None if self._leave_at is None else max(0.0, self._leave_at - time.monotonic())

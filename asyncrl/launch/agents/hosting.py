@@ -166,7 +166,12 @@ class Hosting:
             living = [one for one in self._hosted.values() if not one.ended.is_set()]
             for one in living:
                 self._end(one, ending=True, by_force=force)
-            await _ended(living, KILL_SECONDS if force else GRACE_SECONDS)
+            waits = [asyncio.create_task(one.ended.wait()) for one in living]
+            if waits:
+                seconds = KILL_SECONDS if force else GRACE_SECONDS
+                await asyncio.wait(waits, timeout=seconds)
+            for wait in waits:
+                wait.cancel()
 
     def forget(self) -> None:
         """Forget all processes before another controller, which does not know them."""
@@ -184,11 +189,3 @@ class Hosting:
                 os.waitpid(ended.si_pid, os.WNOHANG)
         except ChildProcessError:
             return
-
-
-async def _ended(hosted: list[_Hosted], seconds: float) -> None:
-    waits = [asyncio.create_task(one.ended.wait()) for one in hosted]
-    if waits:
-        await asyncio.wait(waits, timeout=seconds)
-        for wait in waits:
-            wait.cancel()

@@ -41,11 +41,7 @@ def needs_of_run(
     model_path: str,
     records: ProcessRecords,
 ) -> Needs:
-    """Return a run's requirements; write the token by which its agents recognise its folder.
-
-    `gpus` are those of each trainer rank and of each generator. `run_directory` is absolute, as is
-    `model_path`, unless that is a hub id.
-    """
+    """Return a run's requirements; write the token by which agents recognise its folder."""
     launcher = config.launcher
     settings = launcher.cluster
     file, token = run_directory / NODES_FILE, secrets.token_hex(16)
@@ -179,11 +175,9 @@ async def gather(
 
 
 def _check_ranks(launcher: AgentsLauncher, config: RunConfig) -> None:
-    """Refuse ranks that would not reach each other. Raises UserError."""
     agents = launcher.roster.free("trainer")[: config.trainer.ranks]
     found = [agent.info for agent in agents if agent.info is not None]
-    reason = ranks_apart(found, config.trainer.rank_network)
-    if reason is not None:
+    if (reason := ranks_apart(found, config.trainer.rank_network)) is not None:
         raise UserError(reason)
 
 

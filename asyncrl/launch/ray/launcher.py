@@ -311,11 +311,7 @@ async def open_ray(
     say: Callable[[str], None],
     logs: Path,
 ) -> RayLauncher:
-    """Connect, reserve room, and wait for the agents that Ray starts there.
-
-    Raises UserError if the cluster cannot be reached or cannot carry the run; nothing is left
-    running then.
-    """
+    """Connect, reserve room, and wait for the agents. Raises UserError; then nothing is left."""
     check_ray()
     settings = config.launcher.ray
     image = {} if settings.image is None else {"image_uri": settings.image}
