@@ -36,7 +36,7 @@ from asyncrl.user_code.process_tree import end_process, end_with_parent
 from asyncrl.wire.errors import WireError
 
 _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
-"""With one of these in the environment, the user has configured torch's CUDA allocator."""
+"""Variables by which a user configures torch's CUDA allocator."""
 SHUTDOWN_SECONDS = 10
 """Longest time that a child may take to clean up after SIGTERM."""
 

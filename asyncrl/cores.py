@@ -44,7 +44,7 @@ HELPER_CORES = "ASYNCRL_HELPER_CORES"
 
 @dataclass(frozen=True, slots=True)
 class CorePlan:
-    """Cores by role. Generators and trainer have no core in common."""
+    """Cores by role. Generators and trainer do not share cores."""
 
     generators: tuple[tuple[int, ...], ...]
     trainer: tuple[int, ...]

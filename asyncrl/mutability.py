@@ -28,7 +28,7 @@ class Rule(NamedTuple):
 
     when: When
     reason: str = ""
-    """Why it cannot change while the run is active; empty if it can."""
+    """The obstacle while the run is active; empty if it can change."""
     instead: str = ""
     """The alternative; empty: the usual one of `instead_of`."""
 
@@ -101,7 +101,7 @@ RULES: dict[str, Rule] = {
     "monitoring": Rule("resume", "the processes read it when they start"),
     "monitoring.log_level": _LIVE,
 }
-"""By key or section."""
+"""Rules by key or section."""
 
 AT_A_STEP = tuple(
     key for key, rule in RULES.items() if rule.when in ("next step", "first step not begun")

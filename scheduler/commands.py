@@ -142,4 +142,4 @@ class FinishRun(Command, frozen=True, gc=False):
 
     outcome: RunOutcome
     reason: str = ""
-    """Why the run failed, or why a stopped run did not train its current step; otherwise empty."""
+    """The reason of a failure, or of a stop without training the current step; otherwise empty."""

@@ -91,7 +91,7 @@ class DynamicLedger:
     def first_group_of(self, step: int) -> int:
         """First group of a step. Raises LedgerError if the previous step is undecided."""
         if step not in self._starts:
-            raise LedgerError(f"step {step} has no first group: the steps before are not decided")
+            raise LedgerError(f"the first group of step {step} is unknown: an earlier step is open")
         return self._starts[step]
 
     def end_of(self, step: int) -> int:

@@ -92,7 +92,7 @@ class Work:
             )
 
     def requeue(self, group: Group) -> int | None:
-        """Requeue a lost generator's samples; return one that has no attempt left, if any."""
+        """Requeue a lost generator's samples; return one without an attempt left, if any."""
         exhausted = None
         for sample, state in enumerate(group.states):
             if state == DELIVERED:
@@ -244,7 +244,7 @@ class Work:
     def deliver_if_complete(self, group: Group) -> None:
         """Command delivery of the HELD samples if none of the group is left to generate.
 
-        Nothing is delivered while there is no trainer, by a generator that rewinds, or of a group
+        Nothing is delivered without a trainer, by a generator that rewinds, or of a group
         that a rewind left ahead of the groups that are issued.
         """
         owner = group.owner

@@ -80,7 +80,7 @@ From `RewindGenerator` to `GeneratorRewound` a generator's reports may be of the
 acknowledgements are ignored, and the version of a finished sample counts as unknown.
 Acknowledgements of a generator that is lost before it answered are ignored for good.
 
-While there is no trainer, generators continue, no group is issued, and nothing is delivered. A
+Without a trainer, generators continue, no group is issued, and nothing is delivered. A
 stopping run does not wait for another trainer: it ends, and resumes from the newest checkpoint.
 """
 
@@ -250,7 +250,7 @@ class Leaving:
             self._move(generator, begun=True)
 
     def end_those_without_work(self) -> None:
-        """End the leaving generators that have no group left, after an event."""
+        """End the leaving generators without groups, after an event."""
         state = self._state
         for generator in list(state.leaving.values()):
             if generator.groups:
@@ -292,7 +292,7 @@ class Scheduler:
             that is more than its limit; 0 without environments.
 
     Raises:
-        SchedulerError: from the constructor, if there is no step to train; from `on_event`, if an
+        SchedulerError: from the constructor, without a step to train; from `on_event`, if an
             event is impossible (ImpossibleEvent: the sender is faulty, nothing was changed).
             Repeated and late events are not errors; they yield no commands.
     """

@@ -28,9 +28,9 @@ class SchedulerState:
     admission: Admission
     total_steps: int
     ledger: Ledger | DynamicLedger
-    """Which groups were issued, arrived in the trainer, failed and were consumed (`Steps`)."""
+    """The groups that were issued, arrived in the trainer, failed and were consumed (`Steps`)."""
     placement: Placement
-    """Which generator has which group (`Work`)."""
+    """The groups of each generator (`Work`)."""
     generators: dict[str, Generator]
     """Live generators, by name. The same dictionary as `placement.generators`."""
     last_step: int
@@ -75,7 +75,7 @@ class SchedulerState:
         changes: Mapping[int, SchedulerConfig] = MappingProxyType({}),
         first_groups: Mapping[int, int] = MappingProxyType({}),
     ) -> SchedulerState:
-        """Create the state of a run. Raises SchedulerError if there is no step to train."""
+        """Create the state of a run. Raises SchedulerError without a step to train."""
         if not 0 <= first_step < total_steps:
             raise SchedulerError(
                 f"first_step {first_step} must be at least 0 and below total_steps {total_steps}"

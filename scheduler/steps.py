@@ -193,7 +193,7 @@ class RunControl:
             state.places.changed = True
 
     def end_if_stuck(self) -> None:
-        """End a stopping run that has no generator left, rather than wait for one to join."""
+        """End a stopping run without generators, rather than wait for one to join."""
         state = self._state
         stuck = state.groups and not state.generators
         if state.stopping and state.finished is None and stuck:

@@ -46,6 +46,6 @@ def refusal(path: str) -> str | None:
         return None
     value = FORMER[path]
     if value is None:
-        return "is no setting any more; it follows launcher.startup_seconds. Leave it out"
+        return "is not a setting any more; it follows launcher.startup_seconds. Leave it out"
     shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
-    return f"is no setting any more: it is {shown} in every run. Leave it out"
+    return f"is not a setting any more: it is {shown} in every run. Leave it out"

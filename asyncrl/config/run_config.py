@@ -248,8 +248,8 @@ class RunConfig(BaseModel):
         if not launcher.trusted_network:
             raise ValueError(
                 f"trainer.rank_network: {network} lets the trainer's ranks listen at sockets that "
-                "have neither keys nor encryption, because gloo and NCCL have none: whoever "
-                "reaches them can read gradients and weights and disturb the run. If you trust "
+                "have neither keys nor encryption, because gloo and NCCL have none: anyone "
+                "who reaches them can read gradients and weights and disturb the run. If you trust "
                 "everybody in that network, say so with launcher.trusted_network: true; otherwise "
                 "keep all ranks on one machine, without trainer.rank_network"
             )

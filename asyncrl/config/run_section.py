@@ -56,8 +56,8 @@ class RunSection(BaseModel):
     directory: LocalPath = "runs"
     """Folder in which the run's own folder is created. `~` and `${NAME}` are expanded."""
     repeatable: bool = False
-    """Whether a second run with the same settings on the same machine must train on the same
-    samples and end with the same weights, bit for bit. Works for synchronous training
+    """Make a second run with the same settings on the same machine train on the same samples and
+    end with the same weights, bit for bit. Works for synchronous training
     (`scheduler.on_update: keep`, `max_off_policy_steps: 0`) with the torch engine on a CPU in
     float32. The engine is then slower when few rows decode, and the trainer takes groups in the
     order of their numbers (docs/operate.md)."""

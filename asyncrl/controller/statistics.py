@@ -55,8 +55,8 @@ class RewardTotals:
                     self._tell(
                         (function, reason),
                         f"WARNING: {what} ({reason.replace('_', ' ')}); that counts as 0 "
-                        "(rewards.on_error: zero). The generators' logs show the first cases; reward_failures in "
-                        "metrics.jsonl counts them",
+                        "(rewards.on_error: zero). The generators' logs show the first cases; "
+                        "reward_failures in metrics.jsonl counts them",
                     )
         for function, value in self._now.largest.items():
             self._tell(

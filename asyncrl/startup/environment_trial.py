@@ -60,7 +60,7 @@ async def _first_sample(config: RunConfig, task: Task) -> Traits | None:
     async with AsyncExitStack() as closing:
         pool = await start_environments(tried, closing, task.stop_tokens)
         if pool is None:
-            raise TypeError("there is no environment")
+            raise TypeError("environment.name is not set")
         episodes = episodes_with(pool, tried, task.tokenizer, decode, task.stop_tokens)
         prompt = task.train[0]
         payload = PromptPayload(prompt.prompt_id, encode_tokens(prompt.tokens), prompt.example)

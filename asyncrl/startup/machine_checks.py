@@ -103,8 +103,8 @@ def compiler(which: Callable[[str], str | None], *, on_gpu: bool) -> Finding:
         return Finding(f"{kind} compiler: {found}")
     if chosen is not None:
         return Finding(
-            f"a C compiler: CC is {chosen!r}, which Triton takes before any other, and there is no "
-            "such program",
+            f"a C compiler: CC is {chosen!r}, which Triton takes before any other, but that "
+            "program does not exist",
             "Unset CC, or set it to the path of a C compiler, without arguments",
         )
     if on_gpu:

@@ -55,7 +55,7 @@ def _tests_of(config: RunConfig, function: RewardFunctionConfig, prompt: Prompt)
     """Return the tests by which a reward judges a row's programs. Raises DataError."""
     why, tests, column = None, list[Test](), function.args.get("tests", TESTS)
     if function.name in _NEED_ANSWERS and prompt.example.get("answer") is None:
-        why = "it has no reference answer; name its field with task.answer_field"
+        why = "it lacks a reference answer; name its field with task.answer_field"
     if function.name == "code":
         try:
             tests = read_tests(prompt.example.get("row", {}).get(column), column)

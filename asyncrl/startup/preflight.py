@@ -104,14 +104,14 @@ def check_rewards(config: RewardConfig) -> None:
             reason = asyncio.run(judge.try_once(function.args, config.timeout_seconds))
             if reason is not None:
                 raise UserError(
-                    f"reward {function.name!r}: a trial question has no answer, so no response "
-                    f"would get a reward: {reason}"
+                    f"reward {function.name!r}: a trial question was not answered, so no "
+                    f"response would get a reward: {reason}"
                 )
         if function.name == reward_model.NAME and "url" in function.args:
             reason = asyncio.run(reward_model.try_once(function.args, config.timeout_seconds))
             if reason is not None:
                 raise UserError(
-                    f"reward {function.name!r}: a trial text has no score, so no response would "
+                    f"reward {function.name!r}: a trial text was not scored, so no response would "
                     f"get a reward: {reason}"
                 )
     if any(function.name not in BUILTIN for function in config.functions):

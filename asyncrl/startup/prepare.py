@@ -13,7 +13,7 @@ Both engines also check a share of the memory at their start:
     vLLM    utilization * total <= free               free may lack all of the trainer's part
     SGLang  KV <= free now - (1 - fraction) * free at its start
 
-so vLLM receives the share of its own part, and SGLang the share of everything but its process.
+so vLLM receives the share of its part, and SGLang the share of everything but its process.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def _too_small(
         settings, then = remedies(shape, resolved, samples_of(config), room, on_gpu=True)
         if settings and then <= room:
             ways.append(f"Set {' and '.join(settings)}: then a step needs about {size(then)}")
-    ways.append("Give the trainer a GPU of its own, or take a larger GPU or a smaller model")
+    ways.append("Give the trainer a separate GPU, or use a larger GPU or a smaller model")
     return (
         f"{device.name} ({size(found.total)}) is too small for the trainer and a generator "
         f"(launcher.colocate): {size(found.trainer)} are set aside for a training step "

@@ -117,7 +117,8 @@ class AgentLine(Line[to_agent.ToAgent]):
             loop = asyncio.get_running_loop()
             await loop.getaddrinfo(self._host, self._port, family=socket.AF_INET)
         except socket.gaierror as error:
-            return f"the host {self._host} is not known, or has no IPv4 address ({error.strerror})"
+            why = f"is unknown, or does not have an IPv4 address ({error.strerror})"
+            return f"the host {self._host} {why}"
         return "nothing listens there, or it cannot be reached"
 
     async def is_refused(self, times: int) -> bool:

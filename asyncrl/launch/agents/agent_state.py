@@ -32,7 +32,7 @@ class AgentProcess:
     reported: from_agent.Hosted | None = field(default=None, init=False)
     """Its agent's last report of it."""
     ended: float | None = field(default=None, init=False)
-    """When its agent first reported an end that was not ordered (monotonic seconds)."""
+    """Time of its agent's first report of an end that was not ordered (monotonic seconds)."""
     _lost: str = field(default="", init=False)
     _lost_with_machine: bool = field(default=False, init=False)
 
@@ -102,7 +102,7 @@ class Agent:
     """Processes that it runs or was ordered to start, without those that have ended."""
     failures: int = 0
     leaves_at: float | None = None
-    """When it will end (monotonic seconds); None: it stays."""
+    """Time at which it will end (monotonic seconds); None: it stays."""
     home: str = ""
     """The controller's address, if its machine's agents connect from there."""
 

@@ -70,7 +70,7 @@ class Needs:
     trainer_gpus: int
     generator_gpus: int
     optional_gpus: frozenset[str]
-    """Roles that run on the CPU if the first agents have no GPU for them (`device: auto`)."""
+    """Roles that run on the CPU if the first agents lack GPUs for them (`device: auto`)."""
     mark: str
     silence_seconds: float
     silence_setting: str

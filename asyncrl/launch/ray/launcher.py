@@ -45,7 +45,7 @@ ANSWER_SECONDS = 2.0
 NODE_SECONDS = 3.0
 """Time in which the head finds out that a node is gone."""
 SILENT_SECONDS = 20.0
-"""Without a head, an agent that is silent for this long is lost."""
+"""Time after which a silent agent is lost, once the head is gone."""
 _UNAUTHENTICATED = "InvalidAuthToken"
 """Part of the log of a driver that a head refuses; Ray retries without an end."""
 

@@ -19,7 +19,7 @@ class Slot(msgspec.Struct, frozen=True):
     cpus: float
     gpus: int = 0
     gpus_are_optional: bool = False
-    """True if it does without on a cluster that has no GPU (`device: auto`)."""
+    """True if it does without on a cluster that lacks GPUs (`device: auto`)."""
     resources: dict[str, float] = {}
 
     @property
@@ -74,7 +74,7 @@ class Stage(msgspec.Struct, frozen=True, tag=True):
 
     what: str
     seconds: float
-    """After this long it hangs."""
+    """A longer wait means that it hangs."""
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
@@ -111,7 +111,7 @@ class Reserved(msgspec.Struct, frozen=True, tag=True):
 
     name: str
     reason: str
-    """Why there is not enough room; empty if it is reserved."""
+    """The reason of too little room; empty if it is reserved."""
 
 
 class HeadLost(msgspec.Struct, frozen=True, tag=True):
