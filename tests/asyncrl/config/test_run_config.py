@@ -115,7 +115,7 @@ def test_overrides_reach_any_depth(tmp_path: Path) -> None:
         (
             "cache: {doubt: 0.2}",
             [],
-            r"cache.doubt is not a setting any more: it is 0.1 in every run",
+            r"cache.doubt is not a setting any more: it is 0.1 in every",
         ),
         ("cache: {calibrate: 1}", [], r"cache.calibrate is not a setting any more: it is true"),
         (
