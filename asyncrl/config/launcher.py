@@ -203,8 +203,8 @@ class LauncherConfig(BaseModel):
             raise ValueError(
                 "launcher.weights: broadcast opens sockets that have neither keys nor encryption, "
                 "because torch.distributed and NCCL have none: anyone who reaches them can read "
-                "the weights and disturb the run. If you trust all users of this machine and of the "
-                "network between the nodes, set launcher.trusted_network: true; otherwise use "
+                "the weights and disturb the run. If you trust all users of this machine and of "
+                "the network between the nodes, set launcher.trusted_network: true; otherwise use "
                 "launcher.weights: files"
             )
         return self
