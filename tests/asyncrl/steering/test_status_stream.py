@@ -130,7 +130,7 @@ def test_a_view_that_cannot_be_made_ends_no_loop(
         showing = asyncio.create_task(audience.show())
         audience.join("somebody")
         await until(lambda: not len(audience))
-        assert "they have to ask again" in caplog.text
+        assert "watchers have to ask again" in caplog.text
         fails = False
         audience.join("somebody")
         await until(lambda: len(world.sent.get("somebody", ())) >= 2)
