@@ -39,6 +39,7 @@ An error in a loop goes to `ConditionWait.fail`, which raises it in the phase th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -199,17 +200,13 @@ class Controller:
         self._moves.remove_files()
         if self._checkpoints.missing(self._training.trained_steps) is None:
             return None
-        while (message := await self._message_within(LAST_MESSAGE_SECONDS)) is not None:
-            if isinstance(message, from_trainer.CheckpointFailed):
-                self._checkpoints.failed(message)
+        with contextlib.suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(LAST_MESSAGE_SECONDS):
+                    message = (await self._hub.receive())[1]
+                if isinstance(message, from_trainer.CheckpointFailed):
+                    self._checkpoints.failed(message)
         return self._checkpoints.missing(self._training.trained_steps)
-
-    async def _message_within(self, seconds: float) -> Message | None:
-        try:
-            async with asyncio.timeout(seconds):
-                return (await self._hub.receive())[1]
-        except TimeoutError:
-            return None
 
     async def stop(self, *, drain: bool = False) -> None:
         """Finish the current step, or all begun steps with `drain`, then end the run."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 
 import msgspec
 
@@ -38,29 +37,6 @@ from asyncrl.wire.records.on_policy import OnPolicySteps
 from asyncrl.wire.records.reward_counts import RewardCounts
 from asyncrl.wire.records.step import IdleShares, RunResult, StepMetrics, TokenCounts
 from asyncrl.wire.records.wrong_policy import WrongPolicy
-
-
-class _StepWarnings:
-    """Emits each step-level warning once."""
-
-    def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:
-        self._config = config
-        self._say = say
-        self._given: set[str] = set()
-
-    def foresee(self, noise: NoiseFloor) -> None:
-        """Check the measured noise floor, even before the first step is finished."""
-        self._give("kept", warnings.kept_by_verification(self._config, noise))
-
-    def check(self, step: StepMetrics) -> None:
-        """Check a finished step."""
-        self._give("noise floor", warnings.noise_floor(self._config, step.noise_floor))
-        self._give("top-K", warnings.small_top_k(self._config, step.tokens))
-
-    def _give(self, kind: str, text: str | None) -> None:
-        if text is not None and kind not in self._given:
-            self._given.add(kind)
-            self._say(text)
 
 
 class Progress:
@@ -102,7 +78,7 @@ class Progress:
         self._steps_here = 0
         self._step = len(earlier)
         self.stopping = False
-        self._warnings = _StepWarnings(config, self.say)
+        self._warned: set[str] = set()
         self._findings = Findings(earlier, self.say, metrics)
         before = RewardCounts(failed=earlier[-1].reward_failures if earlier else {})
         self._reward_totals = RewardTotals(config, self.say, before)
@@ -114,6 +90,11 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a message."""
         self._view.log(text)
+
+    def _warn_once(self, kind: str, text: str | None) -> None:
+        if text is not None and kind not in self._warned:
+            self._warned.add(kind)
+            self.say(text)
 
     def decided(self, event: str, seconds: float) -> None:
         """Count an event that the scheduler handled."""
@@ -163,7 +144,8 @@ class Progress:
         step = self._record(message, now)
         self._step, self._steps_here = message.step + 1, self._steps_here + 1
         self._last_step_at, self._last_step = now, step
-        self._warnings.check(step)
+        self._warn_once("noise floor", warnings.noise_floor(self._config, step.noise_floor))
+        self._warn_once("top-K", warnings.small_top_k(self._config, step.tokens))
         if said := too_few_groups(step, self._config.scheduler):
             self.say(said)
         self._log.append(step)
@@ -272,7 +254,8 @@ class Progress:
             self._reward_totals.update(report.rewards for report in reports)
             noise = [report.noise_floor for report in reports]
             self._noise_floor = sum(noise, start=self._noise_before)
-            self._warnings.foresee(self._noise_floor)
+            text = warnings.kept_by_verification(self._config, self._noise_floor)
+            self._warn_once("kept", text)
             counts = [report.environment for report in reports]
             self._environment = sum(counts, start=self._environment_before)
             here = [one.report for one in self._fleet.generators()]
