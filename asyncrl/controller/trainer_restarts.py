@@ -133,7 +133,7 @@ class TrainerRestarts:
         code = lost.handle.exit_code()
         if not self._fleet.lineage and not lost.is_ready and code is not None and code >= 0:
             raise RunFailed(
-                f"before it was ready, the trainer {reason}; its last words:\n"
+                f"before it was ready, the trainer {reason}; the end of its log:\n"
                 f"{lost.handle.log_tail()}"
             )
         step = self._training.trained_steps
@@ -148,5 +148,5 @@ class TrainerRestarts:
             return
         raise RunFailed(
             f"{MAX_TRIES + 1} trainers in a row were lost {what}; the last one, {lost.name}, "
-            f"{reason}, with {step} steps trained; its last words:\n{lost.handle.log_tail()}"
+            f"{reason}, with {step} steps trained; the end of its log:\n{lost.handle.log_tail()}"
         )

@@ -79,7 +79,7 @@ class Watchdog:
         if self._no_generator_starts():
             raise RunFailed(
                 f"{worker.name} {reason}; no generator has become ready so far, and so none is "
-                f"restarted; its last words:\n{worker.handle.log_tail()}"
+                f"restarted; the end of its log:\n{worker.handle.log_tail()}"
             )
         self._replace(worker, reason)
 
@@ -109,7 +109,7 @@ class Watchdog:
         elif not self._fleet.has_generators:
             raise RunFailed(
                 f"{worker.name} {reason}, no generator is left and launcher.max_restarts "
-                f"({self._fleet.config.max_restarts}) does not allow another; its last words:\n"
+                f"({self._fleet.config.max_restarts}) does not allow another; the end of its log:\n"
                 f"{worker.handle.log_tail()}"
             )
 
