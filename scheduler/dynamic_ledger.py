@@ -122,7 +122,10 @@ class DynamicLedger:
         self._settle(group, Outcome.NO_SIGNAL, "carries no signal,")
 
     def membership(self, step: int) -> tuple[int, ...] | None:
-        """Groups that the step trains on, ascending; None until all up to its last are settled."""
+        """Groups that the step trains on, ascending; None until it is decided. O(its groups).
+
+        It is decided when every group up to its last one is settled.
+        """
         start = self._starts.get(step)
         if start is None:
             return None
@@ -169,7 +172,7 @@ class DynamicLedger:
         self.next_step = step + 1
 
     def rewind(self, step: int) -> None:
-        """Return to the state before this step. Raises LedgerError if its beginning is unknown."""
+        """Return to the state before this step. Raises LedgerError if that is ahead or unknown."""
         if step > self.next_step:
             raise LedgerError(
                 f"cannot return to step {step}: the next step to be consumed is {self.next_step}"
