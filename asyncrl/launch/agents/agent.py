@@ -48,21 +48,14 @@ def count_gpus() -> int:
     return len(select_gpus(find_gpus(), os.environ.get(VISIBLE), None))
 
 
-_EVENTS = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
 )
+_OPENED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_EVENTS = _OPENED | _FAILED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _GREETING_SECONDS = 2.0
-_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
-)
 
 
 class AgentLine(Line[to_agent.ToAgent]):
@@ -93,7 +86,7 @@ class AgentLine(Line[to_agent.ToAgent]):
                 is_open = True
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._is_connected, self.refused, is_open = True, 0, False
-            elif event in _FAILED or (event == zmq.EVENT_DISCONNECTED and is_open):
+            elif event & _FAILED or (event == zmq.EVENT_DISCONNECTED and is_open):
                 self.refused += is_open
                 self._is_connected = is_open = False
             elif event == zmq.EVENT_DISCONNECTED:
