@@ -72,7 +72,7 @@ def read_tests(given: Any, column: str) -> list[Test]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the column {column!r} is not JSON: {error}") from error
     if not isinstance(given, list) or not given:
-        raise ValueError(f"the row does not have tests in the column {column!r}; set args.tests")
+        raise ValueError(f"the row has no tests in the column {column!r}; set args.tests")
     tests: list[Test] = []
     for place, test in enumerate(given):
         try:
