@@ -1,8 +1,8 @@
 """Entry point of every child process: `python -m asyncrl.child SPEC_JSON`.
 
-Its keys come on standard input (`ChildKeys`), which is then closed.
-A child ends when the process that started it ends, ignores Ctrl-C (the controller handles it) and
-logs to its standard error, which the launcher redirects to a file. Before it fails it logs why.
+Its keys come on standard input (`ChildKeys`), which is then closed. A child ends when the process
+that started it ends, ignores Ctrl-C (the controller handles it) and logs to its standard error,
+which the launcher redirects to a file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from asyncrl.user_code.process_tree import end_process, end_with_parent
 from asyncrl.wire.errors import WireError
 
 _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
-"""With one of these in the environment, the user has configured torch's CUDA allocator."""
+"""Variables by which a user configures torch's CUDA allocator."""
 SHUTDOWN_SECONDS = 10
 """Longest time that a child may take to clean up after SIGTERM."""
 
@@ -51,7 +51,7 @@ def _read_keys() -> bytes:
 
 
 def _end_process_group() -> None:
-    """End what this child started. It leads its own process group, which must not outlive it."""
+    """End the processes of this child's group, which it leads; they must not outlive it."""
     if os.getpgrp() == os.getpid():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
@@ -64,16 +64,13 @@ def _exit_on_signal(number: int, _frame: object) -> None:
 
 
 def configure_allocator(environment: MutableMapping[str, str]) -> None:
-    """Have torch's CUDA allocator, which reads this at its import, grow its segments.
-
-    Micro-batches of all lengths leave gaps of all sizes between segments that cannot grow.
-    """
+    """Let torch's CUDA allocator grow its segments: else batches of all lengths leave gaps."""
     if _ALLOCATOR.isdisjoint(environment):
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _run(spec: ChildSpec, keys: bytes) -> None:
-    """Run the process of this role. A relay does without torch, so it starts at once."""
+    """Run the process of this role. A relay does not import torch, so it starts quickly."""
     if isinstance(spec, RelaySpec):
         from asyncrl.relay.setup import run_relay
 
@@ -81,7 +78,7 @@ def _run(spec: ChildSpec, keys: bytes) -> None:
         return
     if isinstance(spec, TrainerSpec):
         configure_allocator(os.environ)
-    gc.disable()  # until `without_collecting_the_start`: what is imported now is no garbage
+    gc.disable()  # until `without_collecting_the_start`: imports leave no garbage
     import torch
 
     torch.set_num_threads(spec.threads)
@@ -118,7 +115,7 @@ def main() -> None:
         logger.exception("a loop of this process failed", exc_info=group)
         sys.exit(1)
     finally:
-        # Send the last messages: they tell the controller why this process ends.
+        # Send the last messages, with the reason of this process's end.
         zmq.asyncio.Context.instance().destroy(linger=1000)
         _end_process_group()
 

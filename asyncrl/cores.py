@@ -1,17 +1,15 @@
-"""Which cores each process of a run is pinned to, if `launcher.pin_cores` is set.
+"""Cores of each process of a run with `launcher.pin_cores`, and names of trainer processes.
 
     cores       0 .. t-1       t .. 2t-1      2t .. 3t-1     3t ..
     process     generator-0    generator-1    trainer        controller and reward workers
 
 Each process has t threads; each rank of a trainer is a process. If no core is left, the controller
 and the reward workers share the trainer's cores. Their work is short (some milliseconds per
-sample), and the trainer can be late by that much, whereas a delayed generator delays every row of
-its step. The generator's own event loop (messages, detokenization) stays on the generator's cores,
-because it runs between its steps.
+sample), and delays the trainer by that much, whereas a delayed generator delays every row of its
+step.
 
-Names of the processes of a trainer: `trainer` is rank 0, then come `trainer-1`, `trainer-2`, ...
-
-A trainer that replaces a lost one has its number behind a dot, in all of its names.
+The processes of a trainer are `trainer` (rank 0), `trainer-1`, `trainer-2`, ...; the lineage of a
+trainer that replaces a lost one follows a dot:
 
     >>> trainer_name(0, 0), trainer_name(1, 0), trainer_name(0, 2), trainer_name(1, 2)
     ('trainer', 'trainer-1', 'trainer.2', 'trainer-1.2')
@@ -30,13 +28,13 @@ from asyncrl.errors import UserError
 
 
 def trainer_name(rank: int, lineage: int) -> str:
-    """The name of a rank's process; `lineage` trainers were lost before this one."""
+    """Return the name of a rank's process; `lineage` trainers were lost before this one."""
     base = f"trainer-{rank}" if rank else "trainer"
     return f"{base}.{lineage}" if lineage else base
 
 
 def rank_of(name: str) -> int:
-    """The rank of a trainer's process."""
+    """Return the rank of a trainer's process."""
     return int(name.split(".")[0].removeprefix("trainer").removeprefix("-") or 0)
 
 
@@ -46,18 +44,17 @@ HELPER_CORES = "ASYNCRL_HELPER_CORES"
 
 @dataclass(frozen=True, slots=True)
 class CorePlan:
-    """Cores by role. Generators and trainer have no core in common."""
+    """Cores by role. Generators and trainer do not share cores."""
 
     generators: tuple[tuple[int, ...], ...]
     trainer: tuple[int, ...]
-    """Of all its ranks, side by side."""
+    """Cores of all its ranks, side by side."""
     helpers: tuple[int, ...]
-    """Of the controller and the reward workers: the remaining cores, or else the trainer's."""
+    """Cores of the controller and the reward workers: the remaining ones, or else the trainer's."""
     ranks: int = 1
-    """Of the trainer."""
 
     def of(self, name: str) -> tuple[int, ...]:
-        """Cores of a process by its name; a replacement (`generator-0.1`) has its predecessor's."""
+        """Return a process's cores; a replacement (`generator-0.1`) has its predecessor's."""
         if not name.startswith("generator-"):
             size = len(self.trainer) // self.ranks
             return self.trainer[rank_of(name) * size :][:size]
@@ -67,16 +64,11 @@ class CorePlan:
 def divide_machine(
     *, generators: int, threads: int | None, pin_cores: bool, ranks: int = 1
 ) -> tuple[int, CorePlan | None]:
-    """Threads of each process of a run, and its cores if they are to be pinned.
+    """Return the threads of each process of a run, and the cores with `pin_cores`.
 
-    Args:
-        generators: number of generators; one trainer is added.
-        threads: of each process; None: an even share of the available cores.
-        pin_cores: keep each process on cores of its own.
-        ranks: processes of the trainer.
-
-    Raises:
-        UserError: there are too few cores to pin, or the system cannot pin.
+    A trainer of `ranks` processes is added to the generators. By default each process has an even
+    share of the available cores. Raises UserError if there are too few cores to pin, or the system
+    cannot pin.
     """
     can_pin = hasattr(os, "sched_getaffinity")
     available = sorted(os.sched_getaffinity(0)) if can_pin else [0, 1]
@@ -91,30 +83,23 @@ def divide_machine(
 def plan_cores(
     available: Sequence[int], *, generators: int, threads: int, ranks: int = 1
 ) -> CorePlan:
-    """Give each generator and each rank of the trainer `threads` cores of their own.
-
-    Raises:
-        UserError: there are not enough cores.
-    """
+    """Give each generator and each trainer rank separate cores. Raises UserError if too few."""
     needed = (generators + ranks) * threads
     if needed > len(available):
+        trainer = "a trainer" if ranks == 1 else f"a trainer of {ranks} ranks"
         raise UserError(
-            f"launcher.pin_cores: {generators} generator(s) and {_trainer(ranks)} with {threads} "
+            f"launcher.pin_cores: {generators} generator(s) and {trainer} with {threads} "
             f"thread(s) each need {needed} cores, and this process may use {len(available)}. Lower "
             "launcher.threads or launcher.generators, or leave pin_cores out"
         )
     cores = sorted(available)
     blocks = [tuple(cores[i * threads : (i + 1) * threads]) for i in range(generators)]
-    trainer = tuple(cores[generators * threads : needed])
-    return CorePlan(tuple(blocks), trainer, tuple(cores[needed:]) or trainer, ranks)
-
-
-def _trainer(ranks: int) -> str:
-    return "a trainer" if ranks == 1 else f"a trainer of {ranks} ranks"
+    of_trainer = tuple(cores[generators * threads : needed])
+    return CorePlan(tuple(blocks), of_trainer, tuple(cores[needed:]) or of_trainer, ranks)
 
 
 def stay_on(cores: Sequence[int], pid: int = 0) -> None:
-    """Pin every thread of a process to these cores. Threads that it starts later inherit this."""
+    """Pin every thread of a process to these cores; threads that it starts later inherit this."""
     tasks = Path(f"/proc/{pid or os.getpid()}/task")
     for thread in tasks.iterdir():
         os.sched_setaffinity(int(thread.name), cores)

@@ -16,7 +16,7 @@ AsyncrlError                  exit code 1: the run failed
 
 A message is one paragraph: what was wrong, where, and what to do. The command line prints it
 without a traceback and exits with `exit_code`. Errors of the other packages (EngineError,
-TrainerError, ...) have trees of their own in those packages.
+TrainerError, ...) form separate trees in those packages.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RewardFailed(RewardError):  # noqa: N818 - says what happened
         self.reason = reason
         """One of `asyncrl.rewards.protocol.FailureReason`."""
         self.unscored = unscored
-        """It says nothing about the response, such as a server that is down: a held-out sample is
+        """True if the response is not at fault (a server is down, say): a held-out sample is then
         left out of the accuracy (docs/decisions/0086)."""
 
 
@@ -105,6 +105,6 @@ class WaitTimeout(AsyncrlError):  # noqa: N818 - says what happened
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error in a group that is not a group itself: why a task of a TaskGroup failed."""
+    """Return the first error in a group that is not a group itself: why a TaskGroup failed."""
     first = group.exceptions[0]
     return first_error(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,9 +1,9 @@
-"""`/healthz` and `/readyz` over HTTP, for the probes of containers. They say yes or no.
+"""`/healthz` and `/readyz` over HTTP, for the probes of containers.
 
     /healthz   200 while the event loop turns, otherwise 503
-    /readyz    200 when the process does what it is for, otherwise 503
+    /readyz    200 when the process does its work, otherwise 503
 
-A thread of its own answers, so a loop that hangs is noticed.
+A separate thread answers, so a loop that hangs is noticed.
 """
 
 from __future__ import annotations
@@ -20,18 +20,13 @@ from asyncrl.monitoring.metrics.http_server import MetricsServer
 
 BEAT_SECONDS = 1.0
 LATE_SECONDS = 30.0
-"""An event loop that has not turned for so long hangs: no step of any loop takes half of that."""
+"""An event loop that has not turned for this long hangs: no step of a loop takes half of that."""
 
 
 class Health:
-    """What a process says of its health.
+    """The health endpoint of a process. Raises UserError if it cannot listen there.
 
-    Args:
-        host: to listen at.
-        port: to listen at; 0: any that is free.
-
-    Raises:
-        UserError: it cannot listen there.
+    With port 0, the system chooses a free one.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -42,17 +37,13 @@ class Health:
         except OSError as error:
             raise UserError(
                 f"--health-port: this machine cannot listen at {host}:{port} ({error.strerror}); "
-                "another program has the port, or the host is none of its addresses"
+                "another program has the port, or the host is not one of its addresses"
             ) from error
         self.port = self._server.port
         threading.Thread(target=self._server.serve_forever, name="health", daemon=True).start()
 
     async def beat(self, is_ready: Callable[[], bool]) -> None:
-        """Run within the loop that is watched, until cancelled.
-
-        Args:
-            is_ready: whether the process does what it is for; called by another thread.
-        """
+        """Run in the watched loop until cancelled; another thread calls `is_ready`."""
         self._is_ready = is_ready
         try:
             while True:
@@ -63,7 +54,7 @@ class Health:
 
     @property
     def is_live(self) -> bool:
-        """Whether no loop is known to hang. Before and after the loop there is none that could."""
+        """True unless the loop is known to hang; True before and after the loop."""
         turned = self._turned
         return turned is None or time.monotonic() - turned < LATE_SECONDS
 
@@ -85,18 +76,14 @@ class Health:
 
 
 def beat_of(health: Health | None, is_ready: Callable[[], bool]) -> Callable[[], object]:
-    """Begin `Health.beat` in the running loop, if there is one; returns what ends it."""
+    """Begin `Health.beat` in the running loop, if `health` is given; return what ends it."""
     if health is None:
         return lambda: None
     return asyncio.create_task(health.beat(is_ready)).cancel
 
 
 def ask(port: int, host: str, *, ready: bool) -> None:
-    """Ask the process of this port how it is, as a probe does.
-
-    Raises:
-        UserError: it says no, or nothing.
-    """
+    """Ask a process for its health, as a probe does. Raises UserError if it is not healthy."""
     import http.client
     import urllib.request
 

@@ -1,7 +1,7 @@
-"""When each setting of a run may change, and why not earlier: one table for all that ask.
+"""The table of when each setting of a run may change, and why not earlier.
 
 `asyncrl set`, `run.changes`, `--resume`, checkpoints and docs/configuration.md read it. The rule of
-a key is its own entry's, or else that of the section around it.
+a key is its entry's, or else that of the section around it.
 
 >>> rule_of("trainer.learning_rate").when
 'next step'
@@ -17,20 +17,20 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 When = Literal["next step", "first step not begun", "at once", "resume", "never"]
-"""From when on a setting may have another value. `next step`: from the first one that the trainer
-was not told to train. `first step not begun`: from the first one of which no group was issued, so
-that all samples of a step are generated under the same rule. `at once`: it does not touch what is
-trained on. `resume`: when the run is continued with `--resume`. `never`: that is another run."""
+"""The earliest moment of a setting's change. `next step`: the first step that the trainer was not
+ordered to train. `first step not begun`: the first step of which no group was issued, so that all
+samples of a step are generated under one rule. `at once`: it does not affect training data.
+`resume`: when the run is continued with `--resume`. `never`: that is another run."""
 
 
 class Rule(NamedTuple):
-    """When a setting may change, and what to tell a user who changes it earlier."""
+    """The moment at which a setting may change, and the answer to an earlier change."""
 
     when: When
     reason: str = ""
-    """Why not while the run is active; empty where it may."""
+    """The obstacle while the run is active; empty if it can change."""
     instead: str = ""
-    """What to do; empty: what `instead_of` says of all such settings."""
+    """The alternative; empty: the usual one of `instead_of`."""
 
 
 _STEP, _BEGUN, _LIVE = Rule("next step"), Rule("first step not begun"), Rule("at once")
@@ -92,9 +92,7 @@ RULES: dict[str, Rule] = {
     "evaluation.timeout_seconds": _LIVE,
     "launcher": Rule("resume", "the processes were started with it"),
     "launcher.generators": Rule(
-        "resume",
-        "generators join and leave by another order",
-        "Use `asyncrl scale --generators N`",
+        "resume", "generators join and leave by another order", "Use `asyncrl scale --generators N`"
     ),
     "launcher.silence_seconds": _LIVE,
     "launcher.leave_seconds": _LIVE,
@@ -103,7 +101,7 @@ RULES: dict[str, Rule] = {
     "monitoring": Rule("resume", "the processes read it when they start"),
     "monitoring.log_level": _LIVE,
 }
-"""By key or section."""
+"""Rules by key or section."""
 
 AT_A_STEP = tuple(
     key for key, rule in RULES.items() if rule.when in ("next step", "first step not begun")
@@ -114,7 +112,7 @@ LIVE = (*AT_A_STEP, *(key for key, rule in RULES.items() if rule.when == "at onc
 
 
 def rule_of(key: str) -> Rule:
-    """The rule of a setting, by its dotted path. Raises KeyError: no entry covers it."""
+    """Return the rule of a setting by its dotted path. Raises KeyError if no entry covers it."""
     while key not in RULES:
         key, dot, _ = key.rpartition(".")
         if not dot:
@@ -123,7 +121,7 @@ def rule_of(key: str) -> Rule:
 
 
 def instead_of(key: str, rule: Rule) -> str:
-    """What a user does who wants another value of a setting that a live run does not take."""
+    """Return the alternative for a setting that cannot change in a live run."""
     if rule.instead:
         return rule.instead
     if rule.when == "never":
@@ -132,26 +130,16 @@ def instead_of(key: str, rule: Rule) -> str:
 
 
 def fixed_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first setting that differs and that no run changes; those of the trainer left out.
+    """Return the first setting that differs and never changes, or None; the trainer's are left out.
 
-    A checkpoint knows the trainer's own settings (`trainer.checkpoint.format.manifest`).
-
-    Args:
-        before: the configuration of a run, as nested mappings.
-        now: the one that it is continued with.
+    Checkpoints check the trainer's settings (`trainer.checkpoint.format.manifest`).
     """
-    for key, rule in RULES.items():
-        if (
-            rule.when == "never"
-            and key != "trainer"
-            and value_of(before, key) != value_of(now, key)
-        ):
-            return key
-    return None
+    never = (key for key, rule in RULES.items() if rule.when == "never" and key != "trainer")
+    return next((key for key in never if value_of(before, key) != value_of(now, key)), None)
 
 
 def value_of(config: Mapping[str, Any], key: str) -> Any:
-    """What a configuration has at a dotted path; None where there is no such section."""
+    """Return a configuration's value at a dotted path; None if the section is missing."""
     found: Any = config
     for name in key.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None

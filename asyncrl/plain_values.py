@@ -1,7 +1,7 @@
-"""Values of a user's own arguments, which are the same in every process that they reach.
+"""Arguments of a user's functions, restricted to values that JSON holds exactly.
 
-They travel as JSON and are written to config.yaml. What JSON cannot hold would arrive as something
-else, so it is refused where the configuration is read.
+They travel to processes as JSON and are written to config.yaml. Other values would arrive changed,
+so they are refused when the configuration is read.
 """
 
 from __future__ import annotations
@@ -18,14 +18,9 @@ _LARGEST = 2**63
 
 
 def plain(value: Any, name: str) -> Any:
-    """The value, made of None, bool, int, float, str, list and dict only; a tuple becomes a list.
+    """Return the value as None, bool, int, float, str, list and dict; a tuple becomes a list.
 
-    Args:
-        value: anything.
-        name: of the value, for the error.
-
-    Raises:
-        ValueError: it holds something that JSON cannot hold; the message names the place.
+    Raises ValueError for anything that JSON cannot hold; `name` and the place are in the message.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -60,8 +55,8 @@ def _text(value: str, name: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{shortened(name)} has half a character (a lone surrogate) at {error.start}, which no "
-            "file can hold"
+            f"{shortened(name)} has half a character (a lone surrogate) at {error.start}, which a "
+            "file cannot hold; remove it"
         ) from error
     return str(value)
 

@@ -1,4 +1,4 @@
-"""Whether a file with a secret is kept from others."""
+"""Check that other users cannot read a file with a secret."""
 
 from __future__ import annotations
 
@@ -11,15 +11,9 @@ _OTHERS, _GROUP_CHANGES, _GROUP = 0o007, 0o030, 0o070
 
 
 def refuse_open_file(path: Path, status: os.stat_result, setting: str) -> None:
-    """Mode 0600 passes, and 0440 or 0640 of root, who has chosen the group, as for mounted secrets.
+    """Raise UserError if others could read or change the secret; `setting` names the file.
 
-    Args:
-        path: for the error.
-        status: of the file, as it was opened.
-        setting: that names it, for the error.
-
-    Raises:
-        UserError: others could read or change the secret.
+    Mode 0600 passes, and 0440 or 0640 of root, who has chosen the group, as for mounted secrets.
     """
     mode = status.st_mode & 0o777
     if mode & _OTHERS or mode & _GROUP_CHANGES or (mode & _GROUP and status.st_uid != 0):

@@ -11,7 +11,7 @@ _COMPARED = 64
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """' Did you mean x?' or, if nothing is close, ' Known: a, b.'; empty if nothing is known.
+    """Return ' Did you mean x?' or, if nothing is close, ' Known: a, b.'; empty without names.
 
     Example:
         >>> nearest("enginee", ["engine", "trainer"])
@@ -27,7 +27,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def nearest_path(path: Path) -> str:
-    """' Did you mean x?', or that the folder does not exist either; empty if nothing is close."""
+    """Return ' Did you mean x?', or that the folder is missing too; empty if nothing is close."""
     folder = path.parent
     if not folder.is_dir():
         above = folder.parent
@@ -40,9 +40,9 @@ def nearest_path(path: Path) -> str:
 
 
 def shortened(text: str, limit: int = 160) -> str:
-    """The text, or its beginning and '...' if it is longer than `limit` characters.
+    """Return the text, or its beginning and '...' if it is longer than `limit` characters.
 
-    Errors quote values of the user's through this function, so that none of them prints megabytes.
+    Errors quote the user's values through this function, so that none of them prints megabytes.
 
     Example:
         >>> shortened("a" * 200, 10)

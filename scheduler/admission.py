@@ -146,10 +146,7 @@ class Admission:
         return admission
 
     def change(self, bounds: Bounds) -> None:
-        """Set other bounds from a step on, of which no group was ever issued.
-
-        They replace bounds that were to begin at this step.
-        """
+        """Set other bounds from a step on, of which no group was ever issued."""
         kept = [one for one in self.bounds if one.first_step != bounds.first_step]
         self.bounds = sorted([*kept, bounds])
         self.verifies |= bounds.verifies

@@ -9,7 +9,11 @@ import msgspec
 from asyncrl.rollout.trajectory import SampleId
 
 
-class StartSample(msgspec.Struct, frozen=True, gc=False):
+class Command(msgspec.Struct, frozen=True):
+    """A decision of the scheduler."""
+
+
+class StartSample(Command, frozen=True, gc=False):
     """Make a generator generate a sample and hold it. A reissued sample keeps its id."""
 
     generator: str
@@ -19,7 +23,7 @@ class StartSample(msgspec.Struct, frozen=True, gc=False):
     many policy versions."""
 
 
-class VerifySamples(msgspec.Struct, frozen=True):
+class VerifySamples(Command, frozen=True):
     """Make a generator verify the tokens of these samples and resume from the accepted prefix.
 
     Only tokens of versions below `min_version` require it. A generator that has verified a sample
@@ -32,7 +36,7 @@ class VerifySamples(msgspec.Struct, frozen=True):
     """Lowest allowed version of the tokens; the generator has installed it or a later one."""
 
 
-class InstallWeights(msgspec.Struct, frozen=True):
+class InstallWeights(Command, frozen=True):
     """Make a generator install this version; at most one install is outstanding per generator."""
 
     generator: str
@@ -43,7 +47,7 @@ class InstallWeights(msgspec.Struct, frozen=True):
     installed."""
 
 
-class RewindGenerator(msgspec.Struct, frozen=True, gc=False):
+class RewindGenerator(Command, frozen=True, gc=False):
     """Make a generator forget the policies of later versions, which are gone.
 
     It forgets its unacknowledged deliveries and relabels the tokens of later versions as those of
@@ -56,24 +60,21 @@ class RewindGenerator(msgspec.Struct, frozen=True, gc=False):
     """Lineage of the trainer that continues from this version."""
 
 
-class ReleaseSamples(msgspec.Struct, frozen=True):
-    """Make a leaving generator write the tokens of these samples to a file, and forget them.
-
-    Answered by `SamplesReleased`. They are then started elsewhere, with their tokens.
-    """
+class ReleaseSamples(Command, frozen=True):
+    """Make a leaving generator move these samples to a file. Answered by `SamplesReleased`."""
 
     generator: str
     samples: tuple[SampleId, ...]
     """Samples started there and not on their way to the trainer; at least one."""
 
 
-class EndGenerator(msgspec.Struct, frozen=True, gc=False):
+class EndGenerator(Command, frozen=True, gc=False):
     """End a generator that has left, with no sample. It counts as lost from now on."""
 
     generator: str
 
 
-class DeliverGroup(msgspec.Struct, frozen=True):
+class DeliverGroup(Command, frozen=True):
     """Make the holders of a group's finished samples send them to the trainer.
 
     Normally this is the whole group, from one generator. After a loss it is only the samples that
@@ -86,49 +87,43 @@ class DeliverGroup(msgspec.Struct, frozen=True):
     """Ascending by sample."""
 
 
-class DeclareStep(msgspec.Struct, frozen=True):
-    """Send the trainer the final membership of a step. Issued once per step, in step order.
-
-    The trainer already has every group named here, so the set cannot change any more.
-    """
+class DeclareStep(Command, frozen=True):
+    """Send the trainer, once, the final membership of a step; it has every group named here."""
 
     step: int
     groups: tuple[int, ...]
     """Group indices, ascending, at least one. Missing groups of the step failed."""
 
 
-class DiscardSamples(msgspec.Struct, frozen=True):
+class DiscardSamples(Command, frozen=True):
     """Make a generator abort or forget these samples."""
 
     generator: str
     samples: tuple[SampleId, ...]
 
 
-class ReportGroupFailed(msgspec.Struct, frozen=True, gc=False):
+class ReportGroupFailed(Command, frozen=True, gc=False):
     """Report that this group is not trained on, and why. Issued once per group."""
 
     group: int
     reason: str
 
 
-class ReportGroupWithoutSignal(msgspec.Struct, frozen=True, gc=False):
-    """Report that this group is not trained on, since its rewards are all equal.
-
-    Issued once per group, with dynamic sampling only.
-    """
+class ReportGroupWithoutSignal(Command, frozen=True, gc=False):
+    """Report, once, that this group is not trained on, since its rewards are all equal."""
 
     group: int
     step: int
     reward: float
 
 
-class PauseGenerator(msgspec.Struct, frozen=True, gc=False):
+class PauseGenerator(Command, frozen=True, gc=False):
     """Make a generator stop generating and keep its state."""
 
     generator: str
 
 
-class ResumeGenerator(msgspec.Struct, frozen=True, gc=False):
+class ResumeGenerator(Command, frozen=True, gc=False):
     """Make a generator resume generating."""
 
     generator: str
@@ -142,27 +137,9 @@ class RunOutcome(Enum):
     FAILED = "failed"
 
 
-class FinishRun(msgspec.Struct, frozen=True, gc=False):
+class FinishRun(Command, frozen=True, gc=False):
     """The last decision of a run. Weights are still installed after it, for the evaluation."""
 
     outcome: RunOutcome
     reason: str = ""
-    """Why the run failed, or why a stopped run did not train its current step; otherwise empty."""
-
-
-Command = (
-    StartSample
-    | VerifySamples
-    | InstallWeights
-    | RewindGenerator
-    | ReleaseSamples
-    | EndGenerator
-    | DeliverGroup
-    | DeclareStep
-    | DiscardSamples
-    | ReportGroupFailed
-    | ReportGroupWithoutSignal
-    | PauseGenerator
-    | ResumeGenerator
-    | FinishRun
-)
+    """The reason of a failure, or of a stop without training the current step; otherwise empty."""

@@ -39,7 +39,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from types import MappingProxyType
-from typing import NamedTuple
 
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.scheduler.errors import LedgerError
@@ -55,13 +54,6 @@ class Outcome(Enum):
     """The trainer has it: its step takes it."""
     FAILED = "failed"
     NO_SIGNAL = "no signal"
-
-
-class _LeftOut(NamedTuple):
-    """Groups of a consumed step that it did not train on."""
-
-    failed: int
-    without_signal: int
 
 
 class DynamicLedger:
@@ -83,36 +75,23 @@ class DynamicLedger:
         self.max_groups = max_groups
         self._starts = {first_step: first_step * groups_per_step, **first_groups}
         """First group of each step whose beginning is decided; one number a step."""
-        self._first = self._next_group = self._issued_below = self._starts[first_step]
-        self._next_step = first_step
+        # As in `Ledger`.
+        self._first = self.next_group = self.issued_below = self._starts[first_step]
+        self.next_step = first_step
         self._settled: dict[int, Outcome] = {}
         self._trained_in: dict[int, int] = {}
-        self._left_out: dict[int, _LeftOut] = {}
-
-    @property
-    def next_step(self) -> int:
-        """The step to be consumed next; every earlier step is consumed."""
-        return self._next_step
-
-    @property
-    def next_group(self) -> int:
-        """The group to be issued next; every lower index was issued."""
-        return self._next_group
-
-    @property
-    def issued_below(self) -> int:
-        """Every group that was ever issued has a lower index, withdrawn groups included."""
-        return self._issued_below
+        self._left_out: dict[int, tuple[int, int]] = {}
+        """Groups (failed, without signal) of each consumed step that it did not train on."""
 
     @property
     def first_group(self) -> int:
         """Every group before this one is consumed or left out."""
-        return self._starts[self._next_step]
+        return self._starts[self.next_step]
 
     def first_group_of(self, step: int) -> int:
         """First group of a step. Raises LedgerError if the previous step is undecided."""
         if step not in self._starts:
-            raise LedgerError(f"step {step} has no first group: the steps before are not decided")
+            raise LedgerError(f"the first group of step {step} is unknown: an earlier step is open")
         return self._starts[step]
 
     def end_of(self, step: int) -> int:
@@ -125,9 +104,9 @@ class DynamicLedger:
 
     def issue(self) -> int:
         """Issue the next group in data order; return its index."""
-        group = self._next_group
-        self._next_group += 1
-        self._issued_below = max(self._issued_below, self._next_group)
+        group = self.next_group
+        self.next_group += 1
+        self.issued_below = max(self.issued_below, self.next_group)
         return group
 
     def arrive(self, group: int) -> None:
@@ -166,7 +145,7 @@ class DynamicLedger:
 
     def looked_at(self, step: int) -> tuple[int, int]:
         """Groups (with signal, without) of a step that is decided and not consumed."""
-        if step < self._next_step:
+        if step < self.next_step:
             return 0, 0
         groups = range(self.first_group_of(step), self.end_of(step))
         outcomes = [self._settled.get(group) for group in groups]
@@ -184,60 +163,56 @@ class DynamicLedger:
 
     def consume(self, step: int, groups: tuple[int, ...]) -> None:
         """Record that the next step was trained on exactly its groups; else raise LedgerError."""
-        members = checked_members(step, self._next_step, self.membership(step), groups)
+        members = checked_members(step, self.next_step, self.membership(step), groups)
         settled = [self._settled.pop(one) for one in range(self._starts[step], self.end_of(step))]
         failed = settled.count(Outcome.FAILED)
         self._trained_in[step] = len(members)
         if len(settled) > len(members):
-            self._left_out[step] = _LeftOut(failed, len(settled) - len(members) - failed)
-        self._next_step = step + 1
+            self._left_out[step] = failed, len(settled) - len(members) - failed
+        self.next_step = step + 1
 
     def rewind(self, step: int) -> None:
-        """Return to the state before this step: later groups are issued again.
-
-        Raises LedgerError if earlier steps are not all consumed, or its beginning is unknown.
-        """
-        if step > self._next_step:
+        """Return to the state before this step. Raises LedgerError if that is ahead or unknown."""
+        if step > self.next_step:
             raise LedgerError(
-                f"cannot return to step {step}: the next step to be consumed is {self._next_step}"
+                f"cannot return to step {step}: the next step to be consumed is {self.next_step}"
             )
-        self._next_group = self.first_group_of(step)
+        self.next_group = self.first_group_of(step)
         for table in (self._trained_in, self._left_out):
             for later in [one for one in table if one >= step]:
                 del table[later]
         for later in [one for one in self._starts if one > step]:
             del self._starts[later]
         self._settled.clear()
-        self._next_step = step
-        self._first = min(self._first, self._next_group)
+        self.next_step = step
+        self._first = min(self._first, self.next_group)
 
     def withdraw_from(self, group: int) -> None:
         """Withdraw this group and all later ones; they may be issued again."""
-        self._next_group = min(self._next_group, group)
+        self.next_group = min(self.next_group, group)
         for later in [one for one in self._settled if one >= group]:
             del self._settled[later]
 
     def unsettled(self) -> Iterator[int]:
         """Yield the groups that were issued and not settled, ascending."""
-        for group in range(self.first_group, self._next_group):
+        for group in range(self.first_group, self.next_group):
             if group not in self._settled:
                 yield group
 
     def counts(self) -> LedgerCounts:
         """Totals. O(steps and settled groups)."""
         outcomes = list(self._settled.values())
-        left_out = self._left_out.values()
+        failed, without = map(sum, zip((0, 0), *self._left_out.values(), strict=True))
         return LedgerCounts(
-            issued=self._next_group - self._first,
+            issued=self.next_group - self._first,
             arrived=outcomes.count(Outcome.ARRIVED),
             consumed=sum(self._trained_in.values()),
-            failed=sum(one.failed for one in left_out) + outcomes.count(Outcome.FAILED),
-            without_signal=sum(one.without_signal for one in left_out)
-            + outcomes.count(Outcome.NO_SIGNAL),
+            failed=failed + outcomes.count(Outcome.FAILED),
+            without_signal=without + outcomes.count(Outcome.NO_SIGNAL),
         )
 
     def _settle(self, group: int, outcome: Outcome, verb: str) -> None:
-        if group >= self._next_group or group < self._first:
+        if group >= self.next_group or group < self._first:
             raise LedgerError(f"group {group} {verb} but was never issued")
         if group < self.first_group:
             raise LedgerError(f"group {group} {verb} but its step was consumed already")
@@ -253,8 +228,7 @@ class Places:
         self._per_step = config.groups_per_step
         self._ledger = ledger
         self._share = SignalShare(
-            groups_per_step=config.groups_per_step,
-            max_batches=config.dynamic_sampling.max_batches,
+            groups_per_step=config.groups_per_step, max_batches=config.dynamic_sampling.max_batches
         )
         self.changed = True
         """True if a fact may settle a group, move one or issue more."""
@@ -277,10 +251,7 @@ class Places:
         return self._share.weight / UNIT
 
     def judge(self, group: Group) -> None:
-        """Decide whether a group carries signal, if all of its samples are finished and rewarded.
-
-        All of them must be HELD, and none too old for its step.
-        """
+        """Judge a group if all of its samples are HELD and rewarded; none may be too old."""
         signal = group.signal
         if signal is None or signal.verdict is not Verdict.OPEN:
             return

@@ -39,28 +39,19 @@ from asyncrl.scheduler.reward_signal import Verdict
 from asyncrl.scheduler.sample_transitions import Work
 from asyncrl.scheduler.state import SchedulerState
 from asyncrl.scheduler.steps import Steps
-from asyncrl.scheduler.verification import Verification
 from asyncrl.scheduler.weights import Weights
 
 
 class DynamicSampling:
     """Settles the groups that the current step reaches, after each event."""
 
-    def __init__(
-        self,
-        state: SchedulerState,
-        work: Work,
-        steps: Steps,
-        weights: Weights,
-        verification: Verification,
-    ) -> None:
+    def __init__(self, state: SchedulerState, work: Work, steps: Steps, weights: Weights) -> None:
         if state.places is None or not isinstance(state.ledger, DynamicLedger):
             raise SchedulerError("dynamic sampling is not enabled")
         self._state = state
         self._places: Places = state.places
         self._ledger: DynamicLedger = state.ledger
         self._work, self._steps, self._weights = work, steps, weights
-        self._verification = verification
 
     def settle(self) -> None:
         """Act on the changes of an event."""
@@ -123,10 +114,7 @@ class DynamicSampling:
         self._work.deliver_if_complete(group)
 
     def _verify(self, group: Group, *, all_running: bool = False) -> None:
-        """Verify samples that may be too old for the group's current step.
-
-        Those that become due with a generator's next version are verified then (`Verification`).
-        """
+        """Verify samples that may be too old for the group's step, unless an install will."""
         owner, signal = group.owner, group.signal
         if owner is None or signal is None or not self._can_verify(owner):
             return
@@ -143,7 +131,7 @@ class DynamicSampling:
         if owner.installing is not None:
             samples = [one for one in samples if SampleId(group.index, one) not in owner.requested]
         if samples:
-            self._verification.verify(owner, group, samples, least)
+            self._work.verify(owner, group, samples, least)
 
     def _can_verify(self, owner: Generator) -> bool:
         if not self._state.admission.verifies or owner.rewinding or owner.leaving:

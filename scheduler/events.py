@@ -13,7 +13,11 @@ from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler.config import SchedulerConfig
 
 
-class GeneratorJoined(msgspec.Struct, frozen=True, gc=False):
+class Event(msgspec.Struct, frozen=True):
+    """A fact that the scheduler receives."""
+
+
+class GeneratorJoined(Event, frozen=True, gc=False):
     """A generator can take work. Names are never reused: a restarted generator has a new name.
 
     Ignored after `GeneratorLost` for the same name: the process watch may notice a death before the
@@ -27,25 +31,25 @@ class GeneratorJoined(msgspec.Struct, frozen=True, gc=False):
     """Version that it samples from; -1 if it has not installed any published weights."""
 
 
-class GeneratorLost(msgspec.Struct, frozen=True, gc=False):
+class GeneratorLost(Event, frozen=True, gc=False):
     """A generator is gone, with all samples that it held. It may not have joined yet."""
 
     generator: str
 
 
-class GeneratorLeaves(msgspec.Struct, frozen=True, gc=False):
+class GeneratorLeaves(Event, frozen=True, gc=False):
     """The user ordered a joined generator to leave: see `scheduler.scheduler`."""
 
     generator: str
 
 
-class SamplesReleased(msgspec.Struct, frozen=True, gc=False):
+class SamplesReleased(Event, frozen=True, gc=False):
     """The answer to `ReleaseSamples`: the generator does not have these samples any more."""
 
     generator: str
 
 
-class SampleFinished(msgspec.Struct, frozen=True, gc=False):
+class SampleFinished(Event, frozen=True, gc=False):
     """A generator finished a sample and holds it. Its reward may still be being computed."""
 
     generator: str
@@ -55,7 +59,7 @@ class SampleFinished(msgspec.Struct, frozen=True, gc=False):
     """Lowest policy version among the sample's segments."""
 
 
-class SampleRewarded(msgspec.Struct, frozen=True, gc=False):
+class SampleRewarded(Event, frozen=True, gc=False):
     """The reward of a held sample is computed. With dynamic sampling only.
 
     It is for the contents that the generator reported last: it comes after each `SampleFinished`,
@@ -67,7 +71,7 @@ class SampleRewarded(msgspec.Struct, frozen=True, gc=False):
     reward: float
 
 
-class SampleFailed(msgspec.Struct, frozen=True, gc=False):
+class SampleFailed(Event, frozen=True, gc=False):
     """A sample cannot be generated or scored, and another attempt would fail as well."""
 
     generator: str
@@ -75,7 +79,7 @@ class SampleFailed(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-class SampleDelivered(msgspec.Struct, frozen=True, gc=False):
+class SampleDelivered(Event, frozen=True, gc=False):
     """The trainer acknowledged a sample: the sample is safe even if its generator is lost."""
 
     generator: str
@@ -83,7 +87,7 @@ class SampleDelivered(msgspec.Struct, frozen=True, gc=False):
     sample: SampleId
 
 
-class WeightsInstalled(msgspec.Struct, frozen=True, gc=False):
+class WeightsInstalled(Event, frozen=True, gc=False):
     """The answer to `InstallWeights`: the version that the generator now samples from.
 
     Every `InstallWeights` must be answered. If the weights were overwritten by newer ones before
@@ -95,7 +99,7 @@ class WeightsInstalled(msgspec.Struct, frozen=True, gc=False):
     policy_version: int
 
 
-class KvUsed(msgspec.Struct, frozen=True, gc=False):
+class KvUsed(Event, frozen=True, gc=False):
     """The use of a generator's KV space; reported periodically."""
 
     generator: str
@@ -103,30 +107,27 @@ class KvUsed(msgspec.Struct, frozen=True, gc=False):
     """Share of the KV space in use, 0 to 1."""
 
 
-class EnvironmentWaits(msgspec.Struct, frozen=True, gc=False):
-    """Number of a generator's samples that wait for their environment; reported periodically.
-
-    They are RUNNING and take no slot.
-    """
+class EnvironmentWaits(Event, frozen=True, gc=False):
+    """A periodic report of how many RUNNING samples wait for their environment, without a slot."""
 
     generator: str
     samples: int
 
 
-class SpeedMeasured(msgspec.Struct, frozen=True, gc=False):
+class SpeedMeasured(Event, frozen=True, gc=False):
     """A generator's speed, averaged over some busy time; reported occasionally."""
 
     generator: str
     tokens_per_row_second: float
 
 
-class WeightsPublished(msgspec.Struct, frozen=True, gc=False):
+class WeightsPublished(Event, frozen=True, gc=False):
     """The trainer published the weights of this version; generators can install them."""
 
     policy_version: int
 
 
-class StepFinished(msgspec.Struct, frozen=True, gc=False):
+class StepFinished(Event, frozen=True, gc=False):
     """The trainer finished optimizer step `step` and consumed exactly these groups."""
 
     step: int
@@ -134,7 +135,7 @@ class StepFinished(msgspec.Struct, frozen=True, gc=False):
     groups: tuple[int, ...]
 
 
-class TrainerJoined(msgspec.Struct, frozen=True, gc=False):
+class TrainerJoined(Event, frozen=True, gc=False):
     """A trainer can take trajectories and has published its weights of this version.
 
     The first one has the version that the run begins with. Each later one replaces a lost trainer
@@ -146,11 +147,11 @@ class TrainerJoined(msgspec.Struct, frozen=True, gc=False):
     """Number of trainers before this one. Repeated events of a lineage are ignored."""
 
 
-class TrainerLost(msgspec.Struct, frozen=True, gc=False):
+class TrainerLost(Event, frozen=True, gc=False):
     """The trainer is gone, with its weights, its step and every trajectory that it had."""
 
 
-class GeneratorRewound(msgspec.Struct, frozen=True, gc=False):
+class GeneratorRewound(Event, frozen=True, gc=False):
     """The answer to `RewindGenerator`. The generator's later reports are of this lineage.
 
     It holds no token of a later version than the ordered one, except as tokens of an unknown
@@ -164,7 +165,7 @@ class GeneratorRewound(msgspec.Struct, frozen=True, gc=False):
     nothing until it has installed others."""
 
 
-class BoundsChanged(msgspec.Struct, frozen=True, gc=False):
+class BoundsChanged(Event, frozen=True, gc=False):
     """The user changed how far generation may run ahead, for steps of which nothing is begun."""
 
     configs: dict[int, SchedulerConfig]
@@ -172,43 +173,17 @@ class BoundsChanged(msgspec.Struct, frozen=True, gc=False):
     `max_runahead_groups` differ."""
 
 
-class DrainRequested(msgspec.Struct, frozen=True, gc=False):
+class DrainRequested(Event, frozen=True, gc=False):
     """Begin no group, train the steps whose groups are all begun, then end the run."""
 
 
-class StopRequested(msgspec.Struct, frozen=True, gc=False):
+class StopRequested(Event, frozen=True, gc=False):
     """Finish the current step, then end the run (`asyncrl.scheduler.scheduler`)."""
 
 
-class PauseRequested(msgspec.Struct, frozen=True, gc=False):
+class PauseRequested(Event, frozen=True, gc=False):
     """Start no samples and make every generator stop generating; discard nothing."""
 
 
-class ResumeRequested(msgspec.Struct, frozen=True, gc=False):
+class ResumeRequested(Event, frozen=True, gc=False):
     """Resume after a pause."""
-
-
-Event = (
-    GeneratorJoined
-    | GeneratorLost
-    | GeneratorLeaves
-    | SamplesReleased
-    | SampleFinished
-    | SampleRewarded
-    | SampleFailed
-    | SampleDelivered
-    | WeightsInstalled
-    | KvUsed
-    | EnvironmentWaits
-    | SpeedMeasured
-    | WeightsPublished
-    | StepFinished
-    | TrainerJoined
-    | TrainerLost
-    | GeneratorRewound
-    | BoundsChanged
-    | DrainRequested
-    | StopRequested
-    | PauseRequested
-    | ResumeRequested
-)

@@ -133,10 +133,7 @@ def _check_ledger(state: SchedulerState) -> None:
 
 
 def _check_selection(state: SchedulerState, ledger: DynamicLedger) -> None:
-    """Check that what the undecided step reaches is settled or delivered, and nothing else.
-
-    After the last step nothing more is.
-    """
+    """Check that the undecided step's groups are settled or delivered, and no others."""
     if state.next_undeclared > state.last_step:
         held = all(1 not in group.sent for group in state.groups.values())
         _require(held, "a group is delivered after the last step")

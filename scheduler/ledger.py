@@ -54,36 +54,22 @@ class Ledger:
     def __init__(self, *, groups_per_step: int, first_step: int) -> None:
         self._per_step = groups_per_step
         self._first_group = first_step * groups_per_step
-        self._next_group = self._first_group
-        self._issued_below = self._first_group
-        self._next_step = first_step
+        self.next_group = self._first_group
+        """The group to be issued next; lower ones were issued, and after `rewind` perhaps later
+        ones, which are issued again. The owner of the ledger only reads this."""
+        self.issued_below = self._first_group
+        """Every group that was ever issued has a lower index, withdrawn groups included."""
+        self.next_step = first_step
+        """The step to be consumed next; every earlier step is consumed."""
         self._steps: dict[int, _Step] = {}
         self._consumed = 0
         self._failed = 0
         self._failed_in: dict[int, int] = {}
 
     @property
-    def next_step(self) -> int:
-        """The step to be consumed next; every earlier step is consumed."""
-        return self._next_step
-
-    @property
-    def next_group(self) -> int:
-        """The group to be issued next; every lower index was issued.
-
-        After `rewind` higher ones may have been issued before; they are issued again.
-        """
-        return self._next_group
-
-    @property
-    def issued_below(self) -> int:
-        """Every group that was ever issued has a lower index, withdrawn groups included."""
-        return self._issued_below
-
-    @property
     def first_group(self) -> int:
         """Every group before this one is consumed or failed."""
-        return self._next_step * self._per_step
+        return self.next_step * self._per_step
 
     def end_of(self, step: int) -> int:
         """First group after a step."""
@@ -95,9 +81,9 @@ class Ledger:
 
     def issue(self) -> int:
         """Issue the next group in data order; return its index."""
-        group = self._next_group
-        self._next_group += 1
-        self._issued_below = max(self._issued_below, self._next_group)
+        group = self.next_group
+        self.next_group += 1
+        self.issued_below = max(self.issued_below, self.next_group)
         self._steps.setdefault(self.step_of(group), _Step())
         return group
 
@@ -123,13 +109,13 @@ class Ledger:
 
     def consume(self, step: int, groups: tuple[int, ...]) -> None:
         """Record that the next step was trained on exactly its groups; else raise LedgerError."""
-        members = checked_members(step, self._next_step, self.membership(step), groups)
+        members = checked_members(step, self.next_step, self.membership(step), groups)
         entry = self._steps.pop(step)
         self._consumed += len(members)
         if entry.failed:
             self._failed += len(entry.failed)
             self._failed_in[step] = len(entry.failed)
-        self._next_step = step + 1
+        self.next_step = step + 1
 
     def rewind(self, step: int) -> None:
         """Return to the state before this step: groups of later steps are issued again.
@@ -137,29 +123,29 @@ class Ledger:
         Failed groups of this step and later ones are tried again as well. Raises LedgerError if
         earlier steps are not all consumed.
         """
-        if step > self._next_step:
+        if step > self.next_step:
             raise LedgerError(
-                f"cannot return to step {step}: the next step to be consumed is {self._next_step}"
+                f"cannot return to step {step}: the next step to be consumed is {self.next_step}"
             )
         first_step = self._first_group // self._per_step
-        for lost in range(max(step, first_step), self._next_step):
+        for lost in range(max(step, first_step), self.next_step):
             failed = self._failed_in.pop(lost, 0)
             self._failed -= failed
             self._consumed -= self._per_step - failed
         self._steps.clear()
-        self._next_step = step
-        self._next_group = step * self._per_step
-        self._first_group = min(self._first_group, self._next_group)
+        self.next_step = step
+        self.next_group = step * self._per_step
+        self._first_group = min(self._first_group, self.next_group)
 
     def withdraw_after(self, step: int) -> None:
         """Withdraw all groups issued for later steps; a resumed run issues them again."""
-        self._next_group = min(self._next_group, (step + 1) * self._per_step)
+        self.next_group = min(self.next_group, (step + 1) * self._per_step)
         for later in [s for s in self._steps if s > step]:
             self._failed += len(self._steps.pop(later).failed)
 
     def unsettled(self) -> Iterator[int]:
         """Yield the groups that were issued and neither arrived nor failed, ascending."""
-        for group in range(self._next_step * self._per_step, self._next_group):
+        for group in range(self.next_step * self._per_step, self.next_group):
             entry = self._steps[self.step_of(group)]
             if group not in entry.arrived and group not in entry.failed:
                 yield group
@@ -168,15 +154,10 @@ class Ledger:
         """Totals. O(steps in flight)."""
         waiting = sum(len(entry.arrived) for entry in self._steps.values())
         failed = self._failed + sum(len(entry.failed) for entry in self._steps.values())
-        return LedgerCounts(
-            issued=self._next_group - self._first_group,
-            arrived=waiting,
-            consumed=self._consumed,
-            failed=failed,
-        )
+        return LedgerCounts(self.next_group - self._first_group, waiting, self._consumed, failed)
 
     def _open(self, group: int, verb: str) -> _Step:
-        if group >= self._next_group or group < self._first_group:
+        if group >= self.next_group or group < self._first_group:
             raise LedgerError(f"group {group} {verb} but was never issued")
         entry = self._steps.get(self.step_of(group))
         if entry is None:
@@ -189,10 +170,7 @@ class Ledger:
 def checked_members(
     step: int, next_step: int, members: tuple[int, ...] | None, groups: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the members of a step that is consumed with these groups.
-
-    Raises LedgerError if it is not the next step, or these are not exactly its members.
-    """
+    """Return the members of a step that is consumed with these groups. Raises LedgerError."""
     if step != next_step:
         raise LedgerError(
             f"step {step} was consumed out of order: the next one is step {next_step}"

@@ -223,10 +223,6 @@ class Placement:
                 return group
         return None
 
-    def unplaced_samples(self) -> int:
-        """Count samples that wait for a generator. O(waiting groups)."""
-        return sum(group.queued for _, group in self.unplaced if group.owner is None)
-
     def next_group(self, generator: Generator, last_group: int) -> Group | None:
         """Return the group of which this generator should start a sample, if there is one.
 
@@ -281,13 +277,10 @@ class Placement:
         generator.groups[group.index] = group
         generator.load += group.queued
         if group.key is not None:
-            self._remember(group.key, generator.number)
-
-    def _remember(self, key: int, number: int) -> None:
-        places = self._last_place
-        if key >= len(places):
-            places.extend([-1] * (max(key + 1, 2 * len(places)) - len(places)))
-        places[key] = number
+            places = self._last_place
+            if group.key >= len(places):
+                places.extend([-1] * (max(group.key + 1, 2 * len(places)) - len(places)))
+            places[group.key] = generator.number
 
     def _head(self, generator: Generator) -> Group | None:
         queue = generator.queue
@@ -330,10 +323,10 @@ class Placement:
 
 
 def _until_done(generator: Generator) -> int:
-    """Time until it would finish a group that is placed on it now.
+    """Return the time until it would finish a group that is placed on it now.
 
-    In units of 1/`_LOAD_UNITS` of the time that a generator of speed 1 needs for as many samples as
-    it has slots. Without measured speeds the order is that of the load relative to the slots.
+    The unit is 1/`_LOAD_UNITS` of the time in which a generator of speed 1 finishes as many samples
+    as it has slots.
     """
     if generator.speed == 1.0:
         return _OWN * _LOAD_UNITS + generator.load * _LOAD_UNITS // generator.slots

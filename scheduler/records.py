@@ -41,6 +41,8 @@ class SampleState(IntEnum):
 
 # Plain ints, because the hot path writes them into bytearrays.
 QUEUED, RUNNING, HELD, DELIVERING, DELIVERED, VERIFYING = (int(state) for state in SampleState)
+STARTED = (RUNNING, HELD, VERIFYING)
+"""States of a sample that only its generator has."""
 
 
 @dataclass(slots=True, eq=False)
@@ -141,10 +143,7 @@ class Generator:
 
     @property
     def in_environments(self) -> int:
-        """Samples RUNNING here that presumably wait for their environment, and take no slot.
-
-        Samples may have finished since the report.
-        """
+        """RUNNING samples that probably wait for their environment, and take no slot."""
         return min(self.waiting, self.running)
 
     @property

@@ -2,9 +2,15 @@
 
 Each move updates the counts of the sample's group and generator and issues the command that the
 move requires. The event handlers decide when a move is due.
+
+Samples become due for verification when their generator's version rises. They are commanded
+together with the install of that version, so that the generator starts them as soon as it is
+installed. Samples started between the command and its report are commanded after the report.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands
@@ -14,21 +20,20 @@ from asyncrl.scheduler.records import (
     HELD,
     QUEUED,
     RUNNING,
+    STARTED,
     VERIFYING,
     Generator,
     Group,
 )
 from asyncrl.scheduler.reward_signal import GroupSignal
 from asyncrl.scheduler.state import SchedulerState
-from asyncrl.scheduler.verification import Verification
 
 
 class Work:
     """The groups in flight: starts, verifies, delivers and discards their samples."""
 
-    def __init__(self, state: SchedulerState, verification: Verification) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._verification = verification
         self._config = state.config
         self._admission = state.admission
         self._placement = state.placement
@@ -87,10 +92,7 @@ class Work:
             )
 
     def requeue(self, group: Group) -> int | None:
-        """Requeue the samples of a lost generator, except the delivered ones.
-
-        Returns a sample that has no attempt left, if there is one.
-        """
+        """Requeue a lost generator's samples; return one without an attempt left, if any."""
         exhausted = None
         for sample, state in enumerate(group.states):
             if state == DELIVERED:
@@ -111,7 +113,7 @@ class Work:
         if owner is None:
             return
         for sample, state in enumerate(group.states):
-            if state in (RUNNING, HELD, VERIFYING):
+            if state in STARTED:
                 self._leave(owner, group, state)
                 self._queue_again(owner, group, sample)
         owner.load -= group.queued
@@ -137,6 +139,66 @@ class Work:
         if group.signal is not None:
             group.signal.forget(sample)
 
+    def install(self, generator: Generator, version: int) -> None:
+        """Command an install together with the verification that it makes possible."""
+        verify = tuple(
+            _command(generator, group, samples, min_version)
+            for group, samples, min_version in self._due(generator, generator.version, version)
+        )
+        generator.installing = version
+        generator.requested = {sample: one.min_version for one in verify for sample in one.samples}
+        self._commands.append(commands.InstallWeights(generator.name, version, verify))
+
+    def verify_due(self, generator: Generator, version_before: int) -> None:
+        """Verify what a generator's newer version allows and its install did not command."""
+        requested, generator.requested = generator.requested, {}
+        for group, due, min_version in self._due(generator, version_before, generator.version):
+            _begin(generator, group, due, min_version)
+            rest = [sample for sample in due if SampleId(group.index, sample) not in requested]
+            if rest:
+                self._commands.append(_command(generator, group, rest, min_version))
+        if self._state.places is not None:
+            self._begin_requested(generator, requested)
+
+    def _begin_requested(self, generator: Generator, requested: Mapping[SampleId, int]) -> None:
+        """Mark commanded verifications, although a group may have moved to another step."""
+        for one, least in requested.items():
+            group = self._state.groups.get(one.group)
+            if group is None or group.owner is not generator or generator.version < least:
+                continue
+            if group.stale[one.sample]:
+                _begin(generator, group, [one.sample], least)
+
+    def verify(
+        self, generator: Generator, group: Group, samples: list[int], min_version: int
+    ) -> None:
+        """Command the verification of these samples of a group now."""
+        _begin(generator, group, samples, min_version)
+        self._commands.append(_command(generator, group, samples, min_version))
+
+    def _due(
+        self, generator: Generator, before: int, version: int
+    ) -> list[tuple[Group, list[int], int]]:
+        """List (group, samples, minimum version) that become due, in data order.
+
+        These are the samples of steps whose minimum version lies between the two versions,
+        including running ones, which were started under the earlier version.
+        """
+        due: list[tuple[Group, list[int], int]] = []
+        if not self._admission.verifies or generator.leaving:
+            return due
+        for group in sorted(generator.groups.values()):
+            min_version = self._admission.min_version(group.step)
+            if before < min_version <= version:
+                samples = [
+                    sample
+                    for sample, state in enumerate(group.states)
+                    if state == RUNNING or group.stale[sample]
+                ]
+                if samples:
+                    due.append((group, samples, min_version))
+        return due
+
     def hold(self, generator: Generator, group: Group, sample: int, *, too_old: bool) -> None:
         """RUNNING, VERIFYING or HELD to HELD; a complete group is delivered.
 
@@ -153,7 +215,7 @@ class Work:
             min_version = self._admission.min_version(group.step)
             can_verify = self._admission.verifies and not self.gives_away(generator)
             if generator.version >= min_version and can_verify:
-                self._verification.verify(generator, group, [sample], min_version)
+                self.verify(generator, group, [sample], min_version)
         self._placement.update(generator)
         self.deliver_if_complete(group)
 
@@ -182,7 +244,7 @@ class Work:
     def deliver_if_complete(self, group: Group) -> None:
         """Command delivery of the HELD samples if none of the group is left to generate.
 
-        Nothing is delivered while there is no trainer, by a generator that rewinds, or of a group
+        Nothing is delivered without a trainer, by a generator that rewinds, or of a group
         that a rewind left ahead of the groups that are issued.
         """
         owner = group.owner
@@ -239,7 +301,7 @@ class Work:
             owner = group.owner
             if owner is not None:
                 for sample, state in enumerate(group.states):
-                    if state in (RUNNING, HELD, VERIFYING, DELIVERING):
+                    if state in (*STARTED, DELIVERING):
                         self._leave(owner, group, state)
                         by_owner.setdefault(owner.name, []).append(SampleId(group.index, sample))
                 owner.load -= group.queued
@@ -266,3 +328,22 @@ class Work:
         if state == VERIFYING:
             group.verifying -= 1
             owner.verifying -= 1
+
+
+def _command(
+    generator: Generator, group: Group, samples: list[int], min_version: int
+) -> commands.VerifySamples:
+    ids = tuple(SampleId(group.index, sample) for sample in samples)
+    return commands.VerifySamples(generator.name, ids, min_version)
+
+
+def _begin(generator: Generator, group: Group, samples: list[int], min_version: int) -> None:
+    """HELD samples become VERIFYING; RUNNING ones stay RUNNING."""
+    for sample in samples:
+        if group.states[sample] == HELD:
+            group.states[sample] = VERIFYING
+            if group.signal is not None:
+                group.signal.forget(sample, min_version)
+            group.stale[sample] = 0
+            group.verifying += 1
+            generator.verifying += 1

@@ -57,11 +57,6 @@ class SampleEvents:
                 f"{self._admission.min_version(group.step)}, with version {state.published} "
                 "published"
             )
-        if not too_old:
-            state.samples_finished += 1
-            state.tokens_finished += event.length
-            if group.step - oldest > state.staleness_max:
-                state.staleness_max = group.step - oldest
         if group.signal is not None:
             group.signal.forget(sample, oldest)
         self._work.hold(generator, group, sample, too_old=too_old)

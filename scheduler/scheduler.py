@@ -13,14 +13,12 @@ data order ─► open steps ─► place ─► start samples ─► DeliverGro
                   asynchronous loop side by side
     state         all known facts: the groups in flight (`records`), the `ledger`, versions, flags
     placement     which generator a group goes to
-    sample_transitions  moves of samples between their states
-    verification  which samples are verified when, and the installs that it travels with
-    steps         issuing groups, declaring steps, the end of the run
+    sample_transitions  moves of samples between their states; which are verified when
+    steps         issuing groups, declaring steps, the end of the run; pause, resume, stop
     dynamic_sampling  which groups a step takes if all must carry signal (`reward_signal`,
                   `dynamic_ledger`)
     weights       publishing and installing policy versions
     samples       events of samples
-    run_control   pause, resume, stop
     view          a snapshot for people; invariants: what `Scheduler.check` verifies
 
 Invariants, checked by `Scheduler.check`:
@@ -82,7 +80,7 @@ From `RewindGenerator` to `GeneratorRewound` a generator's reports may be of the
 acknowledgements are ignored, and the version of a finished sample counts as unknown.
 Acknowledgements of a generator that is lost before it answered are ignored for good.
 
-While there is no trainer, generators continue, no group is issued, and nothing is delivered. A
+Without a trainer, generators continue, no group is issued, and nothing is delivered. A
 stopping run does not wait for another trainer: it ends, and resumes from the newest checkpoint.
 """
 
@@ -100,21 +98,11 @@ from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.scheduler.dynamic_sampling import DynamicSampling
 from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
 from asyncrl.scheduler.events import Event
-from asyncrl.scheduler.records import (
-    DELIVERED,
-    DELIVERING,
-    HELD,
-    RUNNING,
-    VERIFYING,
-    Generator,
-    Group,
-)
-from asyncrl.scheduler.run_control import RunControl
+from asyncrl.scheduler.records import DELIVERED, DELIVERING, STARTED, Generator, Group
 from asyncrl.scheduler.sample_transitions import Work
 from asyncrl.scheduler.samples import SampleEvents
 from asyncrl.scheduler.state import SchedulerState
-from asyncrl.scheduler.steps import Steps
-from asyncrl.scheduler.verification import Verification
+from asyncrl.scheduler.steps import RunControl, Steps
 from asyncrl.scheduler.view import SchedulerView, view_of
 from asyncrl.scheduler.weights import Weights
 
@@ -250,7 +238,7 @@ class Leaving:
             SampleId(index, sample)
             for index, group in sorted(generator.groups.items())
             for sample, sample_state in enumerate(group.states)
-            if sample_state in (RUNNING, HELD, VERIFYING)
+            if sample_state in STARTED
         )
         if samples:
             state.commands.append(commands.ReleaseSamples(generator.name, samples))
@@ -262,7 +250,7 @@ class Leaving:
             self._move(generator, begun=True)
 
     def end_those_without_work(self) -> None:
-        """End the leaving generators that have no group left, after an event."""
+        """End the leaving generators without groups, after an event."""
         state = self._state
         for generator in list(state.leaving.values()):
             if generator.groups:
@@ -277,7 +265,7 @@ class Leaving:
 
     def _move(self, generator: Generator, *, begun: bool) -> None:
         """Give groups that are not being delivered to others; with `begun`, begun ones too."""
-        stays = (DELIVERING,) if begun else (DELIVERING, RUNNING, HELD, VERIFYING)
+        stays = (DELIVERING,) if begun else (DELIVERING, *STARTED)
         groups = [
             group
             for _, group in sorted(generator.groups.items())
@@ -304,7 +292,7 @@ class Scheduler:
             that is more than its limit; 0 without environments.
 
     Raises:
-        SchedulerError: from the constructor, if there is no step to train; from `on_event`, if an
+        SchedulerError: from the constructor, without a step to train; from `on_event`, if an
             event is impossible (ImpossibleEvent: the sender is faulty, nothing was changed).
             Repeated and late events are not errors; they yield no commands.
     """
@@ -324,19 +312,16 @@ class Scheduler:
         self.state = SchedulerState.new(config, first_step, total_steps, changes, first_groups)
         """Read-only."""
         self._commands = self.state.commands
-        verification = Verification(self.state)
-        self._work = Work(self.state, verification)
+        self._work = Work(self.state)
         self._steps = Steps(self.state, self._work, group_key)
-        self._weights = Weights(self.state, self._work, verification)
+        self._weights = Weights(self.state, self._work)
         self._run_control = RunControl(self.state, self._work, self._steps, self._weights)
         self._leaving = Leaving(self.state, self._work, self._run_control)
         rewind = Rewind(self.state, self._work, self._steps, self._weights)
         samples = SampleEvents(self.state, self._work, self._steps, self._weights)
-        self._dynamic = (
-            DynamicSampling(self.state, self._work, self._steps, self._weights, verification)
-            if config.dynamic_sampling.enabled
-            else None
-        )
+        self._dynamic: DynamicSampling | None = None
+        if config.dynamic_sampling.enabled:
+            self._dynamic = DynamicSampling(self.state, self._work, self._steps, self._weights)
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.GeneratorJoined: self._on_generator_joined,
             events.GeneratorLost: self._on_generator_lost,

@@ -1,8 +1,6 @@
 """Everything the scheduler knows, as plain data. No decisions are made here.
 
 Each field has one writer, named next to it; invariants and views only read.
-`asyncrl.scheduler.admission` owns the rule behind `last_open_group`, `asyncrl.scheduler.records`
-the state of each sample.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ class SchedulerState:
     admission: Admission
     total_steps: int
     ledger: Ledger | DynamicLedger
-    """Which groups were issued, arrived in the trainer, failed and were consumed (`Steps`)."""
+    """The groups that were issued, arrived in the trainer, failed and were consumed (`Steps`)."""
     placement: Placement
-    """Which generator has which group (`Work`)."""
+    """The groups of each generator (`Work`)."""
     generators: dict[str, Generator]
     """Live generators, by name. The same dictionary as `placement.generators`."""
     last_step: int
@@ -67,12 +65,6 @@ class SchedulerState:
     """True once the user has asked to stop (`RunControl`)."""
     finished: FinishRun | None = None
     """The command that ended the run (`Steps`)."""
-    samples_finished: int = 0
-    """Accepted `SampleFinished` events, those of reissued samples included (`SampleEvents`)."""
-    tokens_finished: int = 0
-    """Response tokens of these samples (`SampleEvents`)."""
-    staleness_max: int = 0
-    """Largest staleness of a finished sample's oldest token (`SampleEvents`)."""
 
     @classmethod
     def new(
@@ -83,17 +75,14 @@ class SchedulerState:
         changes: Mapping[int, SchedulerConfig] = MappingProxyType({}),
         first_groups: Mapping[int, int] = MappingProxyType({}),
     ) -> SchedulerState:
-        """Create the state of a run before its first event. Arguments as for `Scheduler`.
-
-        Raises SchedulerError if there is no step to train.
-        """
+        """Create the state of a run. Raises SchedulerError without a step to train."""
         if not 0 <= first_step < total_steps:
             raise SchedulerError(
                 f"first_step {first_step} must be at least 0 and below total_steps {total_steps}"
             )
         placement = Placement(config.group_size)
         ledger: Ledger | DynamicLedger
-        places = None
+        ledger, places = Ledger(groups_per_step=config.groups_per_step, first_step=first_step), None
         if config.max_groups_of_step is not None:
             ledger = DynamicLedger(
                 groups_per_step=config.groups_per_step,
@@ -102,8 +91,6 @@ class SchedulerState:
                 first_groups=first_groups,
             )
             places = Places(config, ledger)
-        else:
-            ledger = Ledger(groups_per_step=config.groups_per_step, first_step=first_step)
         return cls(
             config=config,
             admission=Admission.of(config, changes),
@@ -141,9 +128,9 @@ class SchedulerState:
 
     @property
     def last_begun_step(self) -> int:
-        """The last step up to which every group is begun; before the current step if none is.
+        """The last step up to which every group has a started sample.
 
-        A group is begun from the start of its first sample on.
+        It is before the current step if no step is.
         """
         waiting = [one.place for one in self.groups.values() if one.untouched]
         first = min([*waiting, self.next_place])
@@ -183,20 +170,14 @@ class SchedulerState:
         return min(last, (self.last_step + 1) * per_step - 1)
 
     def generator(self, name: str) -> Generator | None:
-        """Return the generator of that name; None if it was lost.
-
-        Raises ImpossibleEvent if no generator of that name ever joined.
-        """
+        """Return a generator, None if it was lost. Raises ImpossibleEvent if it never joined."""
         generator = self.generators.get(name)
         if generator is None and name not in self.lost:
             raise ImpossibleEvent(f"received an event of generator {name}, which never joined")
         return generator
 
     def group(self, sample: SampleId) -> Group | None:
-        """Return the group of a sample; None if the group is in the trainer or failed.
-
-        Raises ImpossibleEvent if the group was never issued, or has no such sample.
-        """
+        """Return a sample's group, None if settled. Raises ImpossibleEvent if it is unknown."""
         group = self.groups.get(sample.group)
         if group is None and not 0 <= sample.group < self.ledger.issued_below:
             raise ImpossibleEvent(

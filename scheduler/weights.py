@@ -7,16 +7,14 @@ from asyncrl.scheduler.errors import SenderOutOfStep
 from asyncrl.scheduler.records import Generator
 from asyncrl.scheduler.sample_transitions import Work
 from asyncrl.scheduler.state import SchedulerState
-from asyncrl.scheduler.verification import Verification
 
 
 class Weights:
     """Brings each generator to the latest published version, with one install at a time."""
 
-    def __init__(self, state: SchedulerState, work: Work, verification: Verification) -> None:
+    def __init__(self, state: SchedulerState, work: Work) -> None:
         self._state = state
         self._work = work
-        self._verification = verification
 
     def publish(self, version: int) -> None:
         """Make all generators install a version. Raises SenderOutOfStep if it cannot exist yet."""
@@ -48,7 +46,7 @@ class Weights:
             waits = bool(busy) and not stands_still
             generator.draining = waits and not state.config.partial_rollout
             if not generator.draining:
-                self._verification.install(generator, state.published)
+                self._work.install(generator, state.published)
         state.placement.offer(generator, state.published)
 
     def refill(self, generator: Generator) -> None:
@@ -93,7 +91,7 @@ class Weights:
         generator.installing, generator.draining = None, False
         # Verification comes before the next install: with `partial_rollout: false`, that install
         # waits for the samples being verified as well.
-        self._verification.verify_due(generator, before)
+        work.verify_due(generator, before)
         self.update(generator)
         work.place_waiting()
         work.start(generator)

@@ -5,13 +5,12 @@ ended at once by a second Ctrl-C. Commands import their dependencies when called
 is fast.
 
     app       the command line itself, and the options that several commands have
-    training  init, run, eval, simulate
-    watching  status, report
-    web       web
-    steering  orders to an active run: pause, resume, scale, stop
+    training  init, run, eval, export, simulate
+    watching  status, report, watch, logs, samples, list, compare, web
+    steering  orders to an active run: pause, resume, drain, checkpoint, set, scale, stop
     machine   doctor, gpu-check
     agents    agent, agent-key, health
-    entry     what happens before a command, and how an error becomes a paragraph and an exit code
+    entry     the entry point: set-up before a command, errors as a paragraph and an exit code
 """
 
 from asyncrl.cli.entry import main

@@ -30,39 +30,40 @@ class Role(str, Enum):  # noqa: UP042 - typer shows the values of this one
 )
 def agent(
     controller: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where the controller listens for agents.")
+        str, typer.Option(metavar="HOST:PORT", help="Address at which the controller listens.")
     ],
-    key_file: Annotated[Path, typer.Option(help="The file of the secret (asyncrl agent-key).")],
-    role: Annotated[Role, typer.Option(help="What may run here.")] = Role.any,
-    name: Annotated[str, typer.Option(help="In messages; default: the host's name.")] = "",
+    key_file: Annotated[Path, typer.Option(help="File with the secret (asyncrl agent-key).")],
+    role: Annotated[Role, typer.Option(help="Process that may run here.")] = Role.any,
+    name: Annotated[str, typer.Option(help="Name in messages; default: the host's.")] = "",
     runs: Annotated[
         Path | None,
-        typer.Option(help="Here the folder of run folders has this path, not the controller's."),
+        typer.Option(help="Path of the runs folder here, if it is not the controller's."),
     ] = None,
     advertise: Annotated[
-        str, typer.Option(metavar="HOST", help="Under which other machines reach this one.")
+        str, typer.Option(metavar="HOST", help="Host under which other machines reach this one.")
     ] = "",
     ports: Annotated[
-        str, typer.Option(metavar="FIRST-LAST", help="To listen at; default: any that are free.")
+        str, typer.Option(metavar="FIRST-LAST", help="Ports to listen at; default: any free ones.")
     ] = "",
     metrics_port: Annotated[
         int | None,
-        typer.Option(min=1, max=65534, help="Of the child's metrics; a relay has the next one."),
+        typer.Option(
+            min=1, max=65534, help="Port of the child's metrics; the next one is a relay's."
+        ),
     ] = None,
     grace: Annotated[
-        float, typer.Option(min=0.0, metavar="SECONDS", help="To leave in after SIGTERM.")
+        float, typer.Option(min=0.0, metavar="SECONDS", help="Time to leave after SIGTERM.")
     ] = 600.0,
     health_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Answer /healthz and /readyz here.")
     ] = None,
-    health_host: Annotated[str, typer.Option(help="Of --health-port.")] = "127.0.0.1",
+    health_host: Annotated[str, typer.Option(help="Host of --health-port.")] = "127.0.0.1",
     once: Annotated[bool, typer.Option("--once", help="End when the run ends.")] = False,
 ) -> None:
-    """Take part in a run with this machine: host its trainer or a generator."""
+    """Take part in a run with this machine, which hosts the trainer or a generator."""
     from asyncrl.config.launcher import host_and_port
     from asyncrl.health import Health
-    from asyncrl.launch.agents.agent import NODE_VARIABLE, Agent, Settings
-    from asyncrl.launch.agents.gpus import count_gpus
+    from asyncrl.launch.agents.agent import NODE_VARIABLE, Agent, Settings, count_gpus
     from asyncrl.launch.agents.secret import read_secret
 
     logging.basicConfig(
@@ -100,22 +101,22 @@ def agent(
 
 @app.command("agent-key", rich_help_panel=MACHINE, epilog="Example: asyncrl agent-key agents.key")
 def agent_key(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="To write, with mode 0600.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, with mode 0600.")],
 ) -> None:
-    """Write a new secret for a controller and its agents; one that is there stays."""
+    """Write a new secret for a controller and its agents; an existing one is kept."""
     from asyncrl.launch.agents.secret import write_secret
 
-    said = "written" if write_secret(file) else "there already, and left as it is"
+    said = "written" if write_secret(file) else "exists already; left unchanged"
     typer.echo(f"{file}: {said}")
 
 
 @app.command(rich_help_panel=MACHINE, epilog="Example: asyncrl health 5990 --ready")
 def health(
-    port: Annotated[int, typer.Argument(min=1, max=65535, help="Of --health-port.")],
+    port: Annotated[int, typer.Argument(min=1, max=65535, help="The process's --health-port.")],
     ready: Annotated[bool, typer.Option("--ready", help="Ask /readyz, not /healthz.")] = False,
-    host: Annotated[str, typer.Option(help="Of --health-host.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="The process's --health-host.")] = "127.0.0.1",
 ) -> None:
-    """Ask a run or an agent how it is; exit code 0: it is well. For probes of containers."""
+    """Check the health of a run or an agent; exit code 0 if it is healthy. For container probes."""
     from asyncrl.health import ask
 
     ask(port, host, ready=ready)

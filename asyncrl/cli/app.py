@@ -68,9 +68,7 @@ Overrides = Annotated[
 
 def _run_argument(default: str) -> Any:
     return typer.Argument(
-        metavar="RUN",
-        help=f"Name or folder; default: {default}.",
-        autocompletion=_names_of_runs,
+        metavar="RUN", help=f"Name or folder; default: {default}.", autocompletion=_names_of_runs
     )
 
 

@@ -10,14 +10,7 @@ import sys
 from rich.console import Console
 from rich.markup import escape
 
-from asyncrl.cli import (  # noqa: F401 - these add commands
-    agents,
-    machine,
-    steering,
-    training,
-    watching,
-    web,
-)
+from asyncrl.cli import agents, machine, steering, training, watching  # noqa: F401 - add commands
 from asyncrl.cli.app import app
 from asyncrl.errors import AsyncrlError, Interrupted, UserError
 from asyncrl.monitoring.terminal.formatting import without_controls
@@ -27,7 +20,7 @@ _ABOUT_PATHS = (
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST),
     *(errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG),
 )
-"""Errors that, with a file name, say what the user has to change."""
+"""Errors that a user can fix if they come with a file name."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ABOUT_DISKS = (
     *(errno.EIO, errno.ESTALE, errno.ENOLCK, errno.ENOTCONN),
@@ -67,8 +60,7 @@ def _main() -> None:
             _exit(error, UserError.exit_code)
         if (named and error.errno in _ABOUT_DISKS) or error.errno in _FULL:
             _exit(error, AsyncrlError.exit_code)
-        # A fault rather than a user's mistake: show the traceback, with an exit code after which
-        # supervisors try again.
+        # A fault, not a user's mistake: a traceback, and an exit code on which supervisors retry.
         raise
     except (EngineError, SchedulerError, TrainerError, WireError) as error:
         _exit(error, AsyncrlError.exit_code)

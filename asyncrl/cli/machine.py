@@ -1,4 +1,4 @@
-"""Commands about the machine: `doctor`."""
+"""Commands about the machine: `doctor`, `gpu-check`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def doctor(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Show this machine, and which GPU each process of a run would get."""
+    """Check this machine, and show which GPU each process of a run would get."""
     from asyncrl.config.run_config import load_config
     from asyncrl.startup.doctor import diagnose
 
@@ -33,26 +33,26 @@ def doctor(
 )
 def gpu_check(
     only: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Parts, by commas; default: all.")
+        str | None, typer.Option(metavar="NAMES", help="Parts, separated by commas; default: all.")
     ] = None,
     shows: Annotated[bool, typer.Option("--list", help="List the parts and exit.")] = False,
     small: Annotated[
         bool | None,
-        typer.Option("--small/--full", help="The smallest sizes, without measuring; as on a CPU."),
+        typer.Option("--small/--full", help="Smallest sizes, nothing measured; default on a CPU."),
     ] = None,
     limit_minutes: Annotated[
-        float, typer.Option(min=0.1, help="For all parts; what does not fit is left out.")
+        float, typer.Option(min=0.1, help="Time for all parts; those that do not fit are left out.")
     ] = 60.0,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write verdicts and numbers.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write verdicts and numbers here.")
     ] = None,
     page_file: Annotated[
-        Path | None, typer.Option("--page", metavar="FILE", help="Write them as an HTML page.")
+        Path | None, typer.Option("--page", metavar="FILE", help="Write them as an HTML page here.")
     ] = None,
 ) -> None:
-    """Try what a run needs of a GPU, part by part: ok, failed or left out, each with its reason.
+    """Test what a run needs of a GPU, part by part: ok, failed or left out, with the reason.
 
-    Exit code 0: no part failed. Without a GPU every part that can runs in its smallest size.
+    Exit code 0: no part failed. Without a GPU, parts that can do so run in their smallest size.
     """
     from asyncrl.gpu_check.command import check, chosen
 

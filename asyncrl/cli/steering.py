@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,61 +20,49 @@ if TYPE_CHECKING:
 @app.command(rich_help_panel=STEERING, epilog="Example: asyncrl stop arithmetic")
 def stop(name: OrderedRun = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Finish the current step, write a checkpoint, end the run."""
-    from asyncrl.wire.messages import control
-
-    _request(name, runs, control.StopRequest())
+    _request(name, runs, lambda control: control.StopRequest())
 
 
 @app.command(rich_help_panel=STEERING, epilog="Example: asyncrl pause arithmetic")
 def pause(name: OrderedRun = None, runs: Runs = DEFAULT_RUNS) -> None:
-    """Stop generating tokens; everything is kept."""
-    from asyncrl.wire.messages import control
-
-    _request(name, runs, control.PauseRequest())
+    """Stop generating tokens; running samples are kept."""
+    _request(name, runs, lambda control: control.PauseRequest())
 
 
 @app.command("resume", rich_help_panel=STEERING, epilog="Example: asyncrl resume arithmetic")
 def resume_run(name: OrderedRun = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Continue after `pause`. (To continue a run that ended: asyncrl run CONFIG --resume.)"""
-    from asyncrl.wire.messages import control
-
-    _request(name, runs, control.ResumeRequest())
+    _request(name, runs, lambda control: control.ResumeRequest())
 
 
 @app.command(rich_help_panel=STEERING, epilog="Example: asyncrl scale arithmetic --generators 2")
 def scale(
     name: OrderedRun = None,
     generators: Annotated[
-        int, typer.Option("--generators", metavar="N", help="How many the run is to have.")
+        int, typer.Option("--generators", metavar="N", help="New number of generators.")
     ] = ...,  # type: ignore[assignment]
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
     """Change the number of generators of an active run.
 
-    What leaving generators have begun is not lost: see docs/deploy.md.
+    Samples of generators that leave are not lost: see docs/deploy.md.
     """
-    from asyncrl.wire.messages import control
-
-    _request(name, runs, control.ScaleRequest(generators))
+    _request(name, runs, lambda control: control.ScaleRequest(generators))
 
 
 @app.command(rich_help_panel=STEERING, epilog="Example: asyncrl drain arithmetic")
 def drain(name: OrderedRun = None, runs: Runs = DEFAULT_RUNS) -> None:
-    """Begin no other group, train the steps that are begun as a whole, end the run.
+    """Begin no other group, train the steps whose groups are all begun, end the run.
 
-    `stop` ends it sooner: it gives up all steps but the current one.
+    `stop` ends it sooner: it drops all steps but the current one.
     """
-    from asyncrl.wire.messages import control
-
-    _request(name, runs, control.DrainRequest())
+    _request(name, runs, lambda control: control.DrainRequest())
 
 
 @app.command(rich_help_panel=STEERING, epilog="Example: asyncrl checkpoint arithmetic")
 def checkpoint(name: OrderedRun = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Write a checkpoint now, and return when it is on the disk. The run continues."""
-    from asyncrl.wire.messages import control
-
-    _request(name, runs, control.CheckpointRequest())
+    _request(name, runs, lambda control: control.CheckpointRequest())
 
 
 @app.command(
@@ -86,29 +75,30 @@ def set_setting(
     ],
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
-    """Change a setting of an active run; it stays so when the run is resumed.
+    """Change a setting of an active run; a resumed run keeps the change.
 
-    docs/operate.md lists the settings and from when on each holds.
+    docs/operate.md lists the settings and when each change takes effect.
     """
-    from asyncrl.wire.messages import control
-
     name, assignment = (None, words[0]) if len(words) == 1 else (words[0], words[1])
     key, separator, value = assignment.partition("=")
     if len(words) > 2 or not separator or not key.strip():
         raise UserError(
             f"write it as asyncrl set [RUN] KEY=VALUE, not as {shortened(' '.join(words))!r}"
         )
-    _request(name, runs, control.SetRequest(key.strip(), value))
+    _request(name, runs, lambda control: control.SetRequest(key.strip(), value))
 
 
-def _request(name: str | None, runs: Path, request: control.Request) -> None:
-    """Send a request and print its effect. Raises UserError, or AsyncrlError if unknown."""
+def _request(name: str | None, runs: Path, request: Callable[[Any], control.Request]) -> None:
+    """Send a request, made from `wire.messages.control`, and print its effect.
+
+    Raises UserError if it is refused, AsyncrlError for an unexpected reply.
+    """
     from asyncrl.runs.run_list import find_run_for_order
     from asyncrl.steering.control_socket import ask
     from asyncrl.wire.messages import control
 
     run = find_run_for_order(name, runs)
-    reply, name = ask(run, request), run.resolve().name
+    reply, name = ask(run, request(control)), run.resolve().name
     if isinstance(reply, control.Refused):
         raise UserError(f"{name}: {reply.reason}")
     if not isinstance(reply, control.Accepted):

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 @app.command(rich_help_panel=TRAINING, epilog="Example: asyncrl init first")
 def init(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Where; made if there is none.")
+        Path,
+        typer.Argument(metavar="FOLDER", help="Folder to write to; created if missing."),
     ] = Path(),
 ) -> None:
     """Write a configuration, a reward function and data to start from."""
@@ -60,7 +61,7 @@ def run(
     ] = None,
     changed_data: Annotated[
         bool,
-        typer.Option("--changed-data", help="Resume although the rows of the data have changed."),
+        typer.Option("--changed-data", help="Resume even if the rows of the data have changed."),
     ] = False,
     clean: Annotated[
         bool, typer.Option("--clean", help="Delete an earlier run of this name first.")
@@ -69,7 +70,7 @@ def run(
         bool,
         typer.Option(
             "--continue",
-            help="Resume the run if there is one, else begin it; do nothing if it is complete.",
+            help="Resume the run if it exists, else begin it; do nothing if it is complete.",
         ),
     ] = False,
     health_port: Annotated[
@@ -77,18 +78,13 @@ def run(
         typer.Option("--health-port", min=0, max=65535, help="Answer /healthz and /readyz here."),
     ] = None,
     health_host: Annotated[
-        str, typer.Option("--health-host", help="Of --health-port.")
+        str, typer.Option("--health-host", help="Host of --health-port.")
     ] = "127.0.0.1",
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Print the whole configuration and exit.",
-        ),
+        bool, typer.Option("--dry-run", help="Print the whole configuration and exit.")
     ] = False,
     explain: Annotated[
-        bool,
-        typer.Option("--explain", help="Like --dry-run, with the meaning of every key."),
+        bool, typer.Option("--explain", help="Like --dry-run, with the meaning of every key.")
     ] = False,
     end_with: Annotated[
         int | None,
@@ -96,7 +92,7 @@ def run(
             "--end-with",
             metavar="PID",
             min=1,
-            help="End as by Ctrl-C when the process that started this one, PID, ends.",
+            help="End as after Ctrl-C when PID, the process that started this one, ends.",
         ),
     ] = None,
 ) -> None:
@@ -175,10 +171,7 @@ def evaluate(
     overrides: Overrides = None,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
-    """Measure held-out accuracy of a run's newest checkpoint or of a model.
-
-    Responses are sampled as in training.
-    """
+    """Measure held-out accuracy of a run's newest checkpoint or of a model."""
     from asyncrl.evaluation.command import evaluate_model, resolve_target
     from asyncrl.monitoring.terminal.evaluation_text import estimates
     from asyncrl.tasks.model import no_transformers_bars
@@ -211,25 +204,24 @@ def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run.")],
     step: Annotated[
         int | None,
-        typer.Option("--step", min=0, help="Of which checkpoint. Default: the newest whole one."),
+        typer.Option("--step", min=0, help="Checkpoint's step; default: the newest whole one."),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", metavar="DIR", help="Where. Default: RUN/exports/step-NNNNNN."),
+        typer.Option("--output", metavar="DIR", help="Output; default: RUN/exports/step-NNNNNN."),
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option("--dtype", help="Of the weights. Default: as they are trained."),
+        typer.Option("--dtype", help="Data type of the weights; default: as trained."),
     ] = None,
     merge: Annotated[
-        bool,
-        typer.Option("--merge", help="Of a run with LoRA: the merged model, not the adapter."),
+        bool, typer.Option("--merge", help="With LoRA: write the merged model, not the adapter.")
     ] = False,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
     """Write a checkpoint's model as a Hugging Face directory, for transformers and vLLM.
 
-    Of a run with LoRA, its adapter as a PEFT directory.
+    With LoRA, write the adapter as a PEFT directory.
     """
     from asyncrl.runs.directory import find_run
     from asyncrl.tasks.exported_model import describe, export_run
@@ -254,14 +246,14 @@ def _end_with(parent: int) -> None:
         raise UserError("--end-with works on Linux only")
     if os.getppid() != parent:
         raise UserError(
-            f"--end-with {parent}: this command was started by process {os.getppid()}, or process "
+            f"--end-with {parent}: process {os.getppid()} started this command, or process "
             f"{parent} has ended. Give the id of the process that starts it"
         )
     end_with_parent(parent, signal.SIGTERM)
 
 
 def _incomplete(directory: Path) -> list[str]:
-    """Return what the evaluations before and after training of a run lack."""
+    """Describe the gaps in a run's evaluations before and after training."""
     from asyncrl.monitoring.errors import RecordError
     from asyncrl.monitoring.records.metrics_log import read_evaluations
     from asyncrl.monitoring.terminal.evaluation_text import incomplete
@@ -277,39 +269,28 @@ def _print_result(
 ) -> None:
     from asyncrl.monitoring.terminal.formatting import counted, number
 
+    say = partial(console.print, highlight=False, soft_wrap=True)
     before, after = result.accuracy_before, result.accuracy_after
     if before is not None and after is not None:
-        console.print(
-            Text.assemble(
-                (f"held-out accuracy {before:.3f} → {after:.3f}", "bold"),
-                f" ({after - before:+.3f}) after {counted(result.steps, 'step')}, "
-                f"{result.wall_seconds:.0f} s of training",
-            ),
-            highlight=False,
-        )
+        accuracy = (f"held-out accuracy {before:.3f} → {after:.3f}", "bold")
+        steps = counted(result.steps, "step")
+        rest = f" ({after - before:+.3f}) after {steps}, {result.wall_seconds:.0f} s of training"
+        console.print(Text.assemble(accuracy, rest), highlight=False)
     elif result.steps >= planned:
         lacks = _incomplete(directory)
-        accuracy = "no held-out prompts, so no accuracy"
+        shown = "no held-out prompts, so no accuracy"
         if after is not None and not lacks:
-            accuracy = (
-                f"held-out accuracy {after:.3f}; rows or functions changed under way, so there is "
-                "none to compare it with"
+            shown = (
+                f"held-out accuracy {after:.3f}; rows or functions changed since the first start, "
+                "so there is no earlier accuracy to compare it with"
             )
         elif lacks:
-            accuracy = (
+            shown = (
                 f"held-out accuracy {number(before, 3)} → {number(after, 3)}, as the "
                 f"{'; the '.join(lacks)}. The newest weights are measured again by: {to_continue}"
             )
-        console.print(
-            f"{result.steps} steps, {result.wall_seconds:.0f} s of training; {accuracy}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(f"{result.steps} steps, {result.wall_seconds:.0f} s of training; {shown}")
     else:
-        console.print(
-            f"stopped after {counted(result.steps, 'step')}; continue with: {to_continue}",
-            highlight=False,
-            soft_wrap=True,
-        )
-    console.print(f"result: {directory / 'result.json'}", highlight=False, soft_wrap=True)
-    console.print(f"report: {directory / 'report.html'}", highlight=False, soft_wrap=True)
+        say(f"stopped after {counted(result.steps, 'step')}; continue with: {to_continue}")
+    say(f"result: {directory / 'result.json'}")
+    say(f"report: {directory / 'report.html'}")

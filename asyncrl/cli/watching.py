@@ -1,4 +1,4 @@
-"""Read-only commands: `status`, `watch`, `logs`, `samples`, and more."""
+"""Read-only commands: `status`, `report`, `watch`, `logs`, `samples`, `list`, `compare`, `web`."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def report(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
 
 @app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl watch arithmetic")
 def watch(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
-    """Show an active run live, until it ends or Ctrl-C. The run does not notice.
+    """Show an active run live, until it ends or Ctrl-C; the run is not affected.
 
-    In a terminal it is the panel of `asyncrl run`, elsewhere a line per step.
+    A terminal shows the panel of `asyncrl run`, other outputs get a line per step.
     """
     import asyncio
 
@@ -65,14 +65,14 @@ def logs(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RUN] [PROCESS]", help="Default: all of the run that was started last."
+            metavar="[RUN] [PROCESS]", help="Default: all processes of the run started last."
         ),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Print what is written from now on, too.")
+        bool, typer.Option("-f", "--follow", help="Keep printing new lines.")
     ] = False,
     lines: Annotated[
-        int, typer.Option("-n", "--lines", min=0, help="Last lines of each log to begin with.")
+        int, typer.Option("-n", "--lines", min=0, help="Lines of each log to begin with.")
     ] = 50,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
@@ -112,12 +112,12 @@ def _run_and_process(words: list[str], runs: Path) -> tuple[Path, str | None]:
 @app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl samples arithmetic -n 2")
 def samples(
     name: RunName = None,
-    count: Annotated[int, typer.Option("-n", min=1, max=200, help="How many.")] = 4,
+    count: Annotated[int, typer.Option("-n", min=1, max=200, help="Number of samples.")] = 4,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
-    """Print the last sample trajectories, tokens in the colour of their origin.
+    """Print the last recorded samples, with tokens coloured by their origin.
 
-    They are a choice of a few per step; run.log_samples=jsonl keeps all.
+    A few samples of each step are recorded; run.log_samples=jsonl keeps all.
     """
     from asyncrl.monitoring.records.sample_text import legend, newest, sample_text
     from asyncrl.monitoring.records.samples import read_samples, trained_on
@@ -126,7 +126,7 @@ def samples(
     run = find_run(name, runs)
     found = newest(trained_on(read_samples(run / "samples.jsonl")), count)
     if not found:
-        raise UserError(f"{run} has no sample yet: the first ones come with its first step")
+        raise UserError(f"{run} does not have samples yet: its first step records the first ones")
     console = TerminalConsole(highlight=False)
     colours = console.is_terminal and not console.no_color
     console.print(legend(colours=colours), soft_wrap=True)
@@ -137,7 +137,7 @@ def samples(
 
 @app.command("list", rich_help_panel=WATCHING, epilog="Example: asyncrl list")
 def list_all(runs: Runs = DEFAULT_RUNS, as_json: Json = False) -> None:
-    """List the runs of a folder, the one that changed last first."""
+    """List the runs of a folder, last changed first."""
     from rich.table import Table
 
     from asyncrl.monitoring.terminal.formatting import number
@@ -150,7 +150,7 @@ def list_all(runs: Runs = DEFAULT_RUNS, as_json: Json = False) -> None:
         typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
         return
     if not found:
-        typer.echo(f"there is no run in {runs}; `asyncrl init` and `asyncrl run` begin one")
+        typer.echo(f"there are no runs in {runs}; `asyncrl init` and `asyncrl run` begin one")
         return
     table = Table("run", "state", "step", "reward", "accuracy", box=None, pad_edge=False)
     for run in found:
@@ -202,3 +202,22 @@ def compare(
     if html is not None:
         html.write_text(comparing.comparison_page(found), encoding="utf-8")
         console.print(Text(f"page: {html}"), soft_wrap=True)
+
+
+@app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl web arithmetic")
+def web(
+    name: RunName = None,
+    runs: Runs = DEFAULT_RUNS,
+    port: Annotated[
+        int,
+        typer.Option("--port", min=0, max=65535, help="Port for an ended run; 0: any free one."),
+    ] = 0,
+) -> None:
+    """Print the link to the page of an active run, or serve the page of an ended one.
+
+    The link holds the token that orders need.
+    """
+    from asyncrl.runs.directory import find_run
+    from asyncrl.web.command import show_page
+
+    show_page(find_run(name, runs), port, typer.echo)

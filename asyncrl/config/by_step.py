@@ -23,14 +23,18 @@ class ConfigByStep:
         return self._configs[bisect_right(self._first_steps, step) - 1]
 
     @property
-    def scheduler_changes(self) -> dict[int, SchedulerConfig]:
-        """Return the scheduler's settings after each change."""
+    def _changed(self) -> dict[int, RunConfig]:
         found = zip(self._first_steps, self._configs, strict=True)
-        return {step: config.scheduler for step, config in found if step in self.whole.run.changes}
+        return {step: config for step, config in found if step in self.whole.run.changes}
+
+    @property
+    def scheduler_changes(self) -> dict[int, SchedulerConfig]:
+        """The scheduler's settings after each change, by its step."""
+        return {step: config.scheduler for step, config in self._changed.items()}
 
     @property
     def admission(self) -> Admission:
-        """Return when groups may start, and how old their tokens may be."""
+        """The rule of when groups may start, and how old their tokens may be."""
         return Admission.of(self.whole.scheduler, self.scheduler_changes)
 
     @property
@@ -42,9 +46,4 @@ class ConfigByStep:
     @property
     def peak_rates(self) -> dict[int, float]:
         """Peak learning rates that replace the configured one, by the first step with each."""
-        found = zip(self._first_steps, self._configs, strict=True)
-        return {
-            step: config.trainer.learning_rate
-            for step, config in found
-            if step in self.whole.run.changes
-        }
+        return {step: config.trainer.learning_rate for step, config in self._changed.items()}

@@ -32,14 +32,12 @@ def without_former(values: Mapping[str, Any], outer: str = "") -> dict[str, Any]
     kept: dict[str, Any] = {}
     for key, value in values.items():
         path = f"{outer}{key}"
-        if path in FORMER and _same(value, FORMER[path]):
-            continue
+        if path in FORMER:
+            same_kind = isinstance(value, bool) == isinstance(FORMER[path], bool)
+            if same_kind and value == FORMER[path]:
+                continue
         kept[key] = without_former(value, f"{path}.") if isinstance(value, Mapping) else value
     return kept
-
-
-def _same(value: Any, other: Any) -> bool:
-    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 def refusal(path: str) -> str | None:
@@ -48,6 +46,6 @@ def refusal(path: str) -> str | None:
         return None
     value = FORMER[path]
     if value is None:
-        return "is no setting any more; it follows launcher.startup_seconds. Leave it out"
+        return "is not a setting any more; it follows launcher.startup_seconds. Leave it out"
     shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
-    return f"is no setting any more: it is {shown} in every run. Leave it out"
+    return f"is not a setting any more: it is {shown} in every run. Leave it out"

@@ -32,7 +32,7 @@ _LISTEN = re.compile(r"(?P<host>[^\s:/\[\]]+):(?P<port>\d{1,5})")
 
 
 class AgentsConfig(ClusterConfig):
-    """How a run uses agents (docs/deploy.md). Only read with `launcher.kind: agents`."""
+    """A run's use of agents (docs/deploy.md). Only read with `launcher.kind: agents`."""
 
     listen: str = Field(default="127.0.0.1:5900", max_length=300)
     """`HOST:PORT` at which the controller waits for agents (`asyncrl agent --controller`). HOST is
@@ -161,7 +161,7 @@ class LauncherConfig(BaseModel):
     the network between them. Only `weights: broadcast` and `trainer.rank_network` need it
     (SECURITY.md)."""
     colocate: bool | None = None
-    """Let the trainer share the first GPU of the last generator instead of having one of its own.
+    """Let the trainer share the first GPU of the last generator instead of having a separate one.
     Its memory is divided by what a training step needs (docs/trainer.md). null: yes where the run
     may use one GPU, and one generator and the trainer would each take one; otherwise no."""
     pin_cores: bool = False
@@ -202,10 +202,10 @@ class LauncherConfig(BaseModel):
         if self.weights == "broadcast" and not self.trusted_network:
             raise ValueError(
                 "launcher.weights: broadcast opens sockets that have neither keys nor encryption, "
-                "because torch.distributed and NCCL have none: whoever reaches them can read the "
-                "weights and disturb the run. If you trust everybody on this machine and on the "
-                "network between the nodes, say so with launcher.trusted_network: true; otherwise "
-                "use launcher.weights: files"
+                "because torch.distributed and NCCL have none: anyone who reaches them can read "
+                "the weights and disturb the run. If you trust all users of this machine and of "
+                "the network between the nodes, set launcher.trusted_network: true; otherwise use "
+                "launcher.weights: files"
             )
         return self
 

@@ -17,7 +17,7 @@ from asyncrl.cache.config import CacheConfig
 from asyncrl.config.errors import mistakes
 from asyncrl.config.former import without_former
 from asyncrl.config.launcher import LauncherConfig
-from asyncrl.config.run_section import RunSection, changed_at, refuse_unknown
+from asyncrl.config.run_section import RunSection, refuse_unknown
 from asyncrl.config.yaml_text import dump_yaml, parse_yaml, read_yaml
 from asyncrl.engine.config import EngineConfig, SamplingConfig
 from asyncrl.environments.config import (
@@ -231,8 +231,7 @@ class RunConfig(BaseModel):
                 f"monitoring.port: {base} leaves no port for every process of the run: "
                 f"the trainer, {launcher.generators} generator(s), relays between machines and up "
                 f"to {launcher.max_restarts} restart(s) take the {last} ports after it. It must be "
-                "at most "
-                f"{MAX_PORT - last}, or 0 for any free ports"
+                f"at most {MAX_PORT - last}, or 0 for any free ports"
             )
         return self
 
@@ -249,8 +248,8 @@ class RunConfig(BaseModel):
         if not launcher.trusted_network:
             raise ValueError(
                 f"trainer.rank_network: {network} lets the trainer's ranks listen at sockets that "
-                "have neither keys nor encryption, because gloo and NCCL have none: whoever "
-                "reaches them can read gradients and weights and disturb the run. If you trust "
+                "have neither keys nor encryption, because gloo and NCCL have none: anyone "
+                "who reaches them can read gradients and weights and disturb the run. If you trust "
                 "everybody in that network, say so with launcher.trusted_network: true; otherwise "
                 "keep all ranks on one machine, without trainer.rank_network"
             )
@@ -280,10 +279,8 @@ class RunConfig(BaseModel):
     def _every_change_leaves_a_whole_configuration(self) -> Self:
         refuse_unknown(self.run.changes)
         for step in sorted(self.run.changes):
-            values = self.model_dump(mode="json")
+            values = self.model_dump(mode="json") | self._changed_sections(step)
             values["run"]["changes"] = {}
-            for name, changed in changed_at(self.run.changes, step).items():
-                values[name] |= changed
             try:
                 RunConfig.model_validate(values)
             except ValidationError as error:
@@ -296,10 +293,20 @@ class RunConfig(BaseModel):
         if not self.run.changes:
             return self
         parts: dict[str, BaseModel] = {"run": self.run.model_copy(update={"changes": {}})}
-        for name, changed in changed_at(self.run.changes, step).items():
-            before = parts.get(name) or getattr(self, name)
-            parts[name] = type(before).model_validate(before.model_dump(mode="json") | changed)
-        return self.model_copy(update=parts)  # whose other sections are shared
+        for name, values in self._changed_sections(step).items():
+            parts[name] = type(getattr(self, name)).model_validate(values)
+        return self.model_copy(update=parts)  # other sections are shared
+
+    def _changed_sections(self, step: int) -> dict[str, dict[str, Any]]:
+        """Return the values of each section that `run.changes` up to a step (from 0) change."""
+        sections: dict[str, dict[str, Any]] = {}
+        for first, settings in sorted(self.run.changes.items()):
+            for key, value in settings.items() if first <= step else ():
+                name, setting = key.split(".")
+                if name not in sections:
+                    sections[name] = getattr(self, name).model_dump(mode="json")
+                sections[name][setting] = value
+        return sections
 
     @property
     def reward_labels(self) -> tuple[str, ...]:

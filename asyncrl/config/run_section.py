@@ -12,7 +12,7 @@ beginning are the same, also when they continue from an earlier checkpoint.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
@@ -37,17 +37,6 @@ def refuse_unknown(changes: Changes) -> None:
                 )
 
 
-def changed_at(changes: Changes, step: int) -> dict[str, dict[str, Any]]:
-    """Return, by section, the values that changes up to `step` (from 0) give."""
-    changed: dict[str, dict[str, Any]] = {}
-    for first in sorted(changes):
-        if first <= step:
-            for key, value in changes[first].items():
-                section, name = key.split(".")
-                changed.setdefault(section, {})[name] = value
-    return changed
-
-
 OnWrongPolicy = Literal["stop", "warn"]
 
 
@@ -67,8 +56,8 @@ class RunSection(BaseModel):
     directory: LocalPath = "runs"
     """Folder in which the run's own folder is created. `~` and `${NAME}` are expanded."""
     repeatable: bool = False
-    """Whether a second run with the same settings on the same machine must train on the same
-    samples and end with the same weights, bit for bit. Works for synchronous training
+    """Make a second run with the same settings on the same machine train on the same samples and
+    end with the same weights, bit for bit. Works for synchronous training
     (`scheduler.on_update: keep`, `max_off_policy_steps: 0`) with the torch engine on a CPU in
     float32. The engine is then slower when few rows decode, and the trainer takes groups in the
     order of their numbers (docs/operate.md)."""

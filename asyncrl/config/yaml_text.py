@@ -27,6 +27,9 @@ MAX_BYTES = 256 * 1024
 MAX_VALUES = 20_000
 """Maximum number of values, with aliases expanded."""
 
+MAX_DEPTH = 100
+"""Maximum nesting of brackets: PyYAML's time grows with the square of the depth."""
+
 _TOO_MANY = f"more than {MAX_VALUES:,} values, aliases written out"
 
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]*[0-9][0-9_]*")
@@ -116,6 +119,14 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self._checked: set[yaml.Node] = set()
         self._pairs = 0
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:  # noqa: N803 - PyYAML's name
+        """Refuse brackets that are nested too deeply. Raises MarkedYAMLError."""
+        if self.flow_level >= MAX_DEPTH:
+            raise _refused(
+                f"brackets are nested too deeply: more than {MAX_DEPTH}", self.get_mark()
+            )
+        super().fetch_flow_collection_start(TokenClass)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Replace `<<` by the pairs that it stands for. Raises MarkedYAMLError for equal keys."""

@@ -17,6 +17,7 @@ the rank with the fewest response tokens of its step so far, so ranks differ by 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
@@ -59,15 +60,11 @@ class SampleReports:
 
     def is_about_last_report(self, generator: str, reward: SampleRewarded) -> bool:
         """Return True if a reward is for the contents that the generator reported last."""
-        group = self._groups.get(reward.sample.group, {})
-        reported = group.get((generator, reward.sample))
+        reported = self._groups.get(reward.sample.group, {}).get((generator, reward.sample))
         return reported is not None and reported.digest == reward.digest
 
     def expectation(self, step: int, generator: str, samples: Sequence[SampleId]) -> Expect:
-        """Return what the trainer should accept from a generator.
-
-        Raises KeyError if the generator did not report a sample; then it cannot have been ordered.
-        """
+        """Return what the trainer should accept. Raises KeyError for an unreported sample."""
         reported = tuple(self._groups[sample.group][generator, sample] for sample in samples)
         return Expect(step, generator, reported)
 
@@ -114,50 +111,50 @@ class RankAssignments:
         ]
 
 
+@dataclass(eq=False)
 class CommandExecutor:
     """Sends the messages that a scheduler command stands for."""
 
-    def __init__(
-        self,
-        requests: SampleRequests,
-        reports: SampleReports,
-        fleet: Fleet,
-        progress: Progress,
-        moves: SampleHandover,
-        *,
-        config: ConfigByStep,
-        step_of: Callable[[int], int],
-    ) -> None:
-        self._step_of = step_of
-        self._requests = requests
-        self._reports = reports
-        self._fleet = fleet
-        self._progress = progress
-        self._moves = moves
-        self.config = config
-        self.finished: commands.FinishRun | None = None
-        self._deals = RankAssignments(config.whole.trainer.ranks)
-        self.lineage = 0
-        self._handlers: dict[type, Callable[[Any], Awaitable[None]]] = {
+    _requests: SampleRequests
+    _reports: SampleReports
+    _fleet: Fleet
+    _progress: Progress
+    _moves: SampleHandover
+    config: ConfigByStep
+    _step_of: Callable[[int], int]
+    lineage: int = field(default=0, init=False)
+    finished: commands.FinishRun | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._deals = RankAssignments(self.config.whole.trainer.ranks)
+        fleet, progress, moves = self._fleet, self._progress, self._moves
+        self._handlers: dict[type, Callable[[Any], Awaitable[None] | None]] = {
             commands.StartSample: self._start_sample,
-            commands.VerifySamples: self._verify_samples,
+            commands.VerifySamples: lambda one: fleet.send(one.generator, self._verification(one)),
             commands.InstallWeights: self._install_weights,
             commands.RewindGenerator: self._rewind_generator,
-            commands.ReleaseSamples: self._release_samples,
-            commands.EndGenerator: self._end_generator,
+            commands.ReleaseSamples: lambda one: fleet.send(
+                one.generator, moves.request(one, fleet.trainer.policy_version)
+            ),
+            commands.EndGenerator: lambda one: fleet.send(one.generator, to_generator.Shutdown()),
             commands.DeliverGroup: self._deliver_group,
             commands.DeclareStep: self._declare_step,
-            commands.DiscardSamples: self._discard_samples,
-            commands.ReportGroupFailed: self._report_group_failed,
-            commands.ReportGroupWithoutSignal: self._report_group_without_signal,
-            commands.PauseGenerator: self._pause_generator,
-            commands.ResumeGenerator: self._resume_generator,
+            commands.DiscardSamples: lambda one: fleet.send(
+                one.generator, to_generator.Discard(one.samples)
+            ),
+            commands.ReportGroupFailed: lambda one: progress.group_failed(one.group, one.reason),
+            commands.ReportGroupWithoutSignal: lambda one: progress.group_without_signal(
+                one.group, one.reward
+            ),
+            commands.PauseGenerator: lambda one: fleet.send(one.generator, to_generator.Pause()),
+            commands.ResumeGenerator: lambda one: fleet.send(one.generator, to_generator.Resume()),
             commands.FinishRun: self._finish_run,
         }
 
     async def execute(self, command: commands.Command) -> None:
         """Execute a command of the scheduler."""
-        await self._handlers[type(command)](command)
+        if (sending := self._handlers[type(command)](command)) is not None:
+            await sending
 
     async def _start_sample(self, command: commands.StartSample) -> None:
         request = self._requests.generate(command.sample, command.priority)
@@ -166,13 +163,10 @@ class CommandExecutor:
             request = replace(request, deadline_seconds=settings.sample_deadline_seconds)
         await self._fleet.send(command.generator, request)
 
-    async def _verify_samples(self, command: commands.VerifySamples) -> None:
-        await self._fleet.send(command.generator, self._verification(command))
-
     def _verification(self, command: commands.VerifySamples) -> to_generator.Verify:
         return self._requests.verify(command.samples, command.min_version, lineage=self.lineage)
 
-    async def _install_weights(self, command: commands.InstallWeights) -> None:
+    def _install_weights(self, command: commands.InstallWeights) -> None:
         version = command.policy_version
         # A newer version may be installed: the named one may be overwritten already.
         self._fleet.install(
@@ -186,13 +180,6 @@ class CommandExecutor:
         self._fleet.installations.drop(command.generator)  # the answer to this one counts
         message = to_generator.Rewind(command.policy_version, command.lineage)
         await self._fleet.send(command.generator, message)
-
-    async def _release_samples(self, command: commands.ReleaseSamples) -> None:
-        version = self._fleet.trainer.policy_version
-        await self._fleet.send(command.generator, self._moves.request(command, version))
-
-    async def _end_generator(self, command: commands.EndGenerator) -> None:
-        await self._fleet.send(command.generator, to_generator.Shutdown())
 
     async def _deliver_group(self, command: commands.DeliverGroup) -> None:
         by_generator: dict[str, list[SampleId]] = {}
@@ -222,22 +209,5 @@ class CommandExecutor:
         for worker, groups in zip(self._fleet.ranks, dealt, strict=True):
             await self._fleet.send(worker.name, to_trainer.StepPlan(command.step, groups))
 
-    async def _discard_samples(self, command: commands.DiscardSamples) -> None:
-        await self._fleet.send(command.generator, to_generator.Discard(command.samples))
-
-    async def _report_group_failed(self, command: commands.ReportGroupFailed) -> None:
-        self._progress.group_failed(command.group, command.reason)
-
-    async def _report_group_without_signal(
-        self, command: commands.ReportGroupWithoutSignal
-    ) -> None:
-        self._progress.group_without_signal(command.group, command.reward)
-
-    async def _pause_generator(self, command: commands.PauseGenerator) -> None:
-        await self._fleet.send(command.generator, to_generator.Pause())
-
-    async def _resume_generator(self, command: commands.ResumeGenerator) -> None:
-        await self._fleet.send(command.generator, to_generator.Resume())
-
-    async def _finish_run(self, command: commands.FinishRun) -> None:
+    def _finish_run(self, command: commands.FinishRun) -> None:
         self.finished = command

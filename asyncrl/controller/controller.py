@@ -39,6 +39,7 @@ An error in a loop goes to `ConditionWait.fail`, which raises it in the phase th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -117,75 +118,47 @@ class Controller:
         )
         self._moves = SampleHandover(config, directory.path, requests, progress.say, fleet.files)
         self._training = Training(
-            config,
-            requests,
-            fleet=fleet,
-            progress=progress,
-            waiter=self._waiter,
-            moves=self._moves,
-            traces=traces,
+            config, requests, fleet, progress, self._waiter, self._moves, traces
         )
         self._training.trained_steps = directory.resume_point.step
         self._checkpoints = CheckpointRecord(directory.path / "checkpoints", progress.say)
         self._unfinished = UnfinishedWork(config, directory.path, fleet, requests, progress.say)
-        self._settings = LiveSettings(
-            config,
-            directory,
-            fleet,
-            training=self._training,
-            evaluation=self._evaluation,
-            unfinished=self._unfinished,
-        )
+        phases = self._training, self._evaluation
+        self._settings = LiveSettings(config, directory, fleet, *phases, self._unfinished)
         self.accuracy_before: Accuracy | None = None
         self.has_begun = False
         """True once all processes were ready, so that it evaluates or trains."""
         self._evaluations = 0
         """Evaluations begun after training: one, unless steps were lost since."""
-        restarts = TrainerRestarts(
-            config,
-            directory,
-            fleet,
-            training=self._training,
-            evaluation=self._evaluation,
-            progress=progress,
-            waiter=self._waiter,
-        )
+        restarts = TrainerRestarts(config, directory, fleet, *phases, progress, self._waiter)
         self._inbox = Inbox(
             directory,
             fleet,
-            training=self._training,
-            evaluation=self._evaluation,
-            progress=progress,
-            waiter=self._waiter,
-            trainer_restarts=restarts,
-            checkpoints=self._checkpoints,
-            unfinished=self._unfinished,
-            policy_watch=PolicyWatch(config.run.on_wrong_policy, fleet, progress, self._waiter),
-            moves=self._moves,
-            settings=self._settings,
+            *phases,
+            progress,
+            self._waiter,
+            restarts,
+            self._checkpoints,
+            self._unfinished,
+            PolicyWatch(config.run.on_wrong_policy, fleet, progress, self._waiter),
+            self._moves,
+            self._settings,
         )
-        scaling = Scaling(fleet, self._training, self._evaluation)
+        scaling = Scaling(fleet, *phases)
         self._requests = UserRequests(
             directory,
             fleet,
-            training=self._training,
-            waiter=self._waiter,
-            settings=self._settings,
-            scaling=scaling,
-            snapshot=self._status,
-            stop=self.stop,
+            self._training,
+            self._waiter,
+            self._settings,
+            scaling,
+            self._status,
+            self.stop,
         )
         self._checkpoints.listeners.append(self._requests.checkpoint_ended)
-        self._watchdog = Watchdog(
-            fleet,
-            restarts,
-            training=self._training,
-            evaluation=self._evaluation,
-            progress=progress,
-            arrivals=arrivals_of(
-                agents, fleet, scaling, directory.path, self._requests.why_no_order, progress.say
-            ),
-        )
+        why_closed = self._requests.why_no_order
+        arrivals = arrivals_of(agents, fleet, scaling, directory.path, why_closed, progress.say)
+        self._watchdog = Watchdog(fleet, restarts, *phases, progress, arrivals)
 
     @property
     def is_complete(self) -> bool:
@@ -227,17 +200,13 @@ class Controller:
         self._moves.remove_files()
         if self._checkpoints.missing(self._training.trained_steps) is None:
             return None
-        while (message := await self._message_within(LAST_MESSAGE_SECONDS)) is not None:
-            if isinstance(message, from_trainer.CheckpointFailed):
-                self._checkpoints.failed(message)
+        with contextlib.suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(LAST_MESSAGE_SECONDS):
+                    message = (await self._hub.receive())[1]
+                if isinstance(message, from_trainer.CheckpointFailed):
+                    self._checkpoints.failed(message)
         return self._checkpoints.missing(self._training.trained_steps)
-
-    async def _message_within(self, seconds: float) -> Message | None:
-        try:
-            async with asyncio.timeout(seconds):
-                return (await self._hub.receive())[1]
-        except TimeoutError:
-            return None
 
     async def stop(self, *, drain: bool = False) -> None:
         """Finish the current step, or all begun steps with `drain`, then end the run."""

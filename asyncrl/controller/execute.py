@@ -22,7 +22,7 @@ from asyncrl.controller.controller import Controller
 from asyncrl.controller.group_traces import open_group_traces
 from asyncrl.controller.inbox import Message
 from asyncrl.controller.progress import Progress
-from asyncrl.controller.sinks import open_sinks
+from asyncrl.controller.sinks import Sinks
 from asyncrl.controller.web_page import open_page
 from asyncrl.errors import (
     AsyncrlError,
@@ -35,13 +35,7 @@ from asyncrl.errors import (
 from asyncrl.evaluation.round import Accuracy
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.health import Health, beat_of
-from asyncrl.launch.child_spec import (
-    GeneratorSpec,
-    RelaySpec,
-    SpecsOfRun,
-    TrainerSpec,
-    is_relay,
-)
+from asyncrl.launch.child_spec import GeneratorSpec, RelaySpec, SpecsOfRun, TrainerSpec, is_relay
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.launch.shared_memory import local_run_id, owned, remove_stale_files
 from asyncrl.monitoring.errors import MonitoringError, ReportError
@@ -95,13 +89,13 @@ def execute(
 
     `resume` continues the run of this name, `resume_from` from the checkpoint after this many steps
     (by default the newest intact one), `accept_changes` although the rows of the data have changed;
-    `clean` deletes it first. `run_key` is for a caller that connects to the run's sockets itself.
+    `clean` deletes it first. `run_key` is for a caller that connects to the run's sockets.
     `health` reports whether the controller's loop is alive and the run has begun.
 
     Raises UserError for a run name in use or a user's mistake; AsyncrlError if the run failed.
     """
     config, registry = prepared.config, new_registry()
-    say = partial(console.print, highlight=False, soft_wrap=True)
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     inputs = inputs_of(config, prepared.task)
     rows, code = _changes(config, inputs, say) if resume else ([], [])
     if not accept_changes:
@@ -112,11 +106,7 @@ def execute(
             closing.callback(exporter.close)
         try:
             directory = RunDirectory.create(
-                config,
-                resume=resume,
-                clean=clean,
-                resume_from=resume_from,
-                say=say,
+                config, resume=resume, clean=clean, resume_from=resume_from, say=say
             )
         except UnlockableError as error:
             raise UserError(f"run.directory: {error}") from error
@@ -135,25 +125,14 @@ def execute(
             targets = Targets(path, config.run.name, host=host, port=exporter.port)
         wants_report = True
         try:
-            key = RunKey.new() if run_key is None else run_key
             with directory.folder.required():
+                key = run_key or RunKey.new()
                 return asyncio.run(
-                    _run(
-                        prepared,
-                        directory,
-                        targets,
-                        console=console,
-                        metrics=metrics,
-                        run_key=key,
-                        health=health,
-                    )
+                    _run(prepared, directory, targets, console, metrics, key, health)
                 )
         except UserError:
-            kept = directory.undo()
-            if kept is not None:
-                console.print(
-                    f"logs of this start: {kept / 'logs'}", highlight=False, soft_wrap=True
-                )
+            if (kept := directory.undo()) is not None:
+                say(f"logs of this start: {kept / 'logs'}")
             raise
         except Interrupted:
             wants_report = False  # it can take seconds
@@ -161,7 +140,7 @@ def execute(
         finally:
             # Also for a run that failed: the report shows how far it came.
             if wants_report and not directory.folder.is_gone():
-                _write_report(directory, console)
+                _write_report(directory, say)
 
 
 def _changes(
@@ -180,53 +159,47 @@ def _changes(
     return rows, code
 
 
-def _write_report(directory: RunDirectory, console: Console) -> None:
+def _write_report(directory: RunDirectory, say: Callable[[str], None]) -> None:
     try:
         write_report(directory.path)
     except ReportError:
         return  # the folder was removed, or holds nothing yet
     except (MonitoringError, OSError) as error:
-        console.print(f"no report: {error}", highlight=False, soft_wrap=True, markup=False)
+        say(f"no report: {error}")
 
 
 async def _run(
     prepared: Prepared,
     directory: RunDirectory,
     targets: Targets | None,
-    *,
     console: Console,
     metrics: ControllerMetrics,
     run_key: RunKey,
     health: Health | None,
 ) -> RunResult:
-    began = time.monotonic()
-    config, state = prepared.config, directory.state
+    began, state, run = time.monotonic(), directory.state, directory.path
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     async with contextlib.AsyncExitStack() as closing:
+        # The folder of sockets and the files in memory; then the launcher, which knows the devices.
         try:
             runtime = RuntimeDirectory()
         except AddressTooLong as error:
             raise UserError(str(error)) from error
-        closing.enter_context(owned(local_run_id(config.run.name, os.getpid())))
+        closing.enter_context(owned(local_run_id(prepared.config.run.name, os.getpid())))
         closing.callback(_clean_up, runtime, targets)
-        records = ProcessRecords(directory.path)
+        records = ProcessRecords(run)
         directory.write_state()  # it is starting
-        launching = await open_launcher(
-            prepared,
-            directory.path,
-            records,
-            runtime,
-            closing,
-            say,
-        )
+        launching = await open_launcher(prepared, run, records, runtime, closing, say)
         prepared = _with_drafts(prepared, directory, launching, say)
         config = prepared.config
+
+        # What the user sees, and the processes.
         control_key = RunKey.new()
-        control_key.write(control_key_file(directory.path))
+        control_key.write(control_key_file(run))
         state.control_address = runtime.address("user")
         directory.write_state()
         progress = closing.enter_context(_open_progress(config, directory, console, metrics))
-        await open_reward_servers(config.rewards, directory.path, progress.say, closing)
+        await open_reward_servers(config.rewards, run, progress.say, closing)
         hub: Hub[Message] = Hub(
             launching.control_address,
             run_key.hub("control"),
@@ -239,9 +212,12 @@ async def _run(
         tokenizer = _tokenizer(prepared, directory, progress)
         specs = _specs(prepared, directory, launching, hub.address, tokenizer)
         page = open_page(config, directory, records, progress.say, closing)
-        sinks = open_sinks(config, directory.path, records, progress.say, closing)
+        sinks = Sinks(config, run, records, progress.say)
+        closing.push_async_callback(sinks.close)
         fleet = Fleet(config.launcher, launching.launcher, specs, hub, run_key)
         hub.refusals.on_cut_off = fleet.cut_off
+
+        # The controller, and what runs beside it.
         user_socket = user_hub(state.control_address, control_key, Refusals(metrics.count_refused))
         controller = Controller(
             config,
@@ -255,48 +231,46 @@ async def _run(
         )
         launching.on_lost(partial(_tell, asyncio.get_running_loop(), controller, progress))
         user = asyncio.create_task(_serve_user(user_socket, controller))
-        listing = asyncio.create_task(_list_processes(fleet, targets))
         surroundings = Surroundings(directory.folder, runtime, [hub, user_socket], progress.say)
-        looking = asyncio.create_task(surroundings.look_after(controller))
+        beside = [
+            asyncio.create_task(_list_processes(fleet, targets)),
+            asyncio.create_task(surroundings.look_after(controller)),
+        ]
         closing.callback(beat_of(health, lambda: controller.has_begun))
-        interrupts = Interrupts(
-            controller,
-            kill=partial(_kill, fleet, records),
-            clean_up=partial(_clean_up, runtime, targets),
-            say=progress.say,
-        )
-        closing.enter_context(interrupts.handled())
+        kill, clean_up = partial(_kill, fleet, records), partial(_clean_up, runtime, targets)
+        closing.enter_context(Interrupts(controller, kill, clean_up, progress.say).handled())
+
+        # The run, then its end: the processes, what reads their files, and the user's socket last.
         ended: Ending = "failed"
         wrong: WrongPolicyError | None = None
-        before: Accuracy | None = None
-        after: Accuracy | None = None
+        accuracies: tuple[Accuracy | None, Accuracy | None] = None, None
         try:
-            before, after = await controller.run()
+            accuracies = await controller.run()
             ended = "done" if controller.is_complete else "stopped"
         except WrongPolicyError as error:
             wrong = error  # a clean end: checkpoint, result.json and report as of any run
-            before = controller.accuracy_before
+            accuracies = controller.accuracy_before, None
             progress.training_ends()
         except Interrupted:
             ended = "stopped"
             raise
         finally:
-            listing.cancel()
-            looking.cancel()
+            for task in beside:
+                task.cancel()
             try:
                 await fleet.shut_down()
             except WaitTimeout as error:
-                console.print(str(error), style="yellow", soft_wrap=True)
+                say(str(error), style="yellow")
             await sinks.close()
             await page.close()
-            user.cancel()  # only now: orders up to here are answered, with a refusal
-            _end_escaped(records, console)
+            user.cancel()  # orders up to here are answered, with a refusal
+            _end_escaped(records, say)
             unsaved = await controller.unsaved()
             _clean_up(runtime, targets)
             state.ended = "failed" if unsaved and ended == "done" else ended
             if not directory.folder.is_gone():
                 directory.write_state()
-    result = progress.result(before, after, total_seconds=time.monotonic() - began)
+    result = progress.result(*accuracies, total_seconds=time.monotonic() - began)
     directory.folder.refuse_gone()
     _write_result(directory, result, unsaved)
     if surroundings.error is not None and ended == "stopped":
@@ -307,10 +281,7 @@ async def _run(
 
 
 def _with_drafts(
-    prepared: Prepared,
-    directory: RunDirectory,
-    launching: Launching,
-    say: Callable[[str], None],
+    prepared: Prepared, directory: RunDirectory, launching: Launching, say: Callable[[str], None]
 ) -> Prepared:
     """Resolve `cache.max_draft_tokens: auto` where only the launcher knows the devices."""
     config, line = with_drafts_that_pay(
@@ -328,10 +299,7 @@ def _with_drafts(
 
 
 def _tell(
-    loop: asyncio.AbstractEventLoop,
-    controller: Controller,
-    progress: Progress,
-    error: AsyncrlError,
+    loop: asyncio.AbstractEventLoop, controller: Controller, progress: Progress, error: AsyncrlError
 ) -> None:
     """End the run with this error, from another thread. Print it first, as ending takes time."""
 
@@ -366,19 +334,15 @@ def _write_result(directory: RunDirectory, result: RunResult, unsaved: str | Non
         raise RunFailed("; ".join(lost))
 
 
-def _end_escaped(records: ProcessRecords, console: Console) -> None:
+def _end_escaped(records: ProcessRecords, say: Callable[..., None]) -> None:
     try:
         left = records.end_all()
     except AsyncrlError as error:
-        console.print(str(error), style="yellow", soft_wrap=True)
+        say(str(error), style="yellow")
         return
     if left:
         listed = ", ".join(str(process.pid) for process in left)
-        console.print(
-            f"killed processes that the run's processes had started and left behind: {listed}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(f"killed processes that the run's processes had started and left behind: {listed}")
 
 
 @contextlib.contextmanager
@@ -389,7 +353,7 @@ def _open_progress(
     per_step, most = config.scheduler.groups_per_step, config.scheduler.max_groups_of_step
     point = directory.resume_point
     for sentence in rewind(directory.path, point, groups_per_step=per_step, max_groups=most):
-        console.print(sentence, highlight=False, soft_wrap=True)
+        console.print(sentence, highlight=False, soft_wrap=True, markup=False)
     path = directory.path / "metrics.jsonl"
     earlier = read_metrics(path)
     with contextlib.ExitStack() as closing:
@@ -401,10 +365,7 @@ def _open_progress(
 
 
 def _tokenizer(prepared: Prepared, directory: RunDirectory, progress: Progress) -> TokenizerDigest:
-    """Return the run's tokenizer.
-
-    Raises UserError if it changed and `run.on_wrong_policy` is stop.
-    """
+    """Return the run's tokenizer. Raises UserError if it changed, unless that only warns."""
     found, state = tokenizer_digest(prepared.task.tokenizer), directory.state
     if state.tokenizer is None:
         state.tokenizer = found

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from asyncrl.config.run_config import RunConfig
 from asyncrl.monitoring.metrics.metrics import ControllerMetrics
 from asyncrl.monitoring.records.timeline import Timeline
+from asyncrl.monitoring.tracing.opening import open_tracer
 from asyncrl.monitoring.tracing.tracer import Moment, Tracer, Value
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands, events
@@ -38,26 +39,13 @@ class _Group:
 def open_group_traces(
     config: RunConfig, key: str, metrics: ControllerMetrics, closing: AsyncExitStack
 ) -> GroupTraces | None:
-    """Open the recorder of the controller's traces, if `monitoring.tracing` is on.
-
-    `key` is the run's, see `asyncrl.monitoring.tracing.tracer`; `closing` ends the recorder.
-    """
-    settings, run = config.monitoring.tracing, config.run.name
+    """Open the controller's traces, if `monitoring.tracing` is on; `key` is the run's."""
+    settings = config.monitoring.tracing
     if not settings.enabled:
         return None
-    from asyncrl.monitoring.tracing.opening import open_tracer
-
-    name = "controller"
-    tracer = open_tracer(
-        settings,
-        closing,
-        key=key,
-        run=run,
-        process=name,
-        metrics=metrics,
-        unix=Timeline(None, name).unix,
-    )
-    return GroupTraces(tracer)
+    names = {"key": key, "run": config.run.name, "process": "controller"}
+    unix = Timeline(None, "controller").unix
+    return GroupTraces(open_tracer(settings, closing, metrics=metrics, unix=unix, **names))
 
 
 class GroupTraces:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from asyncrl.controller.live_settings import LiveSettings
 from asyncrl.controller.policy_watch import PolicyWatch
@@ -24,12 +24,39 @@ from asyncrl.fleet.process_state import GeneratorWorker, RelayWorker, TrainerRan
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.scheduler import events
 from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
-from asyncrl.steering.write_throttle import PacedWrites
 from asyncrl.trainer.checkpoint.format.files import newest_complete
 from asyncrl.wire.messages import from_generator, from_relay, from_trainer
 from asyncrl.wire.messages.from_trainer import CheckpointFailed, CheckpointWritten
 from asyncrl.wire.records.step import EngineStats
 from asyncrl.wire.transport.decoding import Reason
+
+BURST = 8
+PACE_SECONDS = 1.0
+
+
+class PacedWrites:
+    """Writes at once, or a second later with further changes, since a write blocks the loop."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write = write
+        self._written = 0
+        self._is_due = False
+
+    def __call__(self) -> None:
+        """Write the present state soon. Called in an event loop."""
+        if self._written == BURST:
+            self._is_due = True
+            return
+        if self._written == 0:
+            asyncio.get_running_loop().call_later(PACE_SECONDS, self._begin_again)
+        self._written += 1
+        self._write()
+
+    def _begin_again(self) -> None:
+        self._written = 0
+        if self._is_due:
+            self._is_due = False
+            self()
 
 
 class CheckpointRecord:
@@ -146,90 +173,88 @@ FROM_THE_LOST = (
 """Messages that count after their sender is lost: why it ended, what it had done. All others are
 dropped. A message may have been on its way, and on another node the process may even live on for a
 while."""
-WorkerT = TypeVar("WorkerT", bound=Worker)
-_Handlers = dict[type, Callable[[WorkerT, Any], Awaitable[None]]]
+_Handlers = dict[type, Callable[[Any, Any], Awaitable[None] | None]]
+"""The handler of each type of message; it gets the sender and the message."""
 
 
+@dataclass(eq=False)
 class Inbox:
     """Updates the sender's `Worker` and passes messages on to scheduler and evaluation."""
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        fleet: Fleet,
-        *,
-        training: Training,
-        evaluation: FleetEvaluation,
-        progress: Progress,
-        waiter: ConditionWait,
-        checkpoints: CheckpointRecord,
-        trainer_restarts: TrainerRestarts,
-        unfinished: UnfinishedWork,
-        policy_watch: PolicyWatch,
-        moves: SampleHandover,
-        settings: LiveSettings | None = None,
-    ) -> None:
-        self._settings = settings
-        self._moves = moves
+    _directory: RunDirectory
+    _fleet: Fleet
+    _training: Training
+    _evaluation: FleetEvaluation
+    _progress: Progress
+    _waiter: ConditionWait
+    _trainer_restarts: TrainerRestarts
+    _checkpoints: CheckpointRecord
+    _unfinished: UnfinishedWork
+    _policy_watch: PolicyWatch
+    _moves: SampleHandover
+    _settings: LiveSettings | None = None
+
+    def __post_init__(self) -> None:
         self._speeds = SpeedMeter()
         self._moving: set[asyncio.Task[None]] = set()
-        self._policy_watch = policy_watch
-        self._unfinished = unfinished
-        self._trainer_restarts = trainer_restarts
-        self._directory = directory
-        self._write_state = PacedWrites(directory.write_state)
-        self._fleet = fleet
-        self._training = training
-        self._evaluation = evaluation
-        self._progress = progress
-        self._waiter = waiter
-        self._checkpoints = checkpoints
-        self._of_generators: _Handlers[GeneratorWorker] = {
+        self._write_state = PacedWrites(self._directory.write_state)
+        fleet, training, evaluation = self._fleet, self._training, self._evaluation
+        policy_watch, checkpoints = self._policy_watch, self._checkpoints
+        self._of_generators: _Handlers = {
             from_generator.GeneratorReady: self._generator_ready,
-            from_generator.SampleFinished: self._sample_finished,
-            from_generator.SampleRewarded: self._sample_rewarded,
+            from_generator.SampleFinished: lambda worker, message: training.sample_finished(
+                worker.name, message
+            ),
+            from_generator.SampleRewarded: lambda worker, message: training.sample_rewarded(
+                worker.name, message
+            ),
             from_generator.SampleFailed: self._sample_failed,
-            from_generator.SampleDelivered: self._sample_delivered,
-            from_generator.EvaluationSample: self._evaluation.returned,
-            from_generator.EvaluationMissed: self._evaluation.missed,
+            from_generator.SampleDelivered: lambda worker, message: training.apply(
+                events.SampleDelivered(worker.name, message.sample)
+            ),
+            from_generator.EvaluationSample: evaluation.returned,
+            from_generator.EvaluationMissed: evaluation.missed,
             from_generator.WeightsInstalled: self._weights_installed,
-            from_generator.WrongPolicyFound: self._wrong_policy,
-            from_generator.Rescored: self._rescored,
+            from_generator.WrongPolicyFound: lambda _, message: policy_watch.found(message.found),
+            from_generator.Rescored: lambda worker, message: policy_watch.rescored(
+                worker.name, message
+            ),
             from_generator.Rewound: self._rewound,
             from_generator.Released: self._released,
             from_generator.GeneratorReport: self._generator_report,
             from_generator.Failure: self._failure,
-            from_generator.Goodbye: self._goodbye,
+            from_generator.Goodbye: _goodbye,
         }
-        self._of_trainer: _Handlers[TrainerRank] = {
+        self._of_trainer: _Handlers = {
             from_trainer.TrainerReady: self._trainer_ready,
             from_trainer.StepFinished: self._step_finished,
             from_trainer.CheckpointWritten: self._checkpoint_written,
-            from_trainer.CheckpointFailed: self._checkpoint_failed,
+            from_trainer.CheckpointFailed: lambda _, message: checkpoints.failed(message),
             from_trainer.TrainerReport: self._trainer_report,
             from_trainer.DeliveryRefused: self._delivery_refused,
-            from_trainer.PeerCutOff: self._peer_cut_off,
-            from_trainer.WrongPolicyFound: self._suspected,
+            from_trainer.PeerCutOff: lambda worker, message: fleet.cut_off(
+                message.generator, f"{message.reason} (noticed by {worker.name})"
+            ),
+            from_trainer.WrongPolicyFound: lambda _, message: policy_watch.suspected(message),
             from_trainer.Failure: self._failure,
-            from_trainer.Goodbye: self._goodbye,
+            from_trainer.Goodbye: _goodbye,
         }
-        self._of_relays: _Handlers[RelayWorker] = {
+        self._of_relays: _Handlers = {
             from_relay.RelayReady: self._relay_ready,
-            from_relay.WeightsHere: self._weights_here,
-            from_relay.WeightsFailed: self._weights_failed,
-            from_relay.WeightsChecked: self._weights_checked,
-            from_relay.RelayReport: self._relay_report,
-            from_relay.FileHere: self._file_answered,
-            from_relay.FileMissing: self._file_answered,
+            from_relay.WeightsHere: fleet.installations.arrived,
+            from_relay.WeightsFailed: fleet.installations.failed,
+            from_relay.WeightsChecked: fleet.installations.checked,
+            from_relay.RelayReport: lambda worker, message: logger.debug(
+                "%s has sent %d bytes of weights", worker.name, message.sent_bytes
+            ),
+            from_relay.FileHere: lambda _, message: fleet.files.answered(message),
+            from_relay.FileMissing: lambda _, message: fleet.files.answered(message),
             from_relay.Failure: self._failure,
-            from_relay.Goodbye: self._goodbye,
+            from_relay.Goodbye: _goodbye,
         }
 
     async def handle(self, sender: str, message: Message) -> None:
-        """Handle one message, then wake waiting phases.
-
-        An invalid message is refused, and its sender is killed and replaced if it cannot continue.
-        """
+        """Handle one message; refuse an invalid one, and kill a sender that cannot continue."""
         kind, worker = type(message).__name__, self._fleet.heard_from(sender)
         if worker is None:
             self._fleet.refuse(sender, Reason.UNKNOWN_PEER, f"{kind} from an unknown process")
@@ -237,17 +262,17 @@ class Inbox:
         if worker.is_gone and not isinstance(message, FROM_THE_LOST):
             logger.info("%s of %s comes after its loss and is dropped", kind, sender)
             return
-        if isinstance(worker, GeneratorWorker):
-            handling = _handling(self._of_generators, worker, message)
-        elif isinstance(worker, TrainerRank):
-            handling = _handling(self._of_trainer, worker, message)
-        else:
-            handling = _handling(self._of_relays, worker, message)
-        if handling is None:
+        handlers = self._of_relays
+        if isinstance(worker, GeneratorWorker | TrainerRank):
+            of_generator = isinstance(worker, GeneratorWorker)
+            handlers = self._of_generators if of_generator else self._of_trainer
+        handler = handlers.get(type(message))
+        if handler is None:
             self._fleet.refuse(sender, Reason.UNEXPECTED, f"{kind} is not for its role to send")
             return
         try:
-            await handling
+            if (handling := handler(worker, message)) is not None:
+                await handling
         except ImpossibleEvent as error:
             self._fleet.refuse(sender, Reason.IMPOSSIBLE_EVENT, str(error))
             if isinstance(error, SenderOutOfStep):
@@ -282,16 +307,6 @@ class Inbox:
         self._directory.state.metrics_ports = {name: one.port for name, one in targets.items()}
         self._write_state()
 
-    async def _sample_finished(
-        self, worker: GeneratorWorker, message: from_generator.SampleFinished
-    ) -> None:
-        await self._training.sample_finished(worker.name, message)
-
-    async def _sample_rewarded(
-        self, worker: GeneratorWorker, message: from_generator.SampleRewarded
-    ) -> None:
-        await self._training.sample_rewarded(worker.name, message)
-
     async def _sample_failed(
         self, worker: GeneratorWorker, message: from_generator.SampleFailed
     ) -> None:
@@ -300,11 +315,6 @@ class Inbox:
         else:
             event = events.SampleFailed(worker.name, message.sample, message.reason)
             await self._training.apply(event)
-
-    async def _sample_delivered(
-        self, worker: GeneratorWorker, message: from_generator.SampleDelivered
-    ) -> None:
-        await self._training.apply(events.SampleDelivered(worker.name, message.sample))
 
     async def _weights_installed(
         self, worker: GeneratorWorker, message: from_generator.WeightsInstalled
@@ -319,26 +329,13 @@ class Inbox:
         await self._training.apply(events.WeightsInstalled(worker.name, message.policy_version))
         await self._evaluation.fill(worker)
 
-    async def _wrong_policy(
-        self, _worker: GeneratorWorker, message: from_generator.WrongPolicyFound
-    ) -> None:
-        self._policy_watch.found(message.found)
-
-    async def _suspected(
-        self, _worker: TrainerRank, message: from_trainer.WrongPolicyFound
-    ) -> None:
-        await self._policy_watch.suspected(message)
-
-    async def _rescored(self, worker: GeneratorWorker, message: from_generator.Rescored) -> None:
-        self._policy_watch.rescored(worker.name, message)
-
     async def _rewound(self, worker: GeneratorWorker, message: from_generator.Rewound) -> None:
         worker.policy_version = message.policy_version
         await self._training.apply(
             events.GeneratorRewound(worker.name, message.lineage, message.policy_version)
         )
 
-    async def _released(self, worker: GeneratorWorker, message: from_generator.Released) -> None:
+    def _released(self, worker: GeneratorWorker, message: from_generator.Released) -> None:
         task = asyncio.create_task(self._move(worker, message))
         self._moving.add(task)
         task.add_done_callback(self._moving.discard)
@@ -405,14 +402,7 @@ class Inbox:
                 first_group=self._training.first_unreached_group,
             )
 
-    async def _checkpoint_failed(
-        self, _worker: TrainerRank, message: from_trainer.CheckpointFailed
-    ) -> None:
-        self._checkpoints.failed(message)
-
-    async def _trainer_report(
-        self, worker: TrainerRank, message: from_trainer.TrainerReport
-    ) -> None:
+    def _trainer_report(self, worker: TrainerRank, message: from_trainer.TrainerReport) -> None:
         worker.report = message
         if worker is not self._fleet.trainer:  # which says when a step is finished
             worker.policy_version = message.policy_version
@@ -423,34 +413,12 @@ class Inbox:
         reason = f"{worker.name} refused its delivery: {message.reason}"
         await self._training.apply(events.SampleFailed(message.generator, message.sample, reason))
 
-    async def _peer_cut_off(self, worker: TrainerRank, message: from_trainer.PeerCutOff) -> None:
-        self._fleet.cut_off(message.generator, f"{message.reason} (noticed by {worker.name})")
-
-    async def _relay_ready(self, worker: RelayWorker, message: from_relay.RelayReady) -> None:
+    def _relay_ready(self, worker: RelayWorker, message: from_relay.RelayReady) -> None:
         worker.ready(message)
         self._write_ports()
         self._fleet.look_after_weights()
 
-    async def _weights_here(self, worker: RelayWorker, message: from_relay.WeightsHere) -> None:
-        self._fleet.installations.arrived(worker, message)
-
-    async def _weights_failed(self, worker: RelayWorker, message: from_relay.WeightsFailed) -> None:
-        self._fleet.installations.failed(worker, message)
-
-    async def _weights_checked(
-        self, worker: RelayWorker, message: from_relay.WeightsChecked
-    ) -> None:
-        self._fleet.installations.checked(worker, message)
-
-    async def _file_answered(
-        self, _worker: RelayWorker, message: from_relay.FileHere | from_relay.FileMissing
-    ) -> None:
-        self._fleet.files.answered(message)
-
-    async def _relay_report(self, worker: RelayWorker, message: from_relay.RelayReport) -> None:
-        logger.debug("%s has sent %d bytes of weights", worker.name, message.sent_bytes)
-
-    async def _failure(
+    def _failure(
         self,
         worker: Worker,
         message: from_generator.Failure | from_trainer.Failure | from_relay.Failure,
@@ -460,17 +428,6 @@ class Inbox:
         if message.user_error:
             self._waiter.fail(UserError(message.reason))
 
-    async def _goodbye(
-        self,
-        worker: Worker,
-        message: from_generator.Goodbye | from_trainer.Goodbye | from_relay.Goodbye,
-    ) -> None:
-        logger.info("%s: %s", worker.name, type(message).__name__)
 
-
-def _handling(
-    handlers: _Handlers[WorkerT], worker: WorkerT, message: Message
-) -> Awaitable[None] | None:
-    """Return the awaitable that handles a message; None if this role must not send it."""
-    handler = handlers.get(type(message))
-    return None if handler is None else handler(worker, message)
+def _goodbye(worker: Worker, message: Message) -> None:
+    logger.info("%s: %s", worker.name, type(message).__name__)

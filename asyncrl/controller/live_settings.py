@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.config.by_step import ConfigByStep
@@ -32,30 +33,21 @@ from asyncrl.wire.messages import to_generator, to_trainer
 from asyncrl.wire.messages.control import SetRequest
 
 
+@dataclass(eq=False)
 class LiveSettings:
-    """Changes the configuration of a live run, one setting at a time.
+    """Changes the configuration of a live run, one setting at a time."""
 
-    `directory` keeps the configuration in force, which processes read when they start.
-    """
+    config: RunConfig
+    """The configuration in force, with all changes to come."""
+    _directory: RunDirectory
+    """The run's folder with config.yaml, which processes read when they start."""
+    _fleet: Fleet
+    _training: Training
+    _evaluation: FleetEvaluation
+    _unfinished: UnfinishedWork
 
-    def __init__(
-        self,
-        config: RunConfig,
-        directory: RunDirectory,
-        fleet: Fleet,
-        *,
-        training: Training,
-        evaluation: FleetEvaluation,
-        unfinished: UnfinishedWork,
-    ) -> None:
-        self._began_with = config
-        self.config = config
-        """The configuration in force, with all changes to come."""
-        self._directory = directory
-        self._fleet = fleet
-        self._training = training
-        self._evaluation = evaluation
-        self._unfinished = unfinished
+    def __post_init__(self) -> None:
+        self._began_with = self.config
         self._one_at_a_time = asyncio.Lock()
 
     async def carry_out(self, order: SetRequest) -> Effect:

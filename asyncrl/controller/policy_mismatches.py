@@ -21,10 +21,7 @@ _IN_RUN = 200
 
 
 class _Sentences:
-    """Keeps the first sentences, up to a limit, and counts the others.
-
-    With `run.on_wrong_policy: warn` each generator may add one in each step.
-    """
+    """Keeps the first sentences, up to a limit, and counts the others."""
 
     def __init__(self, room: int) -> None:
         self._room = room
@@ -44,10 +41,7 @@ class _Sentences:
 
 
 class Findings:
-    """Prints, counts and keeps findings; prints a generator's cause once.
-
-    `earlier` are the run's steps before it was resumed.
-    """
+    """Prints, counts and keeps findings; prints a generator's cause once."""
 
     def __init__(
         self, earlier: Sequence[StepMetrics], say: Callable[[str], None], metrics: ControllerMetrics

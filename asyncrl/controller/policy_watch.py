@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -103,23 +104,18 @@ def _mean_gap(one: FloatArray, other: FloatArray) -> float:
 RESCORE_SECONDS = 30.0
 
 
+@dataclass(eq=False)
 class PolicyWatch:
-    """Takes findings of all processes, and compares the weights that generators start with.
+    """Takes findings of all processes, and compares the weights that generators start with."""
 
-    `action` decides what follows a finding.
-    """
-
-    def __init__(
-        self, action: OnWrongPolicy, fleet: Fleet, progress: Progress, waiter: ConditionWait
-    ) -> None:
-        self._action = action
-        self._fleet = fleet
-        self._progress = progress
-        self._waiter = waiter
-        self._asked: dict[int, WrongPolicyFound] = {}
-        """Findings whose tokens are being rescored, by request number."""
-        self._questions = 0
-        self._at_start: list[tuple[GeneratorWorker, Fingerprint]] = []
+    _action: OnWrongPolicy
+    _fleet: Fleet
+    _progress: Progress
+    _waiter: ConditionWait
+    _asked: dict[int, WrongPolicyFound] = field(default_factory=dict, init=False)
+    """Findings whose tokens are being rescored, by request number."""
+    _questions: int = field(default=0, init=False)
+    _at_start: list[tuple[GeneratorWorker, Fingerprint]] = field(default_factory=list, init=False)
 
     def found(
         self, wrong: WrongPolicy, *, provisional: bool = False, trained: bool = False
@@ -132,8 +128,8 @@ class PolicyWatch:
         self._progress.found(wrong)
         if self._action == "stop" and provisional:
             self._progress.say(
-                "the run goes on: its first steps on GPUs only warn of what rounding may explain; "
-                "if it lasts, the run ends (run.on_wrong_policy: stop)"
+                "the run continues: its first steps on GPUs only warn about differences that "
+                "rounding may explain; if they last, the run ends (run.on_wrong_policy: stop)"
             )
         elif self._action == "stop":
             self._waiter.fail(

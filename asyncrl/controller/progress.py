@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 
 import msgspec
 
@@ -45,34 +44,8 @@ from asyncrl.wire.records.step import (
 from asyncrl.wire.records.wrong_policy import WrongPolicy
 
 
-class _StepWarnings:
-    """Emits each step-level warning once."""
-
-    def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:
-        self._config = config
-        self._say = say
-        self._given: set[str] = set()
-
-    def foresee(self, noise: NoiseFloor) -> None:
-        """Check the measured noise floor, even before the first step is finished."""
-        self._give("kept", warnings.kept_by_verification(self._config, noise))
-
-    def check(self, step: StepMetrics) -> None:
-        """Check a finished step."""
-        self._give("noise floor", warnings.noise_floor(self._config, step.noise_floor))
-        self._give("top-K", warnings.small_top_k(self._config, step.tokens))
-
-    def _give(self, kind: str, text: str | None) -> None:
-        if text is not None and kind not in self._given:
-            self._given.add(kind)
-            self._say(text)
-
-
 class Progress:
-    """Follows a run. Only the controller's event loop calls it.
-
-    `log` gets a line per optimizer step; `earlier` are the run's steps before it was resumed.
-    """
+    """Follows a run, in the controller's event loop; `earlier` are the steps before a resume."""
 
     def __init__(
         self,
@@ -110,7 +83,7 @@ class Progress:
         self._steps_here = 0
         self._step = len(earlier)
         self.stopping = False
-        self._warnings = _StepWarnings(config, self.say)
+        self._warned: set[str] = set()
         self._findings = Findings(earlier, self.say, metrics)
         before = RewardCounts(failed=earlier[-1].reward_failures if earlier else {})
         self._reward_totals = RewardTotals(config, self.say, before)
@@ -122,6 +95,11 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a message."""
         self._view.log(text)
+
+    def _warn_once(self, kind: str, text: str | None) -> None:
+        if text is not None and kind not in self._warned:
+            self._warned.add(kind)
+            self.say(text)
 
     def decided(self, event: str, seconds: float) -> None:
         """Count an event that the scheduler handled."""
@@ -171,7 +149,8 @@ class Progress:
         step = self._record(message, now)
         self._step, self._steps_here = message.step + 1, self._steps_here + 1
         self._last_step_at, self._last_step = now, step
-        self._warnings.check(step)
+        self._warn_once("noise floor", warnings.noise_floor(self._config, step.noise_floor))
+        self._warn_once("top-K", warnings.small_top_k(self._config, step.tokens))
         if said := too_few_groups(step, self._config.scheduler):
             self.say(said)
         self._log.append(step)
@@ -280,7 +259,8 @@ class Progress:
             self._reward_totals.update(report.rewards for report in reports)
             noise = [report.noise_floor for report in reports]
             self._noise_floor = sum(noise, start=self._noise_before)
-            self._warnings.foresee(self._noise_floor)
+            text = warnings.kept_by_verification(self._config, self._noise_floor)
+            self._warn_once("kept", text)
             counts = [report.environment for report in reports]
             self._environment = sum(counts, start=self._environment_before)
             here = [one.report for one in self._fleet.generators()]
@@ -365,6 +345,7 @@ class Progress:
         """Return the run's result, with its held-out accuracy before and after training."""
         results = self.evaluations
         best = None if results is None else results.best
+        samples = [one.samples for one in (before, after) if one and one.value is not None]
         return RunResult(
             run=self._config.run.name,
             engine=self._config.engine_kinds,
@@ -379,14 +360,7 @@ class Progress:
             accuracy_after=None if after is None else after.value,
             best_step=None if best is None else best.step,
             best_accuracy=None if results is None or best is None else results.value_of(best),
-            evaluation_samples=next(
-                (
-                    one.samples
-                    for one in (before, after)
-                    if one is not None and one.value is not None
-                ),
-                0,
-            ),
+            evaluation_samples=samples[0] if samples else 0,
             reward_failures=self._reward_totals.counts.failed,
             wrong_policy=self._findings.all,
         )

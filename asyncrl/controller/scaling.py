@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.controller.training import Training
@@ -26,8 +27,10 @@ from asyncrl.steering.user_commands import Effect, last_scale
 from asyncrl.wire.messages import to_trainer
 from asyncrl.wire.messages.control import ScaleRequest
 from asyncrl.wire.messages.to_generator import Shutdown
+from asyncrl.wire.records.wrong_policy import listed
 
 
+@dataclass(eq=False)
 class Scaling:
     """Adjusts the number of generators to what was ordered.
 
@@ -36,11 +39,10 @@ class Scaling:
     work.
     """
 
-    def __init__(self, fleet: Fleet, training: Training, evaluation: FleetEvaluation) -> None:
-        self._fleet = fleet
-        self._training = training
-        self._evaluation = evaluation
-        self.ordered: int | None = None
+    _fleet: Fleet
+    _training: Training
+    _evaluation: FleetEvaluation
+    ordered: int | None = field(default=None, init=False)
 
     async def carry_out(self, order: ScaleRequest) -> Effect:
         """Begin to scale, and describe what happens now. Raises UserError if that is impossible."""
@@ -63,13 +65,13 @@ class Scaling:
             await self._fleet.make_room(indices)
             names = [self._fleet.join(index) for index in indices]
             self.ordered = order.generators
-            return f"{_listed(names)} will join"
+            return f"{listed(names)} will join"
         self.ordered = order.generators
         leavers = present[order.generators :]
         for worker in leavers:
             await self.leave(worker)
         if leavers:
-            return f"{_listed([one.name for one in leavers])} will leave"
+            return f"{listed([one.name for one in leavers])} will leave"
         return f"the run has {len(present)} generator(s) already"
 
     async def leave(self, worker: GeneratorWorker) -> None:
@@ -85,31 +87,18 @@ class Scaling:
             await self._fleet.send(worker.name, Shutdown())
 
 
-def _listed(names: list[str], limit: int = 4) -> str:
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
-
-
+@dataclass(eq=False)
 class AgentAutoscaling:
-    """Polls the agents. `why_closed` returns why the run cannot be changed now, or None."""
+    """Polls the agents. `_why_closed` returns why the run cannot be changed now, or None."""
 
-    def __init__(
-        self,
-        agents: AgentsLauncher,
-        fleet: Fleet,
-        scaling: Scaling,
-        *,
-        why_closed: Callable[[], str | None],
-        say: Callable[[str], None],
-    ) -> None:
-        self._agents = agents
-        self._fleet = fleet
-        self._scaling = scaling
-        self._why_closed = why_closed
-        self._say = say
-        self._told: set[str] = set()
-        """Processes that were ordered to leave with their agent."""
-        self._alone_since: float | None = None
+    _agents: AgentsLauncher
+    _fleet: Fleet
+    _scaling: Scaling
+    _why_closed: Callable[[], str | None]
+    _say: Callable[[str], None]
+    _told: set[str] = field(default_factory=set, init=False)
+    """Processes that were ordered to leave with their agent."""
+    _alone_since: float | None = field(default=None, init=False)
 
     async def check(self) -> None:
         """Add and remove generators with their agents. Raises RunFailed if none came in time."""
@@ -194,4 +183,4 @@ def arrivals_of(
         return None
     agents.roster.is_ready = fleet.is_ready
     scaling.ordered = last_scale(run)
-    return AgentAutoscaling(agents, fleet, scaling, why_closed=why_closed, say=say)
+    return AgentAutoscaling(agents, fleet, scaling, why_closed, say)

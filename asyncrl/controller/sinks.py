@@ -139,19 +139,6 @@ class Sinks:
         self._sinks = []
 
 
-def open_sinks(
-    config: RunConfig,
-    run: Path,
-    records: ProcessRecords,
-    say: Callable[[str], None],
-    closing: contextlib.AsyncExitStack,
-) -> Sinks:
-    """Start the sinks of a run; `closing` ends them."""
-    sinks = Sinks(config, run, records, say)
-    closing.push_async_callback(sinks.close)
-    return sinks
-
-
 def _newest_step(path: Path) -> int:
     last = read_tail(path, StepMetrics, 1 << 16)
     return last[-1].step if last else -1

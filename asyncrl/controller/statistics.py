@@ -55,9 +55,9 @@ class RewardTotals:
                 if self._counts_as_zero:
                     self._tell(
                         (function, reason),
-                        f"WARNING: {what} ({_words(reason)}); that counts as 0 (rewards.on_error: "
-                        "zero). The generators' logs show the first cases; reward_failures in "
-                        "metrics.jsonl counts them",
+                        f"WARNING: {what} ({reason.replace('_', ' ')}); that counts as 0 "
+                        "(rewards.on_error: zero). The generators' logs show the first cases; "
+                        "reward_failures in metrics.jsonl counts them",
                     )
         for function, value in self._now.largest.items():
             self._tell(
@@ -83,10 +83,6 @@ class RewardTotals:
         if kind not in self._told:
             self._told.add(kind)
             self._say(text)
-
-
-def _words(reason: str) -> str:
-    return reason.replace("_", " ")
 
 
 RATE_SECONDS = 3.0
@@ -152,10 +148,7 @@ class GenerationTotals:
 
 
 class StalenessTotals:
-    """Keeps staleness and on-policy flag of each step; `earlier` are those before a resume.
-
-    A retrained step replaces itself.
-    """
+    """Keeps staleness and on-policy flag of each step; `earlier` are those before a resume."""
 
     def __init__(self, earlier: Iterable[StepMetrics]) -> None:
         self._steps: dict[int, tuple[StalenessMetrics, bool | None]] = {}
@@ -204,8 +197,8 @@ def too_few_groups(step: StepMetrics, settings: SchedulerConfig) -> str | None:
 class RunGroups:
     """Counts the fates of a run's groups.
 
-    The scheduler's ledger begins with this process. Earlier processes' groups follow from the
-    records of their steps, `earlier`, each of which names its groups.
+    The scheduler's ledger begins with this process. Groups of earlier processes follow from the
+    records of their steps, `earlier`.
     """
 
     def __init__(self, earlier: Sequence[StepMetrics], per_step: int) -> None:

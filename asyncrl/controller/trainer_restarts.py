@@ -11,6 +11,7 @@ or are all lost at the same step.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.controller.progress import Progress
@@ -34,41 +35,28 @@ MAX_TRIES = 3
 """Limit of trainers lost in a row without finishing a step, or at the same step."""
 
 
+@dataclass(eq=False)
 class TrainerRestarts:
     """Handles the loss of a trainer, and the readiness of its replacement."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        directory: RunDirectory,
-        fleet: Fleet,
-        *,
-        training: Training,
-        evaluation: FleetEvaluation,
-        progress: Progress,
-        waiter: ConditionWait,
-    ) -> None:
-        self._config = config
-        self._directory = directory
-        self._fleet = fleet
-        self._training = training
-        self._evaluation = evaluation
-        self._progress = progress
-        self._waiter = waiter
-        self._began = 0
-        self._fruitless = 0
-        """Trainers lost in a row before they finished a step."""
-        self._lost_at = -1
-        """Steps trained when the last one was lost."""
-        self._at_one_step = 0
-        """Trainers lost in a row at that step."""
-        self._point = ResumePoint()
+    _config: RunConfig
+    _directory: RunDirectory
+    _fleet: Fleet
+    _training: Training
+    _evaluation: FleetEvaluation
+    _progress: Progress
+    _waiter: ConditionWait
+    _began: int = field(default=0, init=False)
+    _fruitless: int = field(default=0, init=False)
+    """Trainers lost in a row before they finished a step."""
+    _lost_at: int = field(default=-1, init=False)
+    """Steps trained when the last one was lost."""
+    _at_one_step: int = field(default=0, init=False)
+    """Trainers lost in a row at that step."""
+    _point: ResumePoint = field(default_factory=ResumePoint, init=False)
 
     async def replace(self, lost: TrainerRank, reason: str) -> None:
-        """Start another trainer, unless the run is stopping.
-
-        Raises RunFailed if another one would be lost as well, is not allowed, or has no checkpoint.
-        """
+        """Start another trainer, unless the run is stopping. Raises RunFailed if it cannot."""
         if lost.waits_for_room:
             raise RunFailed(f"{lost.name} {reason}")
         await self._training.trainer_lost()
@@ -91,7 +79,7 @@ class TrainerRestarts:
         if name is None:
             raise RunFailed(
                 f"the trainer {reason}, and launcher.max_restarts "
-                f"({self._fleet.config.max_restarts}) does not allow another; its last words:\n"
+                f"({self._fleet.config.max_restarts}) does not allow another; the end of its log:\n"
                 f"{lost.handle.log_tail()}"
             )
         repeated = max(0, self._training.trained_steps - self._point.step)
@@ -102,11 +90,7 @@ class TrainerRestarts:
         )
 
     async def ready(self, worker: TrainerRank, initial_weights: str) -> None:
-        """Handle a ready trainer. If it replaces a lost one, return to its step.
-
-        `initial_weights` is the digest of the weights that the run starts from. Raises RunFailed if
-        the run started from other weights.
-        """
+        """Handle a ready trainer; a replacement returns to its step. Raises as `trainer_ready`."""
         version = self._began = worker.policy_version
         if self._fleet.lineage:
             self._return_to_resume_point()
@@ -149,7 +133,7 @@ class TrainerRestarts:
         code = lost.handle.exit_code()
         if not self._fleet.lineage and not lost.is_ready and code is not None and code >= 0:
             raise RunFailed(
-                f"before it was ready, the trainer {reason}; its last words:\n"
+                f"before it was ready, the trainer {reason}; the end of its log:\n"
                 f"{lost.handle.log_tail()}"
             )
         step = self._training.trained_steps
@@ -164,5 +148,5 @@ class TrainerRestarts:
             return
         raise RunFailed(
             f"{MAX_TRIES + 1} trainers in a row were lost {what}; the last one, {lost.name}, "
-            f"{reason}, with {step} steps trained; its last words:\n{lost.handle.log_tail()}"
+            f"{reason}, with {step} steps trained; the end of its log:\n{lost.handle.log_tail()}"
         )

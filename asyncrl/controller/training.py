@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from asyncrl.config.by_step import ConfigByStep
 from asyncrl.config.run_config import RunConfig
@@ -29,6 +30,7 @@ from asyncrl.wire.messages.to_generator import Rewind
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Training:
     """Runs the scheduler from the first step to the last.
 
@@ -36,39 +38,24 @@ class Training:
     final evaluation. Earlier events are ignored: `run` passes it the state of all processes.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        requests: SampleRequests,
-        *,
-        fleet: Fleet,
-        progress: Progress,
-        waiter: ConditionWait,
-        moves: SampleHandover,
-        traces: GroupTraces | None = None,
-    ) -> None:
-        self._traces = traces
-        self._config = ConfigByStep(config)
-        self._requests = requests
-        self._fleet = fleet
-        self._progress = progress
-        self._waiter = waiter
+    _whole: RunConfig
+    _requests: SampleRequests
+    _fleet: Fleet
+    _progress: Progress
+    _waiter: ConditionWait
+    _moves: SampleHandover
+    _traces: GroupTraces | None = None
+    trained_steps: int = field(default=0, init=False)
+    """Optimizer steps of the whole run, including those before a resume."""
+
+    def __post_init__(self) -> None:
+        self._config = ConfigByStep(self._whole)
         self._scheduler: Scheduler | None = None
-        self.trained_steps = 0
-        """Optimizer steps of the whole run, including those before a resume."""
         self._tells_of_trainers = False
         self._deciding = asyncio.Lock()
-        self._moves = moves
         self._reports = SampleReports()
-        self._executor = CommandExecutor(
-            requests,
-            self._reports,
-            fleet,
-            progress,
-            moves,
-            config=self._config,
-            step_of=self._step_of,
-        )
+        parts = self._requests, self._reports, self._fleet, self._progress, self._moves
+        self._executor = CommandExecutor(*parts, self._config, self._step_of)
 
     def _step_of(self, group: int) -> int:
         return 0 if self._scheduler is None else self._scheduler.state.step_of(group)
@@ -109,10 +96,9 @@ class Training:
         return self.trained_steps >= self._config.whole.run.steps
 
     async def run(self) -> None:
-        """Train until the last step, or until the user stops the run.
+        """Train until the last step or a stop by the user. Call it again if steps were lost later.
 
-        Call it again if steps were lost after it returned. Raises RunFailed if the scheduler
-        cannot continue; WaitTimeout if a generator did not report.
+        Raises RunFailed if the scheduler cannot continue, WaitTimeout if a generator is silent.
         """
         if self._scheduler is None:
             if not self.has_steps_left:
@@ -244,8 +230,7 @@ class Training:
     async def apply(self, event: events.Event) -> None:
         """Pass the scheduler an event and execute its commands.
 
-        Raises ImpossibleEvent, with nothing changed; RunFailed for a defect of the scheduler or a
-        command.
+        Raises ImpossibleEvent, with nothing changed; RunFailed for a defect.
         """
         if self._scheduler is None:
             return

@@ -20,10 +20,10 @@ import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from asyncrl.config.by_step import ConfigByStep
 from asyncrl.config.run_config import RunConfig
+from asyncrl.fleet.node_files import NodeFiles
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.runs.resuming import moved_folder, remove_moved, remove_unfinished, unfinished_folder
 from asyncrl.scheduler.commands import ReleaseSamples
@@ -47,12 +47,9 @@ class UnfinishedWork:
         requests: SampleRequests,
         say: Callable[[str], None],
     ) -> None:
-        self.config = ConfigByStep(config)
+        self.config, self._settings = ConfigByStep(config), settings_digest(config)
         self._path = path.resolve()
-        self._fleet = fleet
-        self._requests = requests
-        self._say = say
-        self._settings = settings_digest(config)
+        self._fleet, self._requests, self._say = fleet, requests, say
 
     async def save(self, version: int, *, published: int, first_group: int | None = None) -> None:
         """Save the run-ahead, now that the checkpoint of this version is written.
@@ -73,10 +70,7 @@ class UnfinishedWork:
         folder = unfinished_folder(self._path, version)
         for worker in self._fleet.generators():
             command = SaveUnfinished(
-                str(folder / f"{worker.name}.bin"),
-                version,
-                self._settings,
-                first_group=first_group,
+                str(folder / f"{worker.name}.bin"), version, self._settings, first_group=first_group
             )
             await self._fleet.send(worker.name, command)
 
@@ -132,28 +126,11 @@ def settings_digest(config: RunConfig) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-class FileSharing(Protocol):
-    """Brings a file of one generator to the nodes of the others."""
-
-    async def share(self, file: str, generator: str) -> None:
-        """Return when this generator's file is everywhere, or cannot be; bounded.
-
-        It keeps its path, at which the controller reads it too. If it is missing, samples are
-        generated again.
-        """
-
-
-class SharedFolder:
-    """Does nothing: all processes see the run's folder."""
-
-    async def share(self, file: str, generator: str) -> None:
-        """Return at once."""
-
-
 class SampleHandover:
     """Asks leaving generators for their samples, and finds these in the files that they write.
 
-    `requests` receive the samples that can be continued; `sharing` brings files to other nodes.
+    `requests` receive the samples that can be continued. `sharing` brings files to other nodes;
+    None: all processes see the run's folder.
     """
 
     def __init__(
@@ -162,13 +139,10 @@ class SampleHandover:
         path: Path,
         requests: SampleRequests,
         say: Callable[[str], None],
-        sharing: FileSharing | None = None,
+        sharing: NodeFiles | None = None,
     ) -> None:
-        self._run = path.resolve()
-        self._requests = requests
-        self._say = say
-        self._sharing = sharing or SharedFolder()
-        self._settings = settings_digest(config)
+        self._run, self._settings = path.resolve(), settings_digest(config)
+        self._requests, self._say, self._sharing = requests, say, sharing
         self._asked: dict[str, Release] = {}
         self._last_groups: dict[Path, int] = {}
         """Last group of which a file has samples, or may get them."""
@@ -184,17 +158,15 @@ class SampleHandover:
     async def take(
         self, generator: str, answer: Released, *, is_lost: Callable[[], bool] = lambda: False
     ) -> None:
-        """Let the samples start elsewhere, with the tokens in the file if it is usable.
-
-        With `is_lost` they have been started elsewhere already.
-        """
+        """Start the samples elsewhere, with the tokens in the file if it is usable."""
         asked = self._asked.pop(generator, None)
         if asked is None or asked.file != answer.file:
             return
         try:
             if answer.reason:
                 raise UnfinishedRefused(answer.reason)
-            await self._sharing.share(answer.file, generator)
+            if self._sharing is not None:
+                await self._sharing.share(answer.file, generator)
             index = await asyncio.to_thread(
                 read_unfinished, Path(answer.file), asked.policy_version, self._settings
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -29,50 +30,41 @@ STATUS_SECONDS = 0.5
 """A `status` reply younger than this is reused, unless an order came since."""
 
 
+@dataclass(eq=False)
 class UserRequests:
-    """Answers the requests of users.
+    """Answers the requests of users."""
 
-    `snapshot` makes the `status` reply. `stop` ends the run after the current step; with True,
-    after all begun steps.
-    """
+    _directory: RunDirectory
+    _fleet: Fleet
+    _training: Training
+    _waiter: ConditionWait
+    _settings: LiveSettings
+    _scaling: Scaling
+    _snapshot: Callable[[], control.StatusReply]
+    """Makes the `status` reply."""
+    _stop_run: Callable[..., Awaitable[None]]
+    """Ends the run after the current step; with `drain=True`, after all begun steps."""
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        fleet: Fleet,
-        *,
-        training: Training,
-        waiter: ConditionWait,
-        settings: LiveSettings,
-        scaling: Scaling,
-        snapshot: Callable[[], control.StatusReply],
-        stop: Callable[..., Awaitable[None]],
-    ) -> None:
-        self._directory = directory
-        self._fleet = fleet
-        self._training = training
-        self._waiter = waiter
-        self._stop_run = stop
-        self._status = EncodedOnce(snapshot, STATUS_SECONDS)
+    def __post_init__(self) -> None:
+        self._status = EncodedOnce(self._snapshot, STATUS_SECONDS)
         self._checkpoint: asyncio.Future[Effect] | None = None
         self._ordered_at = 0
-        self._orders = orders = Orders(
-            directory.path, lambda: training.trained_steps, self.why_no_order
-        )
-        orders.add(control.StopRequest, self._stop)
-        orders.add(control.PauseRequest, self._pause)
-        orders.add(control.ResumeRequest, self._resume)
-        orders.add(control.DrainRequest, self._drain)
-        orders.add(control.CheckpointRequest, self._write_checkpoint)
-        orders.add(control.ScaleRequest, scaling.carry_out)
-        orders.add(control.SetRequest, settings.carry_out)
+        training, run = self._training, self._directory.path
+        self._orders = Orders(run, lambda: training.trained_steps, self.why_no_order)
+        self._orders.add(control.StopRequest, self._stop)
+        self._orders.add(control.PauseRequest, self._pause)
+        self._orders.add(control.ResumeRequest, self._resume)
+        self._orders.add(control.DrainRequest, self._drain)
+        self._orders.add(control.CheckpointRequest, self._write_checkpoint)
+        self._orders.add(control.ScaleRequest, self._scaling.carry_out)
+        self._orders.add(control.SetRequest, self._settings.carry_out)
 
     async def answer(self, request: control.Request) -> control.Reply | msgspec.Raw:
         """Execute a user's request."""
         if isinstance(request, control.StatusRequest):
             return self._status.reply()
         if isinstance(request, control.WatchRequest):
-            raise TypeError("those who watch have a place in the audience")
+            raise TypeError("a WatchRequest is answered by the audience")
         try:
             return await self._orders.answer(request)
         finally:
@@ -83,7 +75,7 @@ class UserRequests:
         if self._waiter.stop_requested and not (
             isinstance(order, control.StopRequest) and self._training.is_running
         ):
-            return "the run is stopping; nothing of it can be changed any more"
+            return "the run is stopping, so it cannot be changed any more"
         if self._training.has_begun and not self._training.has_steps_left:
             return "the run has trained all its steps and is about to end"
         return None

@@ -95,10 +95,7 @@ def _against_rounding(config: RunConfig) -> str:
 
 
 def small_top_k(config: RunConfig, tokens: TokenCounts) -> str | None:
-    """Suggest a larger top-K if verification rejects much and many tokens lie outside K.
-
-    `tokens` are of all generators, since the run began.
-    """
+    """Suggest a larger top-K if verification rejects much and many tokens lie outside K."""
     k = config.engine.top_k_logprobs
     judged, reported = tokens.verified + tokens.rejected, tokens.generated + tokens.verified
     if judged < MIN_JUDGED_TOKENS or k >= MAX_TOP_K_LOGPROBS:

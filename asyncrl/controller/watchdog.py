@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from asyncrl.controller.progress import Progress
 from asyncrl.controller.scaling import AgentAutoscaling
@@ -16,31 +17,21 @@ from asyncrl.scheduler.events import GeneratorLost
 from asyncrl.wire.messages import to_trainer
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Replaces dead processes."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        trainer_restarts: TrainerRestarts,
-        *,
-        training: Training,
-        evaluation: FleetEvaluation,
-        progress: Progress,
-        arrivals: AgentAutoscaling | None = None,
-    ) -> None:
-        self._arrivals = arrivals
-        self._fleet = fleet
-        self._trainer_restarts = trainer_restarts
-        self._training = training
-        self._evaluation = evaluation
-        self._progress = progress
+    _fleet: Fleet
+    _trainer_restarts: TrainerRestarts
+    _training: Training
+    _evaluation: FleetEvaluation
+    _progress: Progress
+    _arrivals: AgentAutoscaling | None = None
 
     async def check(self) -> bool:
         """Handle the processes that died since the last check, if any; then start missing relays.
 
-        Raises RunFailed if the trainer or a relay cannot be replaced, or no generator is left or
-        starts.
+        Raises RunFailed if a process cannot be replaced, or no generator is left or starts.
         """
         deaths = self._fleet.deaths(is_held=self._training.is_held)
         lost = first_cause(deaths)
@@ -88,7 +79,7 @@ class Watchdog:
         if self._no_generator_starts():
             raise RunFailed(
                 f"{worker.name} {reason}; no generator has become ready so far, and so none is "
-                f"restarted; its last words:\n{worker.handle.log_tail()}"
+                f"restarted; the end of its log:\n{worker.handle.log_tail()}"
             )
         self._replace(worker, reason)
 
@@ -118,7 +109,7 @@ class Watchdog:
         elif not self._fleet.has_generators:
             raise RunFailed(
                 f"{worker.name} {reason}, no generator is left and launcher.max_restarts "
-                f"({self._fleet.config.max_restarts}) does not allow another; its last words:\n"
+                f"({self._fleet.config.max_restarts}) does not allow another; the end of its log:\n"
                 f"{worker.handle.log_tail()}"
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError
@@ -12,18 +13,18 @@ from asyncrl.runs.directory import RunDirectory
 from asyncrl.web.serving import WebPage
 
 
+@dataclass(frozen=True, slots=True)
 class Page:
-    """The page of a run, or none (`monitoring.web.enabled: false`)."""
+    """The page of a run; `opened` is None with `monitoring.web.enabled: false`."""
 
-    def __init__(self, directory: RunDirectory, page: WebPage | None) -> None:
-        self._directory = directory
-        self._page = page
+    directory: RunDirectory
+    opened: WebPage | None
 
     async def close(self) -> None:
         """End its process; the caller writes the run's state. Idempotent."""
-        if self._page is not None:
-            await self._page.close()
-            self._directory.state.web = ""
+        if self.opened is not None:
+            await self.opened.close()
+            self.directory.state.web = ""
 
 
 def open_page(

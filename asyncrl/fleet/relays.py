@@ -107,7 +107,8 @@ class Relays:
             if sum(self._restarts.values()) >= limit:
                 raise RunFailed(
                     f"{lost.name} was lost, and {self.config.cluster_key}.max_relay_restarts "
-                    f"({limit}) allows no other; its log ends with:\n{lost.handle.log_tail()}"
+                    f"({limit}) does not allow another; the end of its log:\n"
+                    f"{lost.handle.log_tail()}"
                 )
             self._restarts[node] = self._restarts.get(node, 0) + 1
             name = f"{name}.{len(earlier)}"

@@ -1,1 +1,1 @@
-"""`asyncrl init`: the files that a run of one's own begins with."""
+"""`asyncrl init`: writes the files that a new run begins with."""

@@ -1,4 +1,4 @@
-"""Write a configuration, a reward function and data to start from. Nothing is ever overwritten."""
+"""Writes a configuration, a reward function and data to start from; overwrites nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ QUESTIONS = 576
 def initialise(folder: Path) -> list[Path]:
     """Write run.yaml, rewards.py and questions.jsonl to `folder`, and return their paths.
 
-    Raises:
-        UserError: one of them is there already, or the folder cannot be written; nothing changed.
+    Raises UserError, with nothing changed, if one of them exists or the folder cannot be written.
     """
     files = {folder / name: text for name, text in _texts().items()}
     there = [path for path in files if path.is_symlink() or path.exists()]
@@ -38,14 +37,14 @@ def initialise(folder: Path) -> list[Path]:
         for path in written:
             path.unlink(missing_ok=True)
         raise UserError(
-            f"{folder} cannot be written: {error.strerror}. Give a folder that can: "
+            f"{folder} cannot be written: {error.strerror}. Give another folder: "
             "asyncrl init FOLDER"
         ) from error
     return written
 
 
 def _texts() -> dict[str, str]:
-    """Contents by file name."""
+    """Return the contents by file name."""
     templates = resources.files("asyncrl.initialise") / "templates"
     return {
         "run.yaml": (templates / "run.yaml").read_text(encoding="utf-8"),
@@ -55,7 +54,7 @@ def _texts() -> dict[str, str]:
 
 
 def _questions() -> list[dict[str, str]]:
-    """Distinct problems of the built-in task, the same at each call."""
+    """Return distinct problems of the built-in task, the same at each call."""
     config = TaskConfig(train_size=QUESTIONS, evaluation_size=1)
     questions, _ = arithmetic_questions(config, seed=0)
     rows = (one.example for one in questions)

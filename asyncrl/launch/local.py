@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -19,11 +17,8 @@ from asyncrl.errors import UserError
 from asyncrl.launch.child_spec import ChildKeys, ChildSpec
 from asyncrl.launch.interface import ProcessHandle
 from asyncrl.launch.placement import GpuPlan
-from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
-
-logger = logging.getLogger(__name__)
-
-_LOG_TAIL_BYTES = 16_384
+from asyncrl.launch.records import ProcessRecords
+from asyncrl.launch.start_order import child_environment, last_lines, open_log
 
 CHILD_MODULE = "asyncrl.child"
 """The module of a child. Benchmarks replace it by an entry point that then calls this one."""
@@ -31,6 +26,9 @@ CHILD_MODULE = "asyncrl.child"
 
 class LocalProcess:
     """A child that leads a session, so that it can be ended together with its children."""
+
+    node = address = ""  # this machine
+    lost_with_machine = False
 
     def __init__(self, spec: ChildSpec, process: subprocess.Popen[bytes], log: Path) -> None:
         self.spec = spec
@@ -45,21 +43,6 @@ class LocalProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         return code
-
-    @property
-    def node(self) -> str:
-        """Empty: this machine."""
-        return ""
-
-    @property
-    def address(self) -> str:
-        """Empty: this machine."""
-        return ""
-
-    @property
-    def lost_with_machine(self) -> bool:
-        """False: this counts as its own fault."""
-        return False
 
     def cause(self) -> str:
         """Empty: the exit code says how it ended."""
@@ -77,24 +60,18 @@ class LocalProcess:
 
     def log_tail(self, lines: int = 12) -> str:
         """Return the last lines of its log file."""
-        try:
-            with self._log.open("rb") as file:
-                file.seek(max(0, self._log.stat().st_size - _LOG_TAIL_BYTES))
-                text = file.read().decode(errors="replace")
-        except OSError as error:
-            return f"(no log: {error})"
-        return "\n".join(text.splitlines()[-lines:]) or "(its log is empty)"
+        return last_lines(self._log, lines) or "(its log is empty)"
 
 
 class LocalLauncher:
     """Starts children with this interpreter, which share the cores evenly.
 
-    `logs` is the folder of their log files, and each child is recorded in `records`. One trainer of
-    `ranks` processes is added to the `generators`. `threads` of each process defaults to an even
-    share of the available cores. `pin_cores` keeps each process on separate cores
-    (`asyncrl.cores`), this one from the start of its first child. Without `gpus`, each sees what
-    this process sees. Raises UserError if there are too few cores to pin, or the system cannot pin.
+    `logs` is the folder of their log files, and each child is recorded in `records`. `pin_cores`
+    keeps each process on separate cores (`asyncrl.cores`), this one from the start of its first
+    child. Without `gpus`, each sees what this process sees. Raises UserError as `divide_machine`.
     """
+
+    uses_relays = False
 
     def __init__(
         self,
@@ -110,28 +87,18 @@ class LocalLauncher:
         self._logs = logs
         self._records = records
         self._gpus = gpus
-        self._threads, self._plan = divide_machine(
+        self.threads, self._plan = divide_machine(
             generators=generators, threads=threads, pin_cores=pin_cores, ranks=ranks
         )
-
-    @property
-    def threads(self) -> int:
-        """The same for every process: a generator and a trainer cost about the same."""
-        return self._threads
-
-    @property
-    def uses_relays(self) -> bool:
-        """False: everything is on this machine."""
-        return False
 
     async def make_room(self, generators: Sequence[int]) -> None:
         """Take spare GPUs. Raises UserError if there are too few, or no core is left."""
         count = max(generators) + 1
         if self._plan is not None and count > len(self._plan.generators):
             raise UserError(
-                f"generator-{count - 1} would need cores of its own (launcher.pin_cores), and all "
-                f"are given to {len(self._plan.generators)} generator(s), the trainer and the "
-                "reward workers; start the run with launcher.generators as high as it may become"
+                f"generator-{count - 1} needs separate cores (launcher.pin_cores), and all belong "
+                f"to {len(self._plan.generators)} generator(s), the trainer and the reward "
+                "workers; start the run with launcher.generators as high as it may become"
             )
         if self._gpus is not None:
             self._gpus = self._gpus.with_generators(count)
@@ -142,28 +109,15 @@ class LocalLauncher:
     def start(self, spec: ChildSpec, keys: ChildKeys, _node: str | None = None) -> ProcessHandle:
         """Start `python -m CHILD_MODULE`; its output goes to LOGS/NAME.log."""
         log = self._logs / f"{spec.name}.log"
-        environment = os.environ | {
-            "OMP_NUM_THREADS": str(spec.threads),
-            "MKL_NUM_THREADS": str(spec.threads),
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONUNBUFFERED": "1",
-            "TQDM_DISABLE": "1",  # a bar in a log that a full disk does not take ends a process
-            MARK_VARIABLE: self._records.mark,
-        }
+        environment = os.environ | child_environment(spec.threads, self._records.mark)
         if self._gpus is not None:
             environment |= self._gpus.environment(spec.name)
         if self._plan is not None:
             stay_on(self._plan.helpers)
             environment[HELPER_CORES] = ",".join(map(str, self._plan.helpers))
-        with _open_log(log) as output:
+        with open_log(log) as output:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    CHILD_MODULE,
-                    msgspec.json.encode(spec).decode(),
-                ],
+                [sys.executable, "-P", "-m", CHILD_MODULE, msgspec.json.encode(spec).decode()],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -184,11 +138,3 @@ def hand_over(keys: ChildKeys, process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None  # noqa: S101
     with contextlib.suppress(BrokenPipeError), process.stdin:  # it may have ended already
         process.stdin.write(msgspec.msgpack.encode(keys))
-
-
-def _open_log(path: Path) -> BinaryIO:
-    try:
-        return path.open("ab")
-    except OSError as error:
-        logger.warning("no log of this process: %s", error)
-        return Path(os.devnull).open("ab")

@@ -1,12 +1,11 @@
-"""The child of a node: started as locally, watched, and never left behind.
+"""The child of a node: started as a local one, watched, and never left behind.
 
     agent on a node
-        ├── child (asyncrl.child), in a session of its own, keys on its standard input
+        ├── child (asyncrl.child), in a separate session, keys on its standard input
         └── keeper (asyncrl.launch.orphan_reaper), a child of neither
 
-The kernel tells a child of the death of the *thread* that started it, so that thread waits for it.
-What is left behind by a process that is killed itself is ended by its keeper. A keeper that is
-killed is replaced.
+The kernel signals a child when the *thread* that started it ends, so that thread waits for it. A
+keeper ends what a killed agent or child leaves behind; a keeper that is killed is replaced.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from typing import Any
 from asyncrl.launch.child_spec import CONFIG_VARIABLE
 from asyncrl.launch.orphan_reaper import MARK_VARIABLE
 from asyncrl.launch.records import MARK_VARIABLE as RUN_MARK
+from asyncrl.launch.start_order import last_lines, open_log
 
 CHILD_MODULE = "asyncrl.child"
 KEEPER_MODULE = "asyncrl.launch.orphan_reaper"
@@ -42,7 +42,6 @@ SIGTERM (`asyncrl.child`)."""
 _START_SECONDS = 30.0
 _KEEPER_SECONDS = 1.0
 """Delay of the restart of a keeper, unless the child ends first."""
-_TAIL_BYTES = 16_384
 _TAIL_LINES = 40
 _FOLDERS = ("logs", "timeline", "engine", "slots", "samples", "cache", "unfinished", "checkpoints")
 
@@ -92,7 +91,7 @@ class Place:
 
     node: str
     ip: str
-    """At which its children listen."""
+    """Address at which its children listen."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Changes of the child's spec; a field that the role lacks is ignored."""
     run_directory: str = ""
@@ -157,16 +156,11 @@ class NodeChild:
         mark: str,
     ) -> None:  # fmt: skip
         """Start the child and wait for its end: the kernel must find this thread alive."""
+        python = [sys.executable, "-P", "-m"]
         try:
-            with _opened(self._log) as output:
+            with open_log(self._log) as output:
                 self._child = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-P",
-                        "-m",
-                        CHILD_MODULE,
-                        json.dumps(spec, separators=(",", ":")),
-                    ],
+                    [*python, CHILD_MODULE, json.dumps(spec, separators=(",", ":"))],
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -175,9 +169,9 @@ class NodeChild:
                     start_new_session=True,
                 )
             command = [
-                sys.executable, "-P", "-m", KEEPER_MODULE, str(os.getpid()), str(self._child.pid),
-                mark, environment[RUN_MARK], spec["weights_directory"], spec["run_id"],
-                spec["name"], str(GRACE_SECONDS),
+                *python, KEEPER_MODULE, str(os.getpid()), str(self._child.pid), mark,
+                environment[RUN_MARK], spec["weights_directory"], spec["run_id"], spec["name"],
+                str(GRACE_SECONDS),
             ]  # fmt: skip
             keeper = _started_keeper(command)
             threading.Thread(target=self._keep_one, args=(command, keeper), daemon=True).start()
@@ -211,7 +205,7 @@ class NodeChild:
         """Wait for the child's end, for at most `seconds`; return exit code and end of log."""
         self._ended.wait(seconds)
         child = self._child
-        return None if child is None else child.poll(), _tail(self._log)
+        return None if child is None else child.poll(), last_lines(self._log, _TAIL_LINES)
 
     def end(self, by_force: bool) -> None:
         """Send SIGTERM to the child, or SIGKILL to it and its children."""
@@ -226,13 +220,7 @@ class NodeChild:
 
 
 def _started_keeper(command: list[str]) -> int:
-    """Start a keeper; return its process id.
-
-    It writes that id and leaves the process that was started, so that it is no child of the agent.
-
-    Raises:
-        OSError, subprocess.SubprocessError, ValueError: it was not started.
-    """
+    """Start a keeper, which forks so that it is not the agent's child; return its process id."""
     done = subprocess.run(
         command,
         check=True,
@@ -272,23 +260,6 @@ def memory_of(folder: Path) -> str:
 
 
 def _disk_of(folder: Path) -> str:
-    """Identify a folder, also among mount namespaces."""
+    """Identify a folder across mount namespaces."""
     found = folder.stat()
     return f"{found.st_dev} {found.st_ino}"
-
-
-def _opened(log: Path) -> Any:
-    try:
-        return log.open("ab")
-    except OSError:
-        return Path(os.devnull).open("ab")
-
-
-def _tail(log: Path) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError as error:
-        return f"(no log: {error})"
-    return "\n".join(text.splitlines()[-_TAIL_LINES:])

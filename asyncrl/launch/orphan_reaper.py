@@ -1,9 +1,9 @@
 """Ends what a child of a node leaves behind: `python -m asyncrl.launch.orphan_reaper ...`.
 
-An agent can be killed at any moment, by Ray or with its node's processes. Its child is then told by
-the kernel (SIGTERM). But a child that hangs does not end, and engines and reward workers are its
-children, not the agent's. So each child has a keeper, a process that neither the agent nor the
-child knows as its own. It sleeps until one of the two ends, then
+An agent can be killed at any moment, by Ray or with its node's processes. Its child then gets
+SIGTERM from the kernel. But a child that hangs does not end, and engines and reward workers are its
+children, not the agent's. So each child has a keeper, which is a child of neither the agent nor the
+child. It sleeps until one of the two ends, then
 
 - gives the child some seconds to end on its own,
 - kills it, its session, and every process that has the child's mark in its environment,
@@ -31,7 +31,7 @@ from asyncrl.launch.identity import ProcessIdentity, send, session_members, with
 from asyncrl.launch.records import MARK_VARIABLE as RUN_MARK
 
 MARK_VARIABLE = "ASYNCRL_PROCESS_MARK"
-"""In the environment of a child and of all that it starts; its keeper finds them by it."""
+"""Environment variable of a child and of all that it starts, by which its keeper finds them."""
 KILL_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 
@@ -99,14 +99,10 @@ def remove(folder: Path, pattern: str) -> None:
 def keep(
     agent_end: int | None, child_end: int | None, child: int, mark: str, *, grace: float
 ) -> None:
-    """Wait for the end of actor or child, then end the rest.
+    """Wait for the end of agent or child, then end the rest.
 
-    Args:
-        agent_end: a descriptor that is readable when the agent has ended; None: it has.
-        child_end: the same of the child.
-        child: process id of the child, the leader of its session.
-        mark: of the child and of what it starts.
-        grace: seconds that the child has to end by itself.
+    Each of the two descriptors is readable when its process has ended, and None if it had before.
+    `child` leads its session. It has `grace` seconds to end on its own.
     """
     waiting = [one for one in (agent_end, child_end) if one is not None]
     if len(waiting) == 2:

@@ -79,7 +79,7 @@ class GpuPlan:
         wanted = (count - len(self.generators)) * size
         if wanted > len(self.spare):
             raise UserError(
-                f"generator-{count - 1} would need {size} GPU(s) of its own, and of those that "
+                f"generator-{count - 1} needs {size} more GPU(s), and of those that "
                 f"this run may use {len(self.spare)} are left over: {_listed(self.spare)}. "
                 f"{VISIBLE} and launcher.gpus said at the start which GPUs the run may use"
             )

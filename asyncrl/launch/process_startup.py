@@ -28,6 +28,7 @@ from asyncrl.launch.child_spec import ChildKeys, ModelSpec
 from asyncrl.monitoring.metrics.exporter import Exporter
 from asyncrl.monitoring.metrics.metrics import ProcessMetrics, new_registry
 from asyncrl.monitoring.records.timeline import Timeline
+from asyncrl.monitoring.tracing.opening import open_tracer
 from asyncrl.monitoring.tracing.tracer import Tracer
 from asyncrl.tasks.model_tokenizer import load_tokenizer, tokenizer_digest
 from asyncrl.wire import Line
@@ -144,43 +145,21 @@ async def bring_up(
             exporter = spec.exporter(config.monitoring, registry)
             if exporter is not None:
                 closing.callback(exporter.close)
-            tracer = _tracer(spec, config, closing, metrics, timeline)
+            tracer, tracing = None, config.monitoring.tracing
+            if tracing.enabled:
+                names = {"key": spec.trace_key, "run": config.run.name, "process": spec.name}
+                unix = timeline.unix
+                tracer = open_tracer(tracing, closing, metrics=metrics, unix=unix, **names)
             yield Child(spec, config, control, metrics, exporter, timeline, closing, tracer)
         except BaseExceptionGroup as group:
             error = first_error(group)
-            await _report(control, failure(spec, error))
+            if (message := failure(spec, error)) is not None:
+                await control.send(message)
             raise error from group
         except Exception as error:
-            await _report(control, failure(spec, error))
+            if (message := failure(spec, error)) is not None:
+                await control.send(message)
             raise
-
-
-def _tracer(
-    spec: ModelSpec,
-    config: RunConfig,
-    closing: contextlib.AsyncExitStack,
-    metrics: ProcessMetrics,
-    timeline: Timeline,
-) -> Tracer | None:
-    settings = config.monitoring.tracing
-    if not settings.enabled:
-        return None
-    from asyncrl.monitoring.tracing.opening import open_tracer
-
-    return open_tracer(
-        settings,
-        closing,
-        key=spec.trace_key,
-        run=config.run.name,
-        process=spec.name,
-        metrics=metrics,
-        unix=timeline.unix,
-    )
-
-
-async def _report(control: Line[Any], message: msgspec.Struct | None) -> None:
-    if message is not None:
-        await control.send(message)
 
 
 async def load_checked_tokenizer(

@@ -26,11 +26,7 @@ def local_run_id(run_name: str, parent: int) -> str:
 
 
 def weights_id(run_id: str, trainer: str) -> str:
-    """Return the id in the names of a trainer's weight files.
-
-    Each trainer process of a run has separate files, so a late reader of a lost trainer's weights
-    never reads those of its replacement under the same policy version.
-    """
+    """Return the id in the names of a trainer's weight files; a replacement has other files."""
     return f"{run_id}-{trainer}"
 
 

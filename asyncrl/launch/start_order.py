@@ -1,17 +1,55 @@
-"""The order to a node to start a child: its spec, its configuration, its environment."""
+"""The start of a child by any launcher: its environment, its log, and the order to a node."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.launch.child_spec import ChildSpec
 from asyncrl.launch.records import MARK_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+_TAIL_BYTES = 16_384
+
+
+def child_environment(threads: int, mark: str) -> dict[str, str]:
+    """Return the variables of a child; `mark` is that of the run (`asyncrl.launch.records`)."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "TQDM_DISABLE": "1",  # writing a bar to a log on a full disk would end the process
+        MARK_VARIABLE: mark,
+    }
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Open a child's log to append to; without room for one, its output is dropped."""
+    try:
+        return path.open("ab")
+    except OSError as error:
+        logger.warning("no log of this process: %s", error)
+        return Path(os.devnull).open("ab")
+
+
+def last_lines(log: Path, lines: int) -> str:
+    """Return the end of a child's log."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return f"(no log: {error})"
+    return "\n".join(text.splitlines()[-lines:])
 
 
 def start_order(spec: ChildSpec, *, mark: str, relay_per_node: bool) -> str:
@@ -23,14 +61,7 @@ def start_order(spec: ChildSpec, *, mark: str, relay_per_node: bool) -> str:
         "shares_run_directory": spec.shares_run_directory,
         "spec": json.loads(msgspec.json.encode(spec)),
         "cwd": str(Path.cwd()),
-        "environment": {
-            "OMP_NUM_THREADS": str(spec.threads),
-            "MKL_NUM_THREADS": str(spec.threads),
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONUNBUFFERED": "1",
-            "TQDM_DISABLE": "1",
-            MARK_VARIABLE: mark,
-        },
+        "environment": child_environment(spec.threads, mark),
     }
     return json.dumps(order)
 

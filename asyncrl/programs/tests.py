@@ -70,7 +70,7 @@ def read_tests(given: Any, column: str) -> list[Test]:
         try:
             given = json.loads(given)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"the column {column!r} is no JSON: {error}") from error
+            raise ValueError(f"the column {column!r} is not JSON: {error}") from error
     if not isinstance(given, list) or not given:
         raise ValueError(f"the row has no tests in the column {column!r}; set args.tests")
     tests: list[Test] = []
@@ -144,7 +144,7 @@ def _parsed(text: str, mode: str) -> Any:
             tree: Any = ast.parse(text, mode=mode)
             compile(tree, "test", mode)
     except _UNREADABLE as error:
-        raise ValueError(f"can never be passed: {text!r:.200} is no Python: {error}") from error
+        raise ValueError(f"can never be passed: {text!r:.200} is not Python: {error}") from error
     return tree
 
 

@@ -30,6 +30,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -85,31 +86,22 @@ class RunState(msgspec.Struct):
     """True if held-out rows and functions are still those of the first start."""
 
 
+@dataclass(eq=False)
 class RunDirectory:
     """One run's folder, opened for writing by the controller of the run, by `create`."""
 
-    def __init__(
-        self,
-        path: Path,
-        state: RunState,
-        *,
-        lock: int,
-        resume_point: ResumePoint,
-        fence: str,
-        previous_config: str | None,
-    ) -> None:
-        self.path = path
-        self.folder = Folder.at(path)
+    path: Path
+    state: RunState
+    _lock: int
+    resume_point: ResumePoint
+    """The point from which the run continues; for a new run, step 0 without a checkpoint."""
+    fence: str
+    """The token of its next trainer (`asyncrl.trainer.checkpoint.trainer_lease`)."""
+    _previous_config: str | None
+
+    def __post_init__(self) -> None:
+        self.folder = Folder.at(self.path)
         """The folder that the path led to when the run began."""
-        self.fence = fence
-        """The token of its next trainer (`asyncrl.trainer.checkpoint.trainer_lease`)."""
-        self.resume_point = resume_point
-        """The point from which the run continues; a new run starts at step 0 without a
-        checkpoint.
-        """
-        self.state = state
-        self._lock = lock
-        self._previous_config = previous_config
 
     def close(self) -> None:
         """Release the folder's lock."""
@@ -118,12 +110,9 @@ class RunDirectory:
     def undo(self) -> Path | None:
         """Restore the folder after a user's mistake before the first checkpoint.
 
-        A new run's name becomes free again: its folder is removed or, if logs exist, moved to
-        `RUNS/NAME.failed-TIME` (`asyncrl.runs.failed_starts`). A resumed run gets its configuration
-        back. A new run that already has a checkpoint stays unchanged.
-
-        Return the folder with the logs of the failed start; None if this is still the run's folder,
-        or if there are no logs.
+        The folder of a new run is removed or, if logs exist, moved aside
+        (`asyncrl.runs.failed_starts`). A resumed run gets its configuration back. A new run that
+        already has a checkpoint stays unchanged. Return the folder moved aside, if any.
         """
         if self._previous_config is not None:
             write_atomically(self.path / "config.yaml", self._previous_config)
@@ -147,9 +136,8 @@ class RunDirectory:
         `say`. A run is resumed from its newest whole checkpoint, or from the one after
         `resume_from` steps; all checks precede changes to its files.
 
-        Raises AsyncrlError if a leftover process does not end. Raises UserError if the name is in
-        use and neither `resume` nor `clean` is set, a run of that name is active, no usable
-        checkpoint exists, or a setting differs that may not change in a resumed run.
+        Raises AsyncrlError if a leftover process does not end; UserError as `refuse_unfit`, or if
+        no usable checkpoint exists.
         """
         path = config.directory
         refuse_unfit(config, resume=resume, clean=clean)
@@ -180,14 +168,8 @@ class RunDirectory:
         for folder in ("checkpoints", "logs", "timeline"):
             (path / folder).mkdir(exist_ok=True)
         write_atomically(path / "config.yaml", dump_config(config))
-        return cls(
-            path,
-            _new_state(path, resume=resume),
-            lock=lock,
-            resume_point=point,
-            fence=fence or raise_fence(path),
-            previous_config=previous,
-        )
+        state = _new_state(path, resume=resume)
+        return cls(path, state, lock, point, fence or raise_fence(path), previous)
 
     def write_state(self) -> None:
         """Replace run.json by `state`. A failure is logged, and the next call tries again."""
@@ -233,8 +215,7 @@ def is_complete(config: RunConfig) -> bool:
 def refuse_unfit(config: RunConfig, *, resume: bool, clean: bool) -> None:
     """Check that a run can begin, or be resumed, in its folder. Changes nothing.
 
-    Raises UserError if the folder is in use, is not a run's, or does not have a run to resume
-    under these settings; OSError if it cannot be read.
+    Raises UserError if it cannot under these settings, OSError if the folder cannot be read.
     """
     path = config.directory
     is_run = (path / "config.yaml").exists()
@@ -332,7 +313,7 @@ def _started(path: Path) -> float:
     try:
         state = read_state(path)
         return state.started if state and state.started else (path / "config.yaml").stat().st_mtime
-    except OSError:  # another user keeps it to himself
+    except OSError:  # not readable: another user's
         return 0.0
 
 
@@ -365,8 +346,8 @@ def _refuse_unreadable_records(path: Path) -> None:
     if damaged and not readable:
         raise UserError(
             f"{metrics}, line {damaged[0].line}: {damaged[0].reason}. No line of it can be read, "
-            "so the run cannot be resumed; it may be of an earlier version of asyncrl. Start "
-            f"a new run from its newest model with --set model.path={path}/checkpoints/STEP"
+            "so the run cannot be resumed; perhaps an earlier version of asyncrl wrote it. "
+            f"Start a new run from its newest model with --set model.path={path}/checkpoints/STEP"
         )
 
 

@@ -24,7 +24,7 @@ def is_one(folder: Path) -> bool:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move a run's folder aside and return its new path; delete it if it has no logs (None)."""
+    """Move a run's folder aside and return its new path; delete it if it lacks logs (None)."""
     if not any(file.stat().st_size for file in (folder / "logs").glob("*")):
         shutil.rmtree(folder)
         return None

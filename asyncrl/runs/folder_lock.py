@@ -36,8 +36,7 @@ class UnlockableError(OSError):
 def take(folder: Path) -> int | None:
     """Take the lock; return a descriptor that holds it, or None if another controller has it.
 
-    Raises UnlockableError if the file system does not support locks (a new lock file is removed),
-    and OSError if the file cannot be opened for writing.
+    Raises UnlockableError if the file system lacks locks, OSError if the file cannot be opened.
     """
     was_there = (folder / NAME).exists()
     descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o644)

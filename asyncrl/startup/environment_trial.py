@@ -60,7 +60,7 @@ async def _first_sample(config: RunConfig, task: Task) -> Traits | None:
     async with AsyncExitStack() as closing:
         pool = await start_environments(tried, closing, task.stop_tokens)
         if pool is None:
-            raise TypeError("there is no environment")
+            raise TypeError("environment.name is not set")
         episodes = episodes_with(pool, tried, task.tokenizer, decode, task.stop_tokens)
         prompt = task.train[0]
         payload = PromptPayload(prompt.prompt_id, encode_tokens(prompt.tokens), prompt.example)
@@ -115,7 +115,7 @@ def _unseen_tools(config: RunConfig, task: Task, traits: Traits | None) -> list[
         why = "no chat template is used"
     warning = (
         f"warning: environment {config.environment.name} has tools, and {why}, so nothing tells "
-        "the model of them; describe them in task.system_prompt or in the prompts, and say with "
-        "environment.tool_format how it is to write a call"
+        "the model of them; describe them in task.system_prompt or in the prompts, and set "
+        "environment.tool_format to the format of a call"
     )
     return [warning]

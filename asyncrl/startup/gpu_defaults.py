@@ -17,17 +17,15 @@ from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
 from asyncrl.trainer.checkpoint.format.files import dtype_of_run
 
 _VISITS = 2
-"""Visits of each prompt from which drafts pay: in the last pass all samples can be drafted from
-earlier ones."""
+"""Visits of each prompt from which drafts pay: the last ones are drafted from earlier ones."""
 
 
 def with_trainer_dtype(config: RunConfig, gpus: GpuPlan | None) -> tuple[RunConfig, str]:
     """Resolve `trainer.dtype: auto` by the trainer's devices.
 
-    It stays `auto` if only the trainer's process sees its device and resolves it there
-    (`asyncrl.trainer.scoring.for_own_device`): with launchers other than the local one, and if a
-    torch for CUDA may find a GPU that neither nvidia-smi nor /proc shows, as on Tegra. `gpus` are
-    those of a local run, None if there are none or the launcher places them.
+    It stays `auto` if only the trainer's process sees its device (`trainer.scoring.for_own_device`
+    resolves it there): with launchers other than the local one, and if torch may find a GPU that
+    neither nvidia-smi nor /proc shows, as on Tegra. `gpus` are those of a local run.
     """
     if config.trainer.dtype != "auto":
         return config, ""
@@ -74,14 +72,9 @@ def with_drafts_that_pay(
     """Resolve `cache.max_draft_tokens: auto`.
 
     With a drafter vLLM does not schedule asynchronously, which costs a quarter of its speed or
-    more. What verification rejects, 4% to 10% of the tokens (docs/modes.md), is too little to
-    make up for that, so prompts must come back. A step of SGLang's that may hold drafts runs as a
-    prefill. The torch engine pays nothing for a drafter: its planner drafts where it is faster.
-
-    Args:
-        config: of the run.
-        on_gpu: whether the engines are on GPUs.
-        visits: how often each prompt is sampled.
+    more. Verification rejects 4% to 10% of the tokens (docs/modes.md), too few to make up for that,
+    so prompts must be visited again. A step of SGLang with drafts runs as a prefill. The torch
+    engine drafts only where that is faster. `visits` is how often each prompt is sampled.
     """
     if config.cache.max_draft_tokens != "auto":
         return config, ""

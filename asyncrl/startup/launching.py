@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from msgspec.structs import replace
+
 from asyncrl.config.run_config import RunConfig
 from asyncrl.cores import trainer_name
 from asyncrl.errors import AsyncrlError
@@ -37,13 +39,11 @@ class Launching:
     model_path: str
     engine_device: Literal["cpu", "cuda"] | None
     on_lost: Callable[[Callable[[AsyncrlError], None]], None]
-    """Registers a callback for the loss of the launcher's cluster; it is called from another
-    thread."""
+    """Registers a callback for the loss of the cluster; another thread may call it."""
     use: Callable[[RunConfig], None] = lambda _config: None
-    """Sets the configuration of processes started from now on, for launchers whose processes cannot
-    read the run's folder."""
+    """Sets the configuration of processes that are started later."""
     agents: AgentsLauncher | None = None
-    """The launcher, if its agents come and go by themselves."""
+    """The launcher, if its agents come and go during the run."""
 
 
 async def open_launcher(
@@ -59,7 +59,6 @@ async def open_launcher(
     if config.launcher.kind != "local":
         remove_meetings(run)
         closing.callback(remove_meetings, run)
-    if config.launcher.kind != "local":
         return await _open_agents(prepared, run, records, closing, say)
     local = LocalLauncher(
         run / "logs",
@@ -88,7 +87,7 @@ async def _open_agents(
     say: Callable[[str], None],
 ) -> Launching:
     config, path = prepared.config, prepared.model_path
-    model_path = _absolute(path) if os.path.isdir(path) else path  # noqa: PTH112, ASYNC240 - or an id
+    model_path = os.path.realpath(path) if os.path.isdir(path) else path  # noqa: PTH112, ASYNC240 - or an id
     needs = needs_of(config, any_gpu=True)
     generators_may = all(engine.device == "auto" for engine in config.engines)
     trainer_may = config.trainer.device == "auto"
@@ -96,7 +95,7 @@ async def _open_agents(
         config,
         gpus=(needs.trainer // config.trainer.ranks, needs.per_generator),
         optional_gpus=frozenset([*["trainer"] * trainer_may, *["generator"] * generators_may]),
-        run_directory=Path(_absolute(str(run))),
+        run_directory=Path(os.path.realpath(run)),  # noqa: ASYNC240 - fast enough
         model_path=model_path,
         records=records,
     )
@@ -120,35 +119,14 @@ async def _open_agents(
     )
 
 
-def _absolute(path: str) -> str:
-    return os.path.realpath(path)
-
-
 def slots_of(config: RunConfig) -> tuple[Slot, ...]:
     """Return a run's slots on a Ray cluster, trainer ranks first. Raises UserError."""
-    settings, needs = config.launcher.ray, needs_of(config, any_gpu=True)
-    trainer, generator = settings.trainer, settings.generator
-    auto = all(engine.device == "auto" for engine in config.engines)
-    ranks = config.trainer.ranks
+    needs, ranks = needs_of(config, any_gpu=True), config.trainer.ranks
+    one, auto = config.launcher.ray.trainer, config.trainer.device == "auto"
+    rank = Slot("", one.cpus, needs.trainer // ranks, auto, one.resources)
+    one, auto = config.launcher.ray.generator, all(e.device == "auto" for e in config.engines)
+    generator = Slot("", one.cpus, needs.per_generator, auto, one.resources)
     return (
-        *(
-            Slot(
-                trainer_name(rank, 0),
-                trainer.cpus,
-                needs.trainer // ranks,
-                config.trainer.device == "auto",
-                trainer.resources,
-            )
-            for rank in range(ranks)
-        ),
-        *(
-            Slot(
-                f"generator-{index}",
-                generator.cpus,
-                needs.per_generator,
-                auto,
-                generator.resources,
-            )
-            for index in range(config.launcher.generators)
-        ),
+        *(replace(rank, name=trainer_name(index, 0)) for index in range(ranks)),
+        *(replace(generator, name=f"generator-{i}") for i in range(config.launcher.generators)),
     )

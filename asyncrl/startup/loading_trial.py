@@ -2,9 +2,9 @@
 
     python -m asyncrl.startup.loading_trial FOLDER
 
-transformers itself loads the tensors that the files name on the device `meta`, without memory and
-without reading them, so that its renamings, fusions and ties are those of a real load. The last
-line of the output is a `Loaded` as JSON.
+transformers loads the tensors that the files name on the device `meta`, without memory and without
+reading them, so its renamings, fusions and ties are those of a real load. The last line of the
+output is a `Loaded` as JSON.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ SIZES = (
     *("intermediate_size", "num_key_value_heads", "head_dim", "max_position_embeddings"),
 )
 """Numbers of a model's configuration, under the names that most families use."""
-
-
 _LAYERS_A_TENSOR = 10
 """A model with more layers than this per tensor of its files is not tried."""
 

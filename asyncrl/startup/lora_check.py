@@ -17,9 +17,7 @@ from asyncrl.trainer.lora.files import PREFIX, TENSORS, why_not_started_from
 MAX_SERVED_RANK = 512
 """Largest rank of an adapter that vLLM 0.32.0 can serve."""
 _OUTER_DOTS = 2
-"""Names of embeddings and heads have at most this many dots; those of layers in blocks have
-more.
-"""
+"""Maximum of dots in names of embeddings and heads; names of layers in blocks have more."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 """Matches tensors that the loaded model holds as parts of larger ones, not as layers."""
 _PARTS = {"A.weight": 1, "B.weight": 0}

@@ -44,9 +44,7 @@ _CXX_COMPILERS = ("c++", "g++", "clang++")
 _C_COMPILERS = ("gcc", "clang")
 """Compilers that Triton looks for (triton/runtime/build.py), unless CC names one."""
 _DRIVERS = {12: 525, 13: 580}
-"""Oldest major version of NVIDIA's driver by major version of CUDA, without NVIDIA's
-cuda-compat.
-"""
+"""Oldest major version of NVIDIA's driver by major version of CUDA, without cuda-compat."""
 _KERNEL_SECONDS = 120.0
 _KERNEL = """\
 import torch, triton
@@ -76,7 +74,7 @@ def check_everything(
     config: RunConfig, gpus: list[Gpu] | None, build: TorchBuild
 ) -> Iterator[Finding]:
     """Check everything that runs have failed for; `gpus` of None are unknown."""
-    on_gpu = is_for_gpu(gpus, build)
+    on_gpu = bool(gpus) and build.cuda is not None  # as far as is known without CUDA
     yield compiler(shutil.which, on_gpu=on_gpu)
     yield shared_memory(SHARED_MEMORY)
     yield gpus_are_usable(gpus, build, has_driver=PROC_VERSION.exists())
@@ -95,11 +93,6 @@ def check_everything(
     yield clock(folder, time.time())  # noqa: TID251 - the clock itself is judged
 
 
-def is_for_gpu(gpus: list[Gpu] | None, build: TorchBuild) -> bool:
-    """Return True if runs use a GPU here, as far as is known without CUDA."""
-    return bool(gpus) and build.cuda is not None
-
-
 def compiler(which: Callable[[str], str | None], *, on_gpu: bool) -> Finding:
     """Check the compilers for kernels: C++ (inductor) on a CPU, C (Triton) on a GPU."""
     chosen = os.environ.get("CC") if on_gpu else None
@@ -110,20 +103,20 @@ def compiler(which: Callable[[str], str | None], *, on_gpu: bool) -> Finding:
         return Finding(f"{kind} compiler: {found}")
     if chosen is not None:
         return Finding(
-            f"a C compiler: CC is {chosen!r}, which Triton takes before any other, and there is no "
-            "such program",
+            f"a C compiler: CC is {chosen!r}, which Triton takes before any other, but that "
+            "program does not exist",
             "Unset CC, or set it to the path of a C compiler, without arguments",
         )
     if on_gpu:
         return Finding(
-            "a C compiler, with which Triton builds what starts kernels on a GPU: no engine draws "
-            "a token without",
+            "a C compiler, with which Triton builds the launchers of GPU kernels: no engine draws "
+            "a token without it",
             "Install one: apt-get install gcc libc6-dev (Debian, Ubuntu), dnf install gcc (Fedora)",
         )
     return Finding(
         "a C++ compiler, with which vLLM and torch build kernels when an engine starts",
         "Install one: apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora). The "
-        "torch engine works without",
+        "torch engine works without it",
     )
 
 
@@ -134,7 +127,7 @@ def python_headers(folder: Path) -> Finding:
         return Finding(f"Python's headers: {header}")
     python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     return Finding(
-        f"Python's headers, with which Triton builds what starts kernels on a GPU: no {header}",
+        f"Python's headers, with which Triton builds the launchers of GPU kernels: {header}",
         f"Install them: apt-get install {python}-dev (Debian, Ubuntu and deadsnakes), "
         "dnf install python3-devel (Fedora)",
     )
@@ -193,8 +186,8 @@ def triton_kernel(run: Callable[..., subprocess.CompletedProcess[str]]) -> Findi
     # A compiler's own message precedes Python's, which only says that it failed.
     why = next((line for line in lines if "fatal error:" in line), lines[-1] if lines else "")
     return Finding(
-        f"a Triton kernel that runs on a GPU, as those do that draw: {why or 'no word of why'}",
-        "Mend what lacks besides this; otherwise look at "
+        f"a Triton kernel that runs on a GPU, as drawing needs: {why or 'no reason was printed'}",
+        "Fix the other findings first; then try "
         '`python -c "import torch; print(torch.zeros(1).cuda())"`',
     )
 
@@ -289,9 +282,9 @@ def agents_sockets(config: AgentsConfig) -> Finding:
                 why = os.strerror(number) if number > 0 else error.strerror
                 return Finding(
                     f"an address for agents: this machine cannot listen at {address} ({why})",
-                    f"Look at launcher.agents.{name}: HOST must be one of this machine's own "
-                    "addresses (0.0.0.0: all), and no other program may have the port, another "
-                    "run's controller neither",
+                    f"Check launcher.agents.{name}: HOST must be one of this machine's addresses "
+                    "(0.0.0.0: all), and no other program may have the port, nor another run's "
+                    "controller",
                 )
     here = is_loopback(host_and_port(config.listen)[0])
     return Finding(
@@ -307,7 +300,7 @@ def agents_secret(config: AgentsConfig) -> Finding:
     except UserError as error:
         what, _, fix = str(error).partition(". ")
         return Finding(f"a secret for agents: {what}", fix or "`asyncrl agent-key FILE` writes one")
-    return Finding(f"secret of agents: {config.key_file}, which nobody else can read")
+    return Finding(f"secret of agents: {config.key_file}, which other users cannot read")
 
 
 def _shown(named: list[int]) -> str:
@@ -354,10 +347,7 @@ def clock(folder: Path, now: float) -> Finding:
     """Check the clock: records from several machines are drawn on one time line."""
     day = datetime.fromtimestamp(now, UTC).date()
     if day.year < _FIRST_YEAR:
-        return Finding(
-            f"the time: the clock says {day}",
-            "Set it: timedatectl set-ntp true",
-        )
+        return Finding(f"the time: the clock says {day}", "Set it: timedatectl set-ntp true")
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             apart = os.fstat(file.fileno()).st_mtime - time.time()  # noqa: TID251 - judged

@@ -71,9 +71,8 @@ def shape_of(
 ) -> ModelShape | None:
     """Return the shape of a model with its critic; None if it is not a known transformer.
 
-    `count` is the number of parameters, None if unknown. `sizes`, as `check_files` returns them,
-    hold numbers of config.json by their usual names, for families that use other names (GPT-2,
-    OPT).
+    `count` is the number of parameters. `sizes`, from `check_files`, hold numbers of config.json by
+    their usual names, for families that use other names (GPT-2, OPT).
     """
     try:
         found = json.loads((model / "config.json").read_bytes())
@@ -90,15 +89,12 @@ def shape_of(
 
 
 def memory_of(config: RunConfig, shape: ModelShape, *, on_gpu: bool) -> StepMemory:
-    """Estimate the memory of the trainer.
+    """Estimate the trainer's memory.
 
-    With `trainer.dtype: auto`, a GPU is assumed to have capability 8.0 or above: this machine may
-    not see it.
+    With `trainer.dtype: auto`, a GPU is assumed to have compute capability 8.0 or above.
     """
     trainer = config.trainer.for_device(BFLOAT16_CAPABILITY if on_gpu else None)
-    on_cpu = not on_gpu
-    kind = config.engine.dtype
-    wide = kind == "float32" or (kind == "auto" and on_cpu)
+    wide = config.engine.dtype == "float32" or (config.engine.dtype == "auto" and not on_gpu)
     return step_memory(
         shape, trainer, samples_of(config), on_gpu=on_gpu, engine_bytes=4 if wide else 2
     )

@@ -1,8 +1,7 @@
 """Refuses incomplete model files, and prompts with tokens that the model does not have.
 
-A truncated download, a bad conversion or a clone without Git LFS would otherwise show as a
-traceback in a running process, after minutes on a cluster, or not at all: transformers initialises
-weights that the files lack.
+Otherwise a truncated download, a bad conversion or a clone without Git LFS would end a running
+process, or show nowhere: transformers initialises weights that the files lack.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ def description_of(directory: Path, setting: str) -> dict[str, Any]:
 def check_files(model: Path, setting: str = "model.path", *, needs_head: bool = True) -> Loaded:
     """Refuse a directory that does not hold a complete causal language model.
 
-    Return what transformers finds in it without reading weights. A hub id is not a directory.
-    `setting` is the user's, which names the directory. With `needs_head`, the output embeddings are
-    used (a critic has its own). Raises ModelError with folder, file and tensor.
+    Return what transformers finds in it without reading weights; nothing for a hub id. `setting`
+    names the directory. `needs_head` is False for a critic, which has another head. Raises
+    ModelError with folder, file and tensor.
     """
     if not (model / "config.json").is_file():
         return Loaded()  # an id of the hub, or what `check_directory` refuses
@@ -83,8 +82,8 @@ def check_files(model: Path, setting: str = "model.path", *, needs_head: bool = 
         )
     if found.not_numbers:
         raise ModelError(
-            f"{setting}: {model} has weights that are no floating-point numbers: "
-            f"{_listed(found.not_numbers)}; take the model that it was made from"
+            f"{setting}: {model} has weights that are not floating-point numbers: "
+            f"{_listed(found.not_numbers)}; use the model that it was made from"
         )
     return found
 
@@ -138,8 +137,8 @@ def _check_weight_files(model: Path, setting: str) -> None:
     if (model / _ADAPTER).is_file():
         raise ModelError(
             f"{setting}: {model} holds a PEFT adapter next to the model ({_ADAPTER}), and "
-            "transformers would load both; move the adapter to a folder of its own, and give that "
-            "as trainer.lora.adapter to train on from it"
+            "transformers would load both; move the adapter to a separate folder, and give that as "
+            "trainer.lora.adapter to continue its training"
         )
     try:
         files = weight_files(model)
@@ -169,12 +168,12 @@ def _check_description(model: Path, setting: str) -> None:
         method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
         raise ModelError(
             f"{setting}: {model} is quantised ({method or 'quantization_config in config.json'}), "
-            "and quantised weights cannot be trained; take the model that it was made from"
+            "and quantised weights cannot be trained; use the model that it was made from"
         )
     if found.get("auto_map") and not _is_known(found):
         raise ModelError(
-            f"{setting}: {model} is a model with code of its own (auto_map in config.json), which "
-            "is not supported: only models that transformers itself knows are"
+            f"{setting}: {model} is a model with custom code (auto_map in config.json), which is "
+            "not supported; use a model that transformers itself knows"
         )
 
 
@@ -252,7 +251,7 @@ def why_not_whole(file: Path) -> str | None:
             begin = 8 + int.from_bytes(opened.read(8), "little")
         wrong = next((why for one in header.items() if (why := why_no_tensor(*one))), None)
     except DAMAGED:
-        return "is no safetensors file, or damaged"
+        return "is not a safetensors file, or is damaged"
     if wrong is not None:
         return f"is damaged: its header says {wrong}"
     needed = begin + max((one["data_offsets"][1] for one in header.values()), default=0)

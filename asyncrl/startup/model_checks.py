@@ -30,10 +30,9 @@ _NEED_ANSWERS = ("arithmetic", "exact_match", "math_verify")
 
 
 def check_rows(config: RunConfig, task: Task) -> list[str]:
-    """Check every training and held-out row, once for each reward.
+    """Check all rows for each reward; return a warning for tests that a wrong program can pass.
 
-    Return a warning for each reward whose tests a wrong program can pass. Raises DataError if a row
-    lacks an answer or tests that a reward needs, and a failed reward ends the run.
+    Raises DataError if a row lacks what a reward needs and a failed reward ends the run.
     """
     warnings = []
     for function in config.rewards.functions:
@@ -45,8 +44,8 @@ def check_rows(config: RunConfig, task: Task) -> list[str]:
         if forms[Asserted]:
             warnings.append(
                 f"WARNING: reward 'code': {forms[Asserted]:,} of {forms.total():,} tests are an "
-                "`assert` that is judged next to the program, so a program can pass them without "
-                "being right. Give them as call, args and returns, or as input and output "
+                "`assert` that is judged in the program's process, so a wrong program can pass "
+                "them. Give them as call, args and returns, or as input and output "
                 "(docs/rewards.md)"
             )
     return warnings
@@ -56,7 +55,7 @@ def _tests_of(config: RunConfig, function: RewardFunctionConfig, prompt: Prompt)
     """Return the tests by which a reward judges a row's programs. Raises DataError."""
     why, tests, column = None, list[Test](), function.args.get("tests", TESTS)
     if function.name in _NEED_ANSWERS and prompt.example.get("answer") is None:
-        why = "it has no reference answer; name its field with task.answer_field"
+        why = "it lacks a reference answer; name its field with task.answer_field"
     if function.name == "code":
         try:
             tests = read_tests(prompt.example.get("row", {}).get(column), column)
@@ -112,7 +111,7 @@ def check_builtin_positions(config: RunConfig) -> None:
 
 
 def check_positions(config: RunConfig, model: Path) -> None:
-    """Refuse sequences too long for the embedded engine's model. Raises UserError.
+    """Refuse sequences too long for the torch engine's model. Raises UserError.
 
     vLLM and SGLang have their own rules for models with scaled positions.
     """
@@ -160,8 +159,7 @@ def with_critic(config: RunConfig, model_path: str, tokenizer: Any) -> RunConfig
     """Return the configuration with the critic's directory as an absolute path.
 
     `model_path` and `tokenizer` are the policy's. Raises UserError if the critic is not a model
-    directory, has another vocabulary or tokenizer than the policy, or reads shorter sequences than
-    the run has.
+    directory, has another vocabulary or tokenizer, or reads only shorter sequences.
     """
     given = config.trainer.critic.model
     if given is None:

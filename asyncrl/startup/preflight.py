@@ -47,7 +47,7 @@ def check_machine(config: RunConfig) -> None:
         raise UserError(
             "rewards.functions: the reward model of args.model would be served on this machine's "
             f"loopback address, which generators on other machines (launcher.kind: "
-            f"{launcher.kind}) cannot reach. Start it by hand where they can (`vllm serve MODEL`), "
+            f"{launcher.kind}) cannot reach. Start it where they can reach it (`vllm serve MODEL`) "
             "and give args.url"
         )
     if launcher.kind == "ray":
@@ -91,12 +91,10 @@ def _check_tracing() -> None:
 
 
 def check_rewards(config: RewardConfig) -> None:
-    """Load every reward function and check its arguments.
+    """Load every reward function and check its arguments; try judges and reward servers once.
 
-    The user's functions are loaded in a reward worker, never in this process. A judge is asked a
-    trial question, a reward server for a trial score. Raises RewardError if a function does not
-    exist or does not take the given arguments, or if its module fails to import; UserError if a
-    server does not answer, or refuses.
+    The user's functions are loaded in a reward worker. Raises RewardError if a function does not
+    exist, does not take the arguments or fails to import; UserError if a server does not answer.
     """
     for function in config.functions:
         if function.name in BUILTIN:
@@ -105,14 +103,14 @@ def check_rewards(config: RewardConfig) -> None:
             reason = asyncio.run(judge.try_once(function.args, config.timeout_seconds))
             if reason is not None:
                 raise UserError(
-                    f"reward {function.name!r}: a trial question has no answer, so no response "
-                    f"would get a reward: {reason}"
+                    f"reward {function.name!r}: a trial question was not answered, so no "
+                    f"response would get a reward: {reason}"
                 )
         if function.name == reward_model.NAME and "url" in function.args:
             reason = asyncio.run(reward_model.try_once(function.args, config.timeout_seconds))
             if reason is not None:
                 raise UserError(
-                    f"reward {function.name!r}: a trial text has no score, so no response would "
+                    f"reward {function.name!r}: a trial text was not scored, so no response would "
                     f"get a reward: {reason}"
                 )
     if any(function.name not in BUILTIN for function in config.functions):

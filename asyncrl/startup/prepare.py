@@ -13,7 +13,7 @@ Both engines also check a share of the memory at their start:
     vLLM    utilization * total <= free               free may lack all of the trainer's part
     SGLang  KV <= free now - (1 - fraction) * free at its start
 
-so vLLM receives the share of its own part, and SGLang the share of everything but its process.
+so vLLM receives the share of its part, and SGLang the share of everything but its process.
 """
 
 from __future__ import annotations
@@ -147,9 +147,8 @@ def with_shared_gpu(
 ) -> tuple[RunConfig, str | None]:
     """Return the configuration with the division of a shared GPU, and a line for the user.
 
-    The configuration has `launcher.colocate` decided and the engine's sizes set. The line is None
-    if no GPU is shared. `gpus` and `shape` are None if there are none or it is unknown. Raises
-    UserError if both sides do not fit, or if vLLM or SGLang would have to guess.
+    `launcher.colocate` is decided and the engine's sizes are set; the line is None if no GPU is
+    shared. Raises UserError if both sides do not fit, or if vLLM or SGLang would have to guess.
     """
     if gpus is None or not gpus.trainer or not gpus.generators[0]:
         return config, None
@@ -289,7 +288,7 @@ def _too_small(
         settings, then = remedies(shape, resolved, samples_of(config), room, on_gpu=True)
         if settings and then <= room:
             ways.append(f"Set {' and '.join(settings)}: then a step needs about {size(then)}")
-    ways.append("Give the trainer a GPU of its own, or take a larger GPU or a smaller model")
+    ways.append("Give the trainer a separate GPU, or use a larger GPU or a smaller model")
     return (
         f"{device.name} ({size(found.total)}) is too small for the trainer and a generator "
         f"(launcher.colocate): {size(found.trainer)} are set aside for a training step "
@@ -315,12 +314,7 @@ class Prepared:
 
 
 def prepare(config: RunConfig, console: Console) -> Prepared:
-    """Check the machine and the rewards, make or find the model, load the data.
-
-    Prints seven lines about the run, one more with an environment, and up to three on GPUs. It does
-    not create a run folder. Raises UserError if the machine, the model, the data or a reward cannot
-    be used.
-    """
+    """Check and prepare a run's inputs, and describe the run. Raises UserError."""
     check_machine(config)
     check_builtin_positions(config)
     local = config.launcher.kind == "local"
@@ -365,7 +359,10 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
 
         for sentence in try_environment(config, task):
             say(sentence)
-    config, drafts = _with_drafts(config, gpus, len(task.train)) if local else (config, "")
+    drafts = ""
+    if local:
+        on_gpu, visits = engine_device(gpus) == "cuda", visits_of(config, len(task.train))
+        config, drafts = with_drafts_that_pay(config, on_gpu=on_gpu, visits=visits)
     for line in filter(None, (compute, drafts)):
         say(line)
     count = parameters(Path(model_path))
@@ -377,11 +374,6 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
         say(shared)
     say(startup_summary.results_line(config))
     return Prepared(config, model_path, task, gpus)
-
-
-def _with_drafts(config: RunConfig, gpus: GpuPlan | None, prompts: int) -> tuple[RunConfig, str]:
-    on_gpu = engine_device(gpus) == "cuda"
-    return with_drafts_that_pay(config, on_gpu=on_gpu, visits=visits_of(config, prompts))
 
 
 def _memory(

@@ -137,7 +137,8 @@ def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -
     generator = _where(config, None if gpus is None else sum(gpus.generators, ()))
     more = "plus KV and activations"
     if count is not None:
-        each = 4 if config.engine.dtype == "float32" or _auto_float32(config, on_cpu) else 2
+        dtype = config.engine.dtype
+        each = 4 if dtype == "float32" or (dtype == "auto" and on_cpu) else 2
         reference = 4 if config.trainer.kl_coefficient > 0 else 0
         parts = ranks if config.trainer.sharding == "full" else 1
         state = _TRAINED / parts + _MOMENTS / ranks
@@ -163,7 +164,7 @@ def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -
 def memory_line(needs: StepMemory | None, device: Device | None) -> str:
     """Describe the memory of a training step by kind; None if it is unknown."""
     text = "not known before the model is here" if needs is None else memory_text(needs, device)
-    return f"{'memory':<10} {text}"  # numbers, and whole: what is cut off may be what matters
+    return f"{'memory':<10} {text}"  # whole: the end may matter
 
 
 def turns_line(config: RunConfig, traits: Traits | None) -> str:
@@ -190,16 +191,10 @@ def results_line(config: RunConfig) -> str:
     return _line("results", f"{config.directory}: report.html, result.json, checkpoints/")
 
 
-def _auto_float32(config: RunConfig, on_cpu: bool) -> bool:
-    return config.engine.dtype == "auto" and on_cpu
-
-
 def _where(config: RunConfig, gpus: tuple[Gpu, ...] | None) -> str:
     if config.launcher.kind != "local":
         return f"placed by launcher.kind {config.launcher.kind}"
-    if not gpus:
-        return "CPU"
-    return _names(gpus)
+    return _names(gpus) if gpus else "CPU"
 
 
 def _names(gpus: Sequence[Gpu]) -> str:

@@ -25,22 +25,14 @@ from asyncrl.wire.transport.refusals import Refusals
 logger = logging.getLogger(__name__)
 
 REPLY_SECONDS = 10.0
-
 _REQUEST_BYTES = 1 << 16
 _QUEUED_REQUESTS = 100
-
 _AT_ONCE = 200
-
 _HUB = "user"
 
 Answer = Callable[[str, control.Request], Awaitable[control.Reply | msgspec.Raw]]
 
-_ENDINGS = {
-    "done": "is done",
-    "stopped": "was stopped",
-    "failed": "failed",
-    None: "was killed",
-}
+ENDINGS = {"done": "is done", "stopped": "was stopped", "failed": "failed", None: "was killed"}
 
 
 def control_key_file(run: Path) -> Path:
@@ -93,16 +85,13 @@ async def serve_control(
 
 
 async def _answer(
-    hub: Hub[control.Request],
-    peer: str,
-    request: control.Request,
-    answer: Answer,
+    hub: Hub[control.Request], peer: str, request: control.Request, answer: Answer
 ) -> None:
     try:
         reply = await answer(peer, request)
     except Exception as error:
         logger.exception("%s of %s failed", type(request).__name__, peer)
-        reply = control.Refused(f"the controller failed to carry it out: {error}")
+        reply = control.Refused(f"the request failed in the controller: {error}")
     with contextlib.suppress(Unreachable):  # the user did not wait
         await hub.send(peer, reply)
 
@@ -110,8 +99,7 @@ async def _answer(
 def ask(run: Path, request: control.Request) -> control.Reply:
     """Send a request to the controller of a run and wait for the reply.
 
-    Raises UserError if the run is not active or its sockets cannot be trusted, and NoReply if the
-    controller does not answer in time.
+    Raises UserError if the run is not active or not trusted, NoReply without an answer in time.
     """
     return asyncio.run(send_order(run, request))
 
@@ -122,7 +110,7 @@ async def send_order(run: Path, request: control.Request) -> control.Reply:
     try:
         return await send_request(address, key, request, _patience(run, request))
     except NoReply:
-        _door(run)  # raises if the run has ended meanwhile
+        _door(run)  # raises if the run has ended since
         raise
 
 
@@ -141,7 +129,7 @@ def open_line(run: Path) -> Line[control.Reply]:
 def _door(run: Path) -> tuple[str, RunKey]:
     state = read_state(run)
     if state is None or not is_alive(run):
-        ended = _ENDINGS[None if state is None else state.ended]
+        ended = ENDINGS[None if state is None else state.ended]
         raise UserError(
             f"the run in {run} is not active: it {ended}. Resume it with "
             f"`{resume_command(run)}`, or write its report with `{command_for('report', run)}`; "
@@ -149,8 +137,8 @@ def _door(run: Path) -> tuple[str, RunKey]:
         )
     if not state.control_address:
         raise UserError(
-            f"the run in {run} is starting and cannot be asked yet: its launcher waits for a "
-            "cluster or for agents. What it waits for is in the output of `asyncrl run`"
+            f"the run in {run} is starting and does not answer yet: its launcher waits for a "
+            "cluster or for agents; the output of `asyncrl run` says for which"
         )
     folder = Path(state.control_address.removeprefix("ipc://")).parent
     if not folder.is_dir():

@@ -19,10 +19,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import Protocol
 
 from asyncrl.errors import Interrupted
+from asyncrl.runs.runtime_folders import Endable
 
 AT_ONCE_SECONDS = 5.0
 """Longest time from the second signal to the exit of the process."""
@@ -30,38 +31,18 @@ AT_ONCE_SECONDS = 5.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Stoppable(Protocol):
-    """The controller, as the signals end it."""
-
-    async def stop(self) -> None:
-        """Finish the current step, then end the run."""
-
-    def fail(self, error: Exception) -> None:
-        """End the run with this error."""
-
-
+@dataclass(eq=False)
 class Interrupts:
-    """The signals that one run has received.
+    """The signals that one run has received: the first one stops it, the second makes it fail."""
 
-    The first signal stops `run`, the second makes it fail. `kill` ends the run's processes, and may
-    be called from a signal handler or another thread. `clean_up` quickly removes what an immediate
-    exit would leave behind. `say` informs the user.
-    """
-
-    def __init__(
-        self,
-        run: Stoppable,
-        *,
-        kill: Callable[[], None],
-        clean_up: Callable[[], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self._run = run
-        self._kill = kill
-        self._clean_up = clean_up
-        self._say = say
-        self._received = 0
-        self._stopping: asyncio.Task[None] | None = None
+    _run: Endable
+    _kill: Callable[[], None]
+    """Ends the run's processes; a signal handler or another thread may call it."""
+    _clean_up: Callable[[], None]
+    """Quickly removes what an immediate exit would leave behind."""
+    _say: Callable[[str], None]
+    _received: int = field(default=0, init=False)
+    _stopping: asyncio.Task[None] | None = field(default=None, init=False)
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
@@ -94,7 +75,7 @@ class Interrupts:
             if self._received > 1:
                 raise Interrupted
         finally:
-            if self._received < 2:  # otherwise the process is about to exit, and may be told so
+            if self._received < 2:  # otherwise the process is about to exit
                 for number, handler in before.items():
                     signal.signal(number, handler)
 

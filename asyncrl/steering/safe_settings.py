@@ -16,8 +16,7 @@ from asyncrl.suggestions import nearest, shortened
 def check_is_safe(key: str, config: RunConfig) -> When:
     """Return when a change of this setting takes effect in a live run.
 
-    Raises ConfigError for an unknown setting, and UserError, with the reason and an alternative,
-    for one that a live run cannot change.
+    Raises ConfigError for an unknown setting, UserError with an alternative for a fixed one.
     """
     if key in LIVE:
         return RULES[key].when

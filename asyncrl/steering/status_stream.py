@@ -13,35 +13,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.monitoring.terminal.run_view import RunView
+from asyncrl.wire import Hub
 from asyncrl.wire.messages import control
 
 
+@dataclass(eq=False)
 class EncodedOnce:
-    """A reply that is made and encoded at most once in `seconds`, for all clients."""
+    """A reply that is made and encoded at most once in some seconds, for all clients."""
 
-    def __init__(
-        self,
-        make: Callable[[], control.Reply],
-        seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._make = make
-        self._seconds = seconds
-        self._clock = clock
-        self._encoded: msgspec.Raw | None = None
-        self._made_at = 0.0
+    _make: Callable[[], control.Reply]
+    _seconds: float
+    _clock: Callable[[], float] = time.monotonic
+    _encoded: msgspec.Raw | None = field(default=None, init=False)
+    _made_at: float = field(default=0.0, init=False)
 
     @property
     def seconds_left(self) -> float:
-        """Return the seconds until it is old; 0 if it is, or was never made."""
+        """Seconds until it is old; 0 if it is, or was never made."""
         if self._encoded is None:
             return 0.0
         return max(0.0, self._made_at + self._seconds - self._clock())
@@ -93,19 +90,12 @@ _TURN = 25
 """Number of watchers that are sent a view before other tasks get a turn."""
 
 
-class Sender(Protocol):
-    """The socket of users (`wire.Hub`)."""
-
-    def send_to_all(self, peers: Iterable[str], body: msgspec.Raw) -> list[str]:
-        """Send to many; return those that cannot be reached."""
-
-
 class Audience:
     """The watchers, and the end of each one's time."""
 
     def __init__(
         self,
-        hub: Sender,
+        hub: Hub[Any],
         view: Callable[[], control.ViewReply],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -113,7 +103,7 @@ class Audience:
         self._clock = clock
         self._view = EncodedOnce(view, VIEW_SECONDS, clock)
         self._until: dict[str, float] = {}
-        self._somebody = asyncio.Event()
+        self._has_watchers = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._until)
@@ -122,17 +112,17 @@ class Audience:
         """Add or renew a watcher, and return its answer."""
         if peer not in self._until and len(self._until) >= MAX_WATCHERS:
             return control.Refused(
-                f"{MAX_WATCHERS} watch this run already; `asyncrl status` works without a place"
+                f"this run has {MAX_WATCHERS} watchers, the maximum; use `asyncrl status`"
             )
         view = self._view.reply()
         self._until[peer] = self._clock() + control.WATCH_SECONDS
-        self._somebody.set()
+        self._has_watchers.set()
         return view
 
     async def show(self) -> None:
         """Send views until cancelled."""
         while True:
-            await self._somebody.wait()
+            await self._has_watchers.wait()
             if (left := self._view.seconds_left) > 0:
                 await asyncio.sleep(left)
                 continue
@@ -144,16 +134,16 @@ class Audience:
         now = self._clock()
         self._until = {peer: until for peer, until in self._until.items() if until > now}
         if not self._until:
-            self._somebody.clear()
+            self._has_watchers.clear()
             return
         try:
             view = self._view.reply()
         except Exception:
-            logger.exception("there is no view for those who watch; they have to ask again")
+            logger.exception("the view could not be made; watchers have to ask again")
             self._until.clear()
             return
-        everybody = list(self._until)
-        for start in range(0, len(everybody), _TURN):
-            for peer in self._hub.send_to_all(everybody[start : start + _TURN], view):
+        peers = list(self._until)
+        for start in range(0, len(peers), _TURN):
+            for peer in self._hub.send_to_all(peers[start : start + _TURN], view):
                 self._until.pop(peer, None)
             yield

@@ -78,8 +78,8 @@ class Orders:
             return control.Refused(reason)
         if kind in self._busy and kind is not control.SetRequest:
             return control.Refused(
-                f"another `{_name_of(kind)}` is being carried out; give this one when that has "
-                "been answered"
+                f"another `{_name_of(kind)}` is being carried out; repeat the order when that one "
+                "is answered"
             )
         self._busy.add(kind)
         try:
@@ -103,10 +103,11 @@ class Orders:
             before=done.before,
         )
         try:
-            _append(self._path, record)
+            with contextlib.closing(JsonlWriter(self._path)) as writer:
+                writer.append([record])
         except OSError as error:
             logger.warning("%s cannot be written: %s", self._path, error.strerror)
-            text += f"; a resumed run will not know it, since {self._path} cannot be written"
+            text += f"; a resumed run will not apply it, since {self._path} cannot be written"
         return control.Accepted(text, step)
 
 
@@ -134,7 +135,7 @@ def with_orders(
         records, damaged = _read(path)
     except OSError as error:
         raise UserError(
-            f"{path} cannot be read ({error.strerror}). It has the orders that stay in force, such "
+            f"{path} cannot be read ({error.strerror}). It holds orders that stay in force, such "
             "as `asyncrl set`: make it readable, or move it away to continue without them"
         ) from error
     for one in damaged:
@@ -173,7 +174,7 @@ class _Replay:
         self._values["run"]["changes"] = changes
         launcher = self._values["launcher"]
         if self._most is not None and self._most < launcher["generators"]:
-            self._say(f"`asyncrl scale` ordered {self._most} generator(s) last: no more will begin")
+            self._say(f"the last `asyncrl scale` allows {self._most} generator(s): no more begin")
             launcher["generators"] = self._most
         return self._values
 
@@ -227,8 +228,3 @@ def _name_of(kind: type) -> str:
     """Return the name of a request: `ScaleRequest` is `scale`."""
     words = kind.__name__.removesuffix("Request")
     return re.sub(r"(?<!^)([A-Z])", r"-\1", words).lower()
-
-
-def _append(path: Path, record: OrderRecord) -> None:
-    with contextlib.closing(JsonlWriter(path)) as writer:
-        writer.append([record])

@@ -25,7 +25,7 @@ from asyncrl.monitoring.terminal.live import LiveView
 from asyncrl.monitoring.terminal.run_view import RunView
 from asyncrl.runs.command_lines import resume_command
 from asyncrl.runs.directory import is_alive, read_state
-from asyncrl.steering.control_socket import REPLY_SECONDS, open_line
+from asyncrl.steering.control_socket import ENDINGS, REPLY_SECONDS, open_line
 from asyncrl.steering.status_stream import VIEW_SECONDS
 from asyncrl.wire.errors import NoReply
 from asyncrl.wire.messages import control
@@ -104,7 +104,5 @@ class Watching:
 def _how_it_ended(run: Path) -> str:
     state = read_state(run)
     ended = None if state is None else state.ended
-    if ended == "done":
-        return "the run is done"
-    how = {"stopped": "was stopped", "failed": "failed", None: "was killed"}[ended]
-    return f"the run {how}; continue it with: {resume_command(run)}"
+    how = f"the run {ENDINGS[ended]}"
+    return how if ended == "done" else f"{how}; continue it with: {resume_command(run)}"

@@ -65,7 +65,7 @@ def measure_cluster(
 
 _HEAD_LOST = "has not answered for"
 _NODE_LOST = "this machine's node has left the Ray cluster"
-_DRIVER_LOST = "the process that speaks to Ray ended"
+_DRIVER_LOST = "the Ray driver ended"
 
 
 @dataclass(frozen=True)

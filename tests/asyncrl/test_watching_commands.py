@@ -80,7 +80,7 @@ def test_samples_show_where_tokens_come_from_without_colours_too(runs: Path) -> 
     assert text.count("reward ") == 2
     assert re.search(r"\[[^]]+\]", text.split("\n\n", 1)[1]), "drafted tokens stand in brackets"
     (runs / "first" / "samples.jsonl").unlink()
-    with pytest.raises(UserError, match="has no sample yet"):
+    with pytest.raises(UserError, match="does not have samples yet"):
         call("samples", "first", "--runs", str(runs))
 
 
@@ -89,7 +89,7 @@ def test_runs_are_listed_with_what_became_of_them(runs: Path) -> None:
     assert lines[0].split() == ["run", "state", "step", "reward", "accuracy"]
     assert {line.split()[0] for line in lines[1:]} == {"first", "second"}
     assert all(" of " in line for line in lines[1:])
-    assert "there is no run in" in call("list", "--runs", str(runs / "nowhere"))
+    assert "there are no runs in" in call("list", "--runs", str(runs / "nowhere"))
 
 
 def test_runs_are_compared_by_results_settings_and_curves(runs: Path, tmp_path: Path) -> None:

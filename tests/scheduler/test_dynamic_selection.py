@@ -201,7 +201,7 @@ class FirstToFinish(DynamicLedger):
 
     def consume(self, step, groups):
         self._trained_in[step] = len(groups)
-        self._next_step = step + 1
+        self.next_step = step + 1
 
 
 def judged(self):

@@ -74,7 +74,6 @@ def test_groups_of_a_lost_generator_wait_if_there_is_no_other():
     assert not placement.has_candidates
     for g in groups:
         assert placement.place(g) is None
-    assert placement.unplaced_samples() == 8
     assert placement.next_unplaced().index == 1
     assert heapq.nsmallest(1, placement.unplaced)[0][0] == 2
 

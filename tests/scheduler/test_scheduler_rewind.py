@@ -181,7 +181,7 @@ def test_a_step_that_the_trainer_finished_and_did_not_report_is_consumed():
     deliver(s, 1, 1)  # step 1 is declared
     s.on_event(TrainerLost())
     assert s.on_event(TrainerJoined(2, 1)) == [RewindGenerator("a", 2, 1)]
-    assert s.snapshot().step == 2
+    assert s.state.step == 2
     with pytest.raises(SchedulerError, match="version 2 is expected"):
         s.on_event(TrainerJoined(4, 2))
 
@@ -230,7 +230,7 @@ def test_a_generator_that_joined_without_a_trainer_gets_the_final_weights():
     assert s.on_event(GeneratorJoined("a.1", 4, 0)) == []
     # `b` was told to install what the lost trainer removed.
     assert s.on_event(TrainerJoined(1, 1)) == [InstallWeights("b", 1), InstallWeights("a.1", 1)]
-    assert s.snapshot().step == 1
+    assert s.state.step == 1
 
 
 @pytest.mark.parametrize(

@@ -72,32 +72,26 @@ class Run:
         self.directory = RunDirectory.create(self.config, resume=False, clean=False)
         self.moves = SampleHandover(self.config, self.directory.path, requests, self.progress.say)
         self.training = Training(
-            self.config, requests, progress=self.progress, moves=self.moves, **parts
+            self.config, requests, self.fleet, self.progress, self.waiter, self.moves
         )
         self.training.trained_steps = version
-        controllers: dict[str, Any] = {
-            "training": self.training,
-            "evaluation": self.evaluation,
-            "progress": self.progress,
-        }
+        controllers = self.training, self.evaluation, self.progress
         self.restarts = TrainerRestarts(
-            self.config, self.directory, self.fleet, waiter=self.waiter, **controllers
+            self.config, self.directory, self.fleet, *controllers, self.waiter
         )
-        self.watchdog = Watchdog(self.fleet, self.restarts, **controllers)
+        self.watchdog = Watchdog(self.fleet, self.restarts, *controllers)
         self.inbox = Inbox(
             self.directory,
             self.fleet,
-            waiter=self.waiter,
-            trainer_restarts=self.restarts,
-            checkpoints=CheckpointRecord(self.directory.path / "checkpoints", self.progress.say),
-            unfinished=UnfinishedWork(
+            *controllers,
+            self.waiter,
+            self.restarts,
+            CheckpointRecord(self.directory.path / "checkpoints", self.progress.say),
+            UnfinishedWork(
                 self.config, self.directory.path, self.fleet, requests, self.progress.say
             ),
-            policy_watch=PolicyWatch(
-                self.config.run.on_wrong_policy, self.fleet, self.progress, self.waiter
-            ),
-            moves=self.moves,
-            **controllers,
+            PolicyWatch(self.config.run.on_wrong_policy, self.fleet, self.progress, self.waiter),
+            self.moves,
         )
 
     async def hear(self, name: str, message: Any) -> list[tuple[str, Any]]:

@@ -344,10 +344,11 @@ class World(Orders):
         """Compare the scheduler's state with this world's."""
         self.scheduler.check()
         view = self.scheduler.snapshot()
-        assert (view.finished and view.finished.outcome) == self.finished
+        state = self.scheduler.state
+        assert (state.finished and state.finished.outcome) == self.finished
         assert bool(view.waits) == (self.finished is None)
         if not self.unsaid:
-            assert view.step == self.trained
+            assert state.step == self.trained
             assert view.groups_consumed == len(self.consumed)
         assert view.groups_failed == len(self.failed)
         running = sum(len(g.running) for g in self.generators.values())

@@ -108,7 +108,7 @@ def test_layers_and_adapters_that_do_not_fit_are_named(
         with_adapter(config, Path(path))
     file.write_bytes(b"nonsense")
     with pytest.raises(
-        UserError, match=r"adapter_model.safetensors is no safetensors file, or damaged"
+        UserError, match=r"adapter_model.safetensors is not a safetensors file, or is damaged"
     ):
         with_adapter(config, Path(path))
 

@@ -1,4 +1,4 @@
-"""What a response is worth. run.yaml names the function as `rewards.py:score`."""
+"""The reward of a response. run.yaml names this function as `rewards.py:score`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 
 def score(prompt: str, response: str, example: dict[str, Any]) -> float:
-    """1 if what follows the last colon is the right answer, otherwise 0.
+    """Return 1 if the text after the last colon is the right answer, otherwise 0.
 
     Args:
-        prompt: the question as text.
-        response: what the model has answered.
+        prompt: the question.
+        response: the model's answer.
         example: the row of the data; `answer` is its field `task.answer_field`, as text.
     """
     del prompt

@@ -5,12 +5,11 @@
 
     secret.py           the file of the secret that all of them have
     agent_state.py      an agent, a process on its machine
-    registry.py         the agents, their processes and who gets which: a state machine, no sockets
+    registry.py         the agents, their processes, the assignment: a state machine, no sockets
     launcher.py         the controller's side: a launcher and handles
     wait_for_agents.py  waits for the agents that a run begins with
     agent.py            the agent: joins a controller, carries out its orders, leaves
     hosting.py          an agent's children
-    gpus.py             how many GPUs an agent's child would find
 
-Decision 0050 says why somebody else starts the agents. Ray is one who does (`asyncrl.launch.ray`).
+Decision 0050 says why asyncrl does not start the agents. Ray can do so (`asyncrl.launch.ray`).
 """

@@ -1,11 +1,9 @@
 """An agent: joins a controller, carries out its orders, and leaves on request.
 
-join      says hello every second until it is welcomed.
-          bounded by: nothing, but attempts are counted and problems are reported
+join      sends Hello every second until it is welcomed, without a limit; reports problems
 serve     consumes: orders. produces: its state, every second and when something changes.
           waits for: the controller. bounded by: `lost_seconds`; then its children are ended
-leave     after SIGTERM: the controller takes its child out of the run.
-          bounded by: the grace period
+leave     after SIGTERM: the controller takes its child out of the run, within the grace period
 
 An agent that is unknown to a controller ends its children and says hello again.
 """
@@ -16,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import secrets
 import signal
 import socket
@@ -34,26 +33,29 @@ from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.health import Health, beat_of
 from asyncrl.launch.agents.hosting import Hosting, Ports
 from asyncrl.launch.agents.secret import HUB
+from asyncrl.launch.gpus import find_gpus, torch_build
 from asyncrl.launch.node_child import Place, code_version, node_facts
+from asyncrl.launch.placement import VISIBLE, select_gpus
 from asyncrl.wire import Line, RunKey
 from asyncrl.wire.messages import from_agent, to_agent
 from asyncrl.wire.transport.keys import LineKeys
 
-_EVENTS = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+def count_gpus() -> int:
+    """Count the GPUs that CUDA_VISIBLE_DEVICES leaves; 0 with a CPU build. Raises UserError."""
+    if torch_build().cuda is None:
+        return 0
+    return len(select_gpus(find_gpus(), os.environ.get(VISIBLE), None))
+
+
+_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
 )
+_OPENED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_EVENTS = _OPENED | _FAILED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _GREETING_SECONDS = 2.0
-_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
-)
 
 
 class AgentLine(Line[to_agent.ToAgent]):
@@ -65,8 +67,8 @@ class AgentLine(Line[to_agent.ToAgent]):
         self._host, self._port = host_and_port(controller)
         self._is_connected = False
         self.refused = 0
-        """Consecutive connections that the other end closed before it had proved that it has the
-        same secret. A proxy without a running backend does that too: see `is_a_hub`."""
+        """Consecutive connections that the other end closed before it had proved the same secret.
+        A proxy without a running backend does that too: see `is_a_hub`."""
         self.refused_before: int | None = None
         """Those refused before a controller was seen there; None if none was seen."""
         endpoint = f"inproc://agent-{id(self)}"
@@ -84,7 +86,7 @@ class AgentLine(Line[to_agent.ToAgent]):
                 is_open = True
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._is_connected, self.refused, is_open = True, 0, False
-            elif event in _FAILED or (event == zmq.EVENT_DISCONNECTED and is_open):
+            elif event & _FAILED or (event == zmq.EVENT_DISCONNECTED and is_open):
                 self.refused += is_open
                 self._is_connected = is_open = False
             elif event == zmq.EVENT_DISCONNECTED:
@@ -93,7 +95,7 @@ class AgentLine(Line[to_agent.ToAgent]):
     async def trouble(self) -> str:
         """Return the reason why no messages arrive."""
         if self._is_connected:
-            return "it is connected, and gets no answer"
+            return "the connection is open, but nothing answers"
         if self.refused and await self.is_a_hub():
             return (
                 "something listens there, and does not have the same secret: compare the file of "
@@ -101,14 +103,15 @@ class AgentLine(Line[to_agent.ToAgent]):
             )
         if self.refused:
             return (
-                "connections are accepted there and closed: by a proxy (Docker, ssh -L, a mesh) as "
-                "long as the controller is not up, or by another program that has the port"
+                "connections are accepted there and closed: by a proxy (Docker, ssh -L, a mesh) "
+                "until the controller is up, or by another program that has the port"
             )
         try:
             loop = asyncio.get_running_loop()
             await loop.getaddrinfo(self._host, self._port, family=socket.AF_INET)
         except socket.gaierror as error:
-            return f"the host {self._host} is not known, or has no IPv4 address ({error.strerror})"
+            why = f"is unknown, or does not have an IPv4 address ({error.strerror})"
+            return f"the host {self._host} {why}"
         return "nothing listens there, or it cannot be reached"
 
     async def is_refused(self, times: int) -> bool:
@@ -152,13 +155,13 @@ class AgentLine(Line[to_agent.ToAgent]):
 logger = logging.getLogger("asyncrl.agent")
 
 NODE_VARIABLE = "ASYNCRL_AGENT_NODE"
-"""Environment variable with the name of its node, where whoever starts the agent has one: agents of
-one node share a relay even if each node has one."""
+"""Environment variable with the name of its node, if the starter knows one (Ray does): agents of
+one node share a relay, even with `relays: always`."""
 BEAT_SECONDS = 1.0
 AGAIN_SECONDS = 10.0
 SAY_SECONDS = 60.0
 REFUSED = 5
-"""Consecutive connections that may fail for want of the same secret."""
+"""Consecutive connections that may fail because the secrets differ."""
 LAST_FILES_SECONDS = 4.0
 """Time for copying the last lines of a child's files before its relay ends."""
 
@@ -276,13 +279,13 @@ class Agent:
                 loop.remove_signal_handler(number)
 
     def _told_to_end(self) -> None:
-        """Let the child leave at the first signal; end it at once at the second."""
+        """Let the child leave at the first signal, end it at once at the second."""
         self._signals += 1
         grace = self._settings.grace_seconds if self._signals == 1 else 0.0
         self._leave_at = time.monotonic() + grace
         if self._hosting.work and grace:
             logger.info(
-                "told to end: %s leaves the run, within %.0f s",
+                "ending: %s leaves the run, within %.0f s",
                 ", ".join(self._hosting.work), grace,
             )  # fmt: skip
         self._changed.set()
@@ -307,9 +310,9 @@ class Agent:
         while not self._is_leaving:
             now = time.monotonic()
             attempts += 1
-            # The line queues it for a controller that is not up yet, which takes the first of a
-            # beginning: none was queued before our address was known, and a new address begins
-            # anew.
+            # The line queues it for a controller that is not up yet, which takes the first one of
+            # each `beginning`; so nothing is sent before our address is known, and a new address
+            # needs a new beginning.
             if ip := await asyncio.to_thread(_own_address, self._settings.controller):
                 if self._ip not in ("", ip):
                     beginning = secrets.token_hex(4)
@@ -396,7 +399,9 @@ class Agent:
             elif isinstance(message, to_agent.Orders) and message.session == self._session:
                 self._heard = time.monotonic()
                 self._hosting.obey(message)
-                self._say_note(message.note)
+                if message.note and message.note != self._note:
+                    logger.info("waiting: %s", message.note)
+                self._note = message.note
             elif isinstance(message, to_agent.Over) and message.session == self._session:
                 self._over = message.text
                 logger.info("%s", message.text)
@@ -405,13 +410,8 @@ class Agent:
                 isinstance(message, to_agent.Orders | to_agent.Welcome)
                 and message.session != self._session
             ):
-                logger.info("the controller has given up this agent, or is another one")
+                logger.info("the controller has given up this agent, or was restarted")
                 return
-
-    def _say_note(self, note: str) -> None:
-        if note and note != self._note:
-            logger.info("waiting: %s", note)
-        self._note = note
 
     async def _tell(self) -> None:
         left = None if self._leave_at is None else max(0.0, self._leave_at - time.monotonic())
@@ -446,8 +446,8 @@ def _gone(run: str, silent: float) -> AsyncrlError:
 
 def _late(children: list[str], grace: float) -> AsyncrlError:
     return AsyncrlError(
-        f"{', '.join(children)} did not leave within {grace:g} s (--grace) and was killed; what "
-        "it had is generated again, or trained again from the newest checkpoint"
+        f"{', '.join(children)} did not leave within {grace:g} s (--grace) and was killed; its "
+        "work is generated again, or trained again from the newest checkpoint"
     )
 
 

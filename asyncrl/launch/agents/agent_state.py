@@ -17,28 +17,24 @@ LOST = -9
 _TERMINATED = -15
 
 
+@dataclass(eq=False)
 class AgentProcess:
-    """A process on an agent's machine; any thread or signal handler may call `wake`."""
+    """A process on an agent's machine."""
 
-    def __init__(
-        self,
-        spec: ChildSpec,
-        keys: ChildKeys,
-        node_of: Callable[[Agent], str],
-        wake: Callable[[], None],
-    ) -> None:
-        self.spec = spec
-        self.keys = keys
-        self._node_of = node_of
-        self._wake = wake
-        self.agent: Agent | None = None
-        self.ending = self.by_force = False
-        self.reported: from_agent.Hosted | None = None
-        """What its agent said of it last."""
-        self.ended: float | None = None
-        """When its agent first said that it has ended, though nobody asked for it."""
-        self._lost = ""
-        self._lost_with_machine = False
+    spec: ChildSpec
+    keys: ChildKeys
+    _node_of: Callable[[Agent], str]
+    _wake: Callable[[], None]
+    """Sends orders to agents; any thread or signal handler may call it."""
+    agent: Agent | None = field(default=None, init=False)
+    ending: bool = field(default=False, init=False)
+    by_force: bool = field(default=False, init=False)
+    reported: from_agent.Hosted | None = field(default=None, init=False)
+    """Its agent's last report of it."""
+    ended: float | None = field(default=None, init=False)
+    """Time of its agent's first report of an end that was not ordered (monotonic seconds)."""
+    _lost: str = field(default="", init=False)
+    _lost_with_machine: bool = field(default=False, init=False)
 
     def exit_code(self) -> int | None:
         """None while the process runs; negative for a signal, or if its agent was lost."""
@@ -55,18 +51,16 @@ class AgentProcess:
 
     @property
     def address(self) -> str:
-        """Of its machine, where others reach it; empty: the controller's machine, or not placed."""
-        if self.agent is None or self.agent.is_at_home:
-            return ""
-        return self.agent.hello.address
+        """Its machine's address for others; empty: the controller's machine, or not placed."""
+        return "" if self.agent is None or self.agent.is_at_home else self.agent.hello.address
 
     @property
     def lost_with_machine(self) -> bool:
-        """Whether its agent was lost, or was told to end, or none came for it."""
+        """True if its agent was lost, was ordered to end, or never came."""
         return self.agent is None or self._lost_with_machine or self.agent.leaves_at is not None
 
     def cause(self) -> str:
-        """The reason of its end, where its exit code does not say it."""
+        """Return the reason of its end if the exit code does not say it, otherwise empty."""
         return self._lost or ("" if self.reported is None else self.reported.cause)
 
     def end(self, *, by_force: bool) -> None:
@@ -90,7 +84,7 @@ class AgentProcess:
         return to_agent.Wanted(self.spec.name, start, self.ending, self.by_force, ready)
 
     def lose(self, cause: str, *, with_machine: bool = True) -> None:
-        """Its agent is lost; a process ends once."""
+        """Count the process as lost with its agent, unless it has ended."""
         if self.exit_code() is None:
             self._lost, self._lost_with_machine = cause, with_machine
 
@@ -105,10 +99,10 @@ class Agent:
     """Time of its last message (monotonic seconds)."""
     info: NodeInfo | None = None
     processes: dict[str, AgentProcess] = field(default_factory=dict)
-    """The processes that it has, or is to start, without those that have ended."""
+    """Processes that it runs or was ordered to start, without those that have ended."""
     failures: int = 0
     leaves_at: float | None = None
-    """When it ends (monotonic seconds); None: it stays."""
+    """Time at which it will end (monotonic seconds); None: it stays."""
     home: str = ""
     """The controller's address, if its machine's agents connect from there."""
 
@@ -122,7 +116,7 @@ class Agent:
 
     @property
     def is_at_home(self) -> bool:
-        """Whether its machine is the controller's."""
+        """True if its machine is the controller's."""
         return self.is_on_loopback or self.hello.address == self.home
 
     @property
@@ -142,7 +136,7 @@ def info_of(agent: Agent, facts: str) -> NodeInfo:
 
 
 def out_of_reach(agent: Agent, everyone: Iterable[Agent]) -> str | None:
-    """Say why an agent's processes and other machines cannot reach each other; None if they can."""
+    """Return why an agent's processes and other machines cannot connect; None if they can."""
     advice = "start that agent with --advertise and its machine's address"
     for one in everyone:
         if agent.is_on_loopback and not one.is_on_loopback:

@@ -81,10 +81,7 @@ class Hosting:
     """Runs the processes on an agent's machine. Create it within the event loop."""
 
     def __init__(
-        self,
-        place: Callable[[dict[str, object]], Place],
-        ports: Ports,
-        changed: Callable[[], None],
+        self, place: Callable[[dict[str, object]], Place], ports: Ports, changed: Callable[[], None]
     ) -> None:
         self._place = place
         self._ports = ports
@@ -103,7 +100,7 @@ class Hosting:
 
     @property
     def is_ready(self) -> bool:
-        """Return True if a trainer or generator here can take work. Any thread may ask."""
+        """True if a trainer or generator here can take work. Any thread may ask."""
         return any(
             one.ready and one.role != "relay" and not one.ended.is_set()
             for one in list(self._hosted.values())
@@ -169,7 +166,12 @@ class Hosting:
             living = [one for one in self._hosted.values() if not one.ended.is_set()]
             for one in living:
                 self._end(one, ending=True, by_force=force)
-            await _ended(living, KILL_SECONDS if force else GRACE_SECONDS)
+            waits = [asyncio.create_task(one.ended.wait()) for one in living]
+            if waits:
+                seconds = KILL_SECONDS if force else GRACE_SECONDS
+                await asyncio.wait(waits, timeout=seconds)
+            for wait in waits:
+                wait.cancel()
 
     def forget(self) -> None:
         """Forget all processes before another controller, which does not know them."""
@@ -187,11 +189,3 @@ class Hosting:
                 os.waitpid(ended.si_pid, os.WNOHANG)
         except ChildProcessError:
             return
-
-
-async def _ended(hosted: list[_Hosted], seconds: float) -> None:
-    waits = [asyncio.create_task(one.ended.wait()) for one in hosted]
-    if waits:
-        await asyncio.wait(waits, timeout=seconds)
-        for wait in waits:
-            wait.cancel()

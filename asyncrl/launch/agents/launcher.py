@@ -1,9 +1,8 @@
 """The controller's side of the launcher of agents.
 
-receive    consumes: what agents say. produces: what the roster knows.
-           waits for: agents.
+receive    consumes: messages of agents. produces: changes of the registry. waits for: agents
 look       consumes: the clock. produces: orders to every agent, each second and when one changes.
-           bounded by: BEAT_SECONDS.
+           bounded by: BEAT_SECONDS
 """
 
 from __future__ import annotations
@@ -38,18 +37,10 @@ HEARD_SECONDS = 3.0
 
 
 class AgentsLauncher:
-    """Starts processes on the machines of agents. Make it within the event loop.
+    """Starts processes on the machines of agents. Create it within the event loop.
 
-    Args:
-        config: of the run.
-        needs: of the run.
-        secret: that agents have too.
-        say: tells the user something.
-        listen: `HOST:PORT` for agents; the system chooses the port `*`.
-        advice: what to do where it cannot listen.
-
-    Raises:
-        UserError: it cannot listen there.
+    `listen` is `HOST:PORT` for agents, where `*` lets the system choose the port. If it cannot
+    listen there, it raises UserError with `advice`.
     """
 
     def __init__(
@@ -68,7 +59,7 @@ class AgentsLauncher:
         self.roster = AgentRegistry(needs, secrets.token_hex(8), self._wake, say)
         self._woken = False
         self.changed = asyncio.Event()
-        """Set when agents have said something."""
+        """Set after each message of an agent."""
         try:
             self._hub: Hub[from_agent.FromAgent] = Hub(
                 f"tcp://{listen}", secret.hub(HUB), from_agent.FromAgent, Refusals()
@@ -78,7 +69,7 @@ class AgentsLauncher:
                 f"this machine cannot listen for agents at {listen} ({error.strerror}); {advice}"
             ) from error
         self.address = self._hub.address.removeprefix("tcp://")
-        """HOST:PORT where it listens."""
+        """`HOST:PORT` at which it listens."""
         self._on_lost: Callable[[AsyncrlError], None] = lambda _error: None
         self._tasks: list[asyncio.Task[None]] = []
         self.begin(self._receive())
@@ -97,7 +88,7 @@ class AgentsLauncher:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a loop of the launcher of agents failed", exc_info=error)
-            self._on_lost(AsyncrlError(f"the launcher of agents broke: {error!r}"))
+            self._on_lost(AsyncrlError(f"the launcher of agents failed: {error!r}"))
 
     async def _receive(self) -> None:
         while True:
@@ -106,8 +97,8 @@ class AgentsLauncher:
             if isinstance(message, from_agent.Hello):
                 self._hub.send_soon(name, self.roster.hello(name, message, now))
             elif not self.roster.state(name, message, now):
-                # The agent belongs to another session, or was given up by this one: it ends its
-                # processes, and says hello.
+                # The agent is of another session, or was given up: it ends its processes and says
+                # hello.
                 self._hub.send_soon(name, to_agent.Orders(to_agent.NO_SESSION))
             else:
                 self.roster.place()
@@ -132,16 +123,16 @@ class AgentsLauncher:
 
     @property
     def threads(self) -> int:
-        """Of a generator."""
+        """Threads of a generator."""
         return self.threads_of("generator")
 
     def threads_of(self, role: Role) -> int:
-        """Of a process: the cores of its agent are for it alone."""
+        """Return the threads of a process, which has its agent's cores to itself."""
         return 1 if role == "relay" else self._config.launcher.threads or 1
 
     @property
     def uses_relays(self) -> bool:
-        """Whether the run is on several machines, or `relays` is `always`."""
+        """True if the run is on several machines, or `relays` is `always`."""
         return self.roster.are_several
 
     async def make_room(self, generators: Sequence[int]) -> None:
@@ -149,8 +140,8 @@ class AgentsLauncher:
         offered = self.roster.offered()
         if offered < len(generators):
             raise UserError(
-                f"{len(generators)} more generator(s) need an agent each, and {offered} wait for "
-                "work: start more (`asyncrl agent --role generator`), then order it again"
+                f"{len(generators)} more generator(s) need an agent each, and {offered} agent(s) "
+                "wait for work: start more (`asyncrl agent --role generator`), then order it again"
             )
 
     def give_room_back(self, _generator: int) -> None:
@@ -173,7 +164,7 @@ class AgentsLauncher:
         self._config = config
 
     async def close(self) -> None:
-        """Tell all agents that the run is over."""
+        """Send all agents the end of the run, and stop listening."""
         for agent in self.roster.agents.values():
             over = to_agent.Over(self.roster.session, f"run {self._config.run.name} has ended")
             self._hub.send_soon(agent.name, over)

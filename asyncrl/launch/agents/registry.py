@@ -1,12 +1,11 @@
-"""The agents of a run and their processes, and the assignment. Without sockets or a clock.
+"""The agents of a run, their processes, and who gets which. It has neither sockets nor a clock.
 
     Hello ──► welcomed ──► State ──► known: has room for one trainer or generator
-                                     │ says nothing for a while: lost, and its processes with it
-                                     │ has had a child that failed: asked last
+                                     │ is silent for a while: lost, together with its processes
+                                     │ has had a child that failed: chosen last
 
 A process waits here until an agent has room for it. The trainer's come first, all ranks at once:
-one alone would only wait for the others. A relay goes to an agent of its node and does not take
-room.
+one alone would only wait for the others. A relay goes to an agent of its node and takes no room.
 """
 
 from __future__ import annotations
@@ -23,20 +22,14 @@ from asyncrl.launch.nodes import Machines, NodeInfo, unfit
 from asyncrl.wire.messages import from_agent, to_agent
 
 
+@dataclass(eq=False)
 class NeededGpus:
-    """GPUs of the trainer and of each generator; `optional` roles run without, too."""
+    """GPUs of the trainer and of each generator; optional roles can run without."""
 
-    def __init__(
-        self,
-        wanted: Mapping[str, int],
-        optional: frozenset[str],
-        agents: Mapping[str, Agent],
-        say: Callable[[str], None],
-    ) -> None:
-        self._wanted = dict(wanted)
-        self._optional = optional
-        self._agents = agents
-        self._say = say
+    _wanted: dict[str, int]
+    _optional: frozenset[str]
+    _agents: Mapping[str, Agent]
+    _say: Callable[[str], None]
 
     def of(self, role: str) -> int:
         """Return the GPUs of a role. Optional ones count as long as any agent for it has them."""
@@ -52,8 +45,8 @@ class NeededGpus:
             wanted, self._wanted[role] = self._wanted[role], self.of(role)
             if self._wanted[role] < wanted:
                 self._say(
-                    f"no agent for a {role} has the GPUs that it could use: it runs on the CPU, "
-                    "also on machines that come later"
+                    f"no agent for a {role} has the GPUs that it could use, so it runs on the CPU, "
+                    "on machines that join later as well"
                 )
         self._optional = frozenset()
 
@@ -77,11 +70,11 @@ class Needs:
     trainer_gpus: int
     generator_gpus: int
     optional_gpus: frozenset[str]
-    """Roles that do without where the first agents do not have any (`device: auto`)."""
+    """Roles that run on the CPU if the first agents lack GPUs for them (`device: auto`)."""
     mark: str
     silence_seconds: float
     silence_setting: str
-    """Which setting that is."""
+    """Name of the setting `silence_seconds` comes from."""
     lost_seconds: float
     relay_per_node: bool
 
@@ -103,12 +96,12 @@ class AgentRegistry:
         self._looked: float | None = None
         wanted = {"trainer": needs.trainer_gpus, "generator": needs.generator_gpus}
         self.silence_seconds = needs.silence_seconds
-        """An agent that says nothing for this long is lost."""
+        """An agent that is silent for this long is lost."""
         self.hold_seconds = 0.0
-        """How long the end of a process that may be its machine's is kept back: in that time it
-        becomes known that the machine is gone."""
+        """Time for which the end of a process is kept back, if its machine may be the cause: by
+        then a lost machine is known."""
         self.may_host: Callable[[ChildSpec, Agent], bool] = lambda _spec, _agent: True
-        """Whether a process belongs to an agent that has room for it."""
+        """Returns True if a process may be started by an agent that has room for it."""
         self.gpus = NeededGpus(wanted, needs.optional_gpus, self.agents, say)
         self.is_ready: Callable[[str], bool] = lambda _name: False
         """Returns True if a process has reported that it can take work."""
@@ -130,7 +123,7 @@ class AgentRegistry:
         needs, ours = self._needs, self._needs.ours
         known = self.agents.get(name)
         if known is not None and known.hello.beginning != hello.beginning:
-            self.lose(known, "it has ended what it had and begins anew")
+            self.lose(known, "it has ended its processes and begins anew")
             known = None
         if hello.asyncrl != ours.asyncrl or hello.python != ours.python:
             reason = (
@@ -167,13 +160,13 @@ class AgentRegistry:
                 failed = hosted.code != 0 and not process.ending and agent.leaves_at is None
                 agent.failures += failed and process.spec.role != "relay"
         if agent.leaves_at is not None and not agent.processes:
-            del self.agents[name]  # it has nothing more to do with the run
+            del self.agents[name]  # it has left the run
         return True
 
     def _may_be_its_machines(
         self, process: AgentProcess, hosted: from_agent.Hosted, now: float
     ) -> bool:
-        """Whether it is not known yet that the end of a process is not that of its machine."""
+        """Return True while a process that ended may have ended with its machine."""
         agent = process.agent
         asked_for = process.ending or agent is None or agent.leaves_at is not None
         if hosted.code not in _TERMINATED or asked_for or process.spec.role == "relay":
@@ -184,12 +177,12 @@ class AgentRegistry:
     def _why_idle(self, agent: Agent) -> str:
         role: Role = "trainer" if agent.hello.role == "trainer" else "generator"
         reason = self.unfit(agent, role)
-        return "" if reason is None else f", and is of no use: {reason}"
+        return "" if reason is None else f", but cannot be used: {reason}"
 
     def unfit(self, agent: Agent, role: Role) -> str | None:
-        """Say why a process of this role cannot run on an agent's machine; None if it can."""
+        """Return why a process of this role cannot run on an agent's machine; None if it can."""
         if agent.info is None:
-            return "it has not looked at its machine yet"
+            return "it has not described its machine yet"
         needs, ours = self._needs, self._needs.ours
         reason = unfit(
             f"the {role}", agent.info, python=ours.python, asyncrl=ours.asyncrl, model=needs.model
@@ -199,8 +192,8 @@ class AgentRegistry:
         if role == "trainer" and not agent.info.shares_run_directory:
             return (
                 f"the trainer's agent must see the run's folder {needs.run_directory}, where "
-                f"checkpoints go, and {agent.info} does not: mount the same volume there, and name "
-                "it with --runs if its path is another one"
+                f"checkpoints go, and {agent.info} does not: mount the same volume there, and give "
+                "--runs if its path differs there"
             )
         if (reason := out_of_reach(agent, self.agents.values())) is not None:
             return reason
@@ -210,7 +203,7 @@ class AgentRegistry:
         return None
 
     def of_no_use(self) -> list[str]:
-        """Say, for the user, why waiting agents cannot be used."""
+        """Return for the user why waiting agents cannot be used, one text each."""
         notes = [(str(one), self._note(one)) for one in self.agents.values()]
         return [f"{one}: {note}" for one, note in notes if note and not note.endswith(_SPARE)]
 
@@ -241,9 +234,9 @@ class AgentRegistry:
         return max(0, count)
 
     def leaving(self) -> list[str]:
-        """Trainers and generators whose agents are to end."""
-        leavers = [one for one in self.agents.values() if one.leaves_at is not None]
-        return [one.work.spec.name for one in leavers if one.work is not None]
+        """Return the names of trainers and generators whose agents will end."""
+        leavers = [one.work for one in self.agents.values() if one.leaves_at is not None]
+        return [work.spec.name for work in leavers if work is not None]
 
     def add(self, spec: ChildSpec, keys: ChildKeys, node: str | None) -> AgentProcess:
         """Add a process to be started; `node` is that of a relay."""
@@ -318,18 +311,14 @@ class AgentRegistry:
                 agent.heard = min(now, agent.heard + missed)
             silent = now - agent.heard
             if silent > self.silence_seconds:
-                self.lose(
-                    agent, f"it said nothing for {silent:.0f} s ({self._needs.silence_setting})"
-                )
+                setting = self._needs.silence_setting
+                self.lose(agent, f"it was silent for {silent:.0f} s ({setting})")
         self.place()
 
     def lose(self, agent: Agent, why: str, *, with_machine: bool = True) -> None:
-        """An agent is gone, and its processes with it.
+        """Remove a lost agent, and its processes with it.
 
-        Args:
-            agent: that is known.
-            why: in words.
-            with_machine: whether its machine may be gone too, so that it is no fault of them.
+        `with_machine`: its machine may be gone too, so its processes are not at fault.
         """
         del self.agents[agent.name]
         lost = f"agent {agent} was lost: {why}"

@@ -39,8 +39,9 @@ def read_secret(path: Path, setting: str) -> RunKey:
         return RunKey(bytes.fromhex(text.decode()))
     if len(text) != _BYTES:
         raise UserError(
-            f"{setting}: {path} holds no secret: {len(text)} bytes instead of {_BYTES}, or 64 "
-            "hexadecimal digits. If nobody needs it, remove it; `asyncrl agent-key FILE` writes one"
+            f"{setting}: {path} is not a secret: it has {len(text)} bytes instead of {_BYTES}, or "
+            "64 hexadecimal digits. If it is not needed, remove it; `asyncrl agent-key FILE` writes"
+            " a secret"
         )
     return RunKey(text)
 

@@ -27,8 +27,8 @@ from asyncrl.launch.records import ProcessRecords
 NODES_FILE = ".nodes"
 """File in the run's folder. An agent that can read the token in it shares the folder."""
 LOST_SECONDS = 60.0
-"""An agent that hears nothing of the controller for this long ends its processes and waits. One of
-Ray's is ended by Ray before, so a controller may be suspended for longer."""
+"""An agent whose controller is silent for this long ends its processes and waits. Ray ends its own
+agents before, so there the controller may be suspended ten times as long."""
 _SAY_SECONDS = 30.0
 
 
@@ -41,16 +41,7 @@ def needs_of_run(
     model_path: str,
     records: ProcessRecords,
 ) -> Needs:
-    """What a run asks of its agents' machines. Writes the token by which they know its folder.
-
-    Args:
-        config: of the run.
-        gpus: that the trainer and each generator want.
-        optional_gpus: roles that do without where agents have none.
-        run_directory: absolute.
-        model_path: absolute, or an id of the hub.
-        records: holds the mark of the run's processes.
-    """
+    """Return a run's requirements; write the token by which agents recognise its folder."""
     launcher = config.launcher
     settings = launcher.cluster
     file, token = run_directory / NODES_FILE, secrets.token_hex(16)
@@ -84,15 +75,9 @@ def needs_of_run(
 async def open_agents(
     config: RunConfig, needs: Needs, say: Callable[[str], None]
 ) -> AgentsLauncher:
-    """Listen for agents, and wait until there are as many as the run begins with.
+    """Listen for agents, and wait for those that the run begins with.
 
-    Args:
-        config: of the run.
-        needs: of the run.
-        say: tells the user something.
-
-    Raises:
-        UserError: the secret cannot be read, the port is in use, or the agents did not come.
+    Raises UserError if the secret cannot be read, the port is in use, or the agents do not come.
     """
     settings = config.launcher.agents
     assert settings.key_file is not None  # noqa: S101 - the configuration is checked
@@ -104,8 +89,8 @@ async def open_agents(
         secret,
         say,
         listen=settings.listen,
-        advice="HOST of launcher.agents.listen must be one of its own addresses (0.0.0.0: all), "
-        "and no other program may have the port, another run's controller neither",
+        advice="HOST of launcher.agents.listen must be one of its addresses (0.0.0.0: all), and no "
+        "other program may have the port, nor another run's controller",
     )
     try:
         await gather(
@@ -114,7 +99,7 @@ async def open_agents(
             say,
             place=f"at {settings.listen}",
             advice="start `asyncrl agent --controller HOST:PORT --key-file FILE --role ROLE`, and "
-            "read what it says",
+            "read its output",
         )
     except BaseException:
         await launcher.close()
@@ -130,7 +115,7 @@ def _check_control(address: str) -> None:
         raise UserError(
             f"launcher.agents.control_port: this machine cannot listen at {address} "
             f"({error.strerror}); another program has the port, or the host of "
-            "launcher.agents.listen is none of its addresses"
+            "launcher.agents.listen is not one of its addresses"
         ) from error
 
 
@@ -143,18 +128,10 @@ async def gather(
     advice: str,
     hopeless: Callable[[], str | None] = lambda: None,
 ) -> None:
-    """Wait for the agents. A signal ends the wait.
+    """Wait for the agents of the run's start, or for a signal. Raises UserError if they are late.
 
-    Args:
-        launcher: that they join.
-        config: of the run.
-        say: tells the user something.
-        place: where they are waited for, in words.
-        advice: what to do if they do not come.
-        hopeless: why they will not come; None: they may.
-
-    Raises:
-        UserError: they did not come.
+    `place` and `advice` are parts of the messages; `hopeless` returns why the agents will never
+    come, None if they may.
     """
     loop, settings = asyncio.get_running_loop(), config.launcher.cluster
     ended = asyncio.Event()
@@ -175,38 +152,32 @@ async def gather(
             if now > until:
                 raise UserError(
                     f"waited {settings.place_seconds:.0f} s "
-                    f"({config.launcher.cluster_key}.place_seconds) {place} for {missing}, and it "
-                    f"did not come: {advice}"
+                    f"({config.launcher.cluster_key}.place_seconds) {place} for {missing}, without "
+                    f"success: {advice}"
                 )
             if now - said > _SAY_SECONDS:
                 said = now
                 say(f"waiting {place} for {missing}")
                 for sentence in launcher.roster.of_no_use():
-                    say(f"of no use is {sentence}")
+                    say(f"cannot be used: {sentence}")
             launcher.changed.clear()
             if ended.is_set():
                 raise UserError(f"ended while it waited {place} for {missing}")
-            await _first_of(launcher.changed, ended)
+            waits = [asyncio.create_task(event.wait()) for event in (launcher.changed, ended)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
 
-async def _first_of(*events: asyncio.Event) -> None:
-    waits = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
-
-
 def _check_ranks(launcher: AgentsLauncher, config: RunConfig) -> None:
-    """Refuse ranks that would not reach each other. Raises UserError."""
     agents = launcher.roster.free("trainer")[: config.trainer.ranks]
     found = [agent.info for agent in agents if agent.info is not None]
-    reason = ranks_apart(found, config.trainer.rank_network)
-    if reason is not None:
+    if (reason := ranks_apart(found, config.trainer.rank_network)) is not None:
         raise UserError(reason)
 
 

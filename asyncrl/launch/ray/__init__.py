@@ -1,7 +1,7 @@
-"""`launcher.kind: ray`: agents (`asyncrl.launch.agents`) that Ray starts, a bundle for each.
+"""`launcher.kind: ray`: agents (`asyncrl.launch.agents`) that Ray starts, one per bundle.
 
     controller ══ one CURVE line ══ agent ── child (asyncrl.child)
         └─ pipes ── driver ── Ray ── actor ┘     └─ keeper
 
-Decision 0094 says why Ray starts agents, decision 0044 why it is kept out of the controller.
+Decision 0094 says why Ray starts agents, decision 0044 why the controller does not import Ray.
 """

@@ -1,7 +1,7 @@
-"""The actor of one bundle: runs `asyncrl agent` there, which ends with it.
+"""The actor of one bundle, which runs `asyncrl agent`; the agent ends with it.
 
-The class is sent to the workers by value, so it says what is wrong even on a node that has another
-asyncrl or none. Therefore this module imports the standard library only.
+The class is sent to the workers by value, so it can report what is wrong on a node that has another
+asyncrl or none. So this module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ NODE_VARIABLE = "ASYNCRL_AGENT_NODE"
 """`asyncrl.launch.agents.agent.NODE_VARIABLE`, which this module must not import."""
 PROBE_SECONDS = 5.0
 _LINES = 2
-"""Of what an agent said last."""
+"""Lines of an agent's output that are kept."""
 _AGENT = (
     "import sys; from asyncrl.user_code.process_tree import end_with_parent; "
     "end_with_parent(int(sys.argv.pop(1)), 9); from asyncrl.cli import main; main()"
 )
-"""`asyncrl`, killed by the kernel if the thread that has started it ends. Its child is then told by
-the kernel, and ended by its keeper (`asyncrl.launch.node_child`)."""
+"""The `asyncrl` command, killed by the kernel when the thread that started it ends. Its child then
+gets SIGTERM from the kernel; its keeper ends what is left (`asyncrl.launch.node_child`)."""
 
 
 class AgentActor:
-    """Runs in a Ray worker, with several threads: a call that waits does not delay the others."""
+    """The actor. It has several threads, so a call that waits does not delay the others."""
 
     def __init__(self) -> None:
         self._worker = secrets.token_hex(8)
@@ -38,18 +38,17 @@ class AgentActor:
         self._lock = threading.Lock()
 
     def where(self, controller: str) -> tuple[str, str, str]:
-        """Ray's id of this node, a name of this worker, and why the controller is not reached."""
+        """Return Ray's id of this node, this worker's name, and what `cannot_reach` returns."""
         import ray
 
         node = str(ray.get_runtime_context().get_node_id())
         return node, self._worker, cannot_reach(controller)
 
     def serve(self, arguments: list[str], secret: bytes) -> tuple[int, str]:
-        """Run an agent until it ends, unless one runs: its exit code and its last words.
+        """Run an agent, or join the running one; return its exit code and last lines at its end.
 
-        Args:
-            arguments: of `asyncrl agent`, without those for its secret.
-            secret: for its standard input, as command lines and environments can be read.
+        `arguments` are those of `asyncrl agent`. The secret goes to its standard input, since other
+        users can read command lines and environments.
         """
         with self._lock:
             starts = self._agent is None
@@ -59,9 +58,9 @@ class AgentActor:
         if starts:
             assert agent.stdout is not None  # noqa: S101
             with agent.stdout:
-                for words in agent.stdout:
-                    print(words, end="", flush=True)  # to the worker's log
-                    self._said.append(words.strip())
+                for line in agent.stdout:
+                    print(line, end="", flush=True)  # to the worker's log
+                    self._said.append(line.strip())
         code = agent.wait()
         with self._lock:
             self._agent = None if self._agent is agent else self._agent
@@ -90,12 +89,12 @@ class AgentActor:
         return agent
 
     def leave(self) -> None:
-        """End this worker, also where no head is left that could."""
+        """End this worker; this works without a head, too."""
         os._exit(0)
 
 
 def cannot_reach(address: str) -> str:
-    """Why no connection to this address can be made; empty: it can."""
+    """Return why no connection to this address can be made; empty if one can."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), PROBE_SECONDS).close()

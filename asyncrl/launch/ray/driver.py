@@ -1,15 +1,15 @@
-"""Speaks to Ray for one run: `python -m asyncrl.launch.ray.driver`, messages by its pipes.
+"""The Ray driver of one run: `python -m asyncrl.launch.ray.driver`, with messages over its pipes.
 
 orders     consumes: `Serve`, `Reserve`, `GiveBack` from the controller. produces: threads.
-           waits for: the controller. unblocked by: a message, or the end of the pipe.
-an agent   consumes: what its actor answers. produces: `Lost`; its actor again, where Ray gives up.
-           waits for: the end of the agent. bounded by: nothing; a thread for each.
+           waits for: the controller. unblocked by: a message, or the end of the pipe
+an agent   consumes: answers of its actor. produces: `Lost`; another actor if Ray gives up.
+           waits for: the end of the agent, without a limit; a thread for each
 head       consumes: the head's list of nodes. produces: `NodeLeft`, and `HeadLost` once.
-           waits for: the head. bounded by: HEAD_SECONDS.
+           waits for: the head. bounded by: HEAD_SECONDS
 
-Ray ends a driver whose head is gone, blocks where the head is silent, and takes over signals and
-logging. None of that may happen to the controller. When the controller closes the pipe, or is
-killed, this process gives the room back and ends, and Ray ends its actors.
+Ray ends a driver whose head is gone, blocks if the head is silent, and takes over signals and
+logging. So it is not imported by the controller. When the controller closes the pipe, or is killed,
+this process releases the room and ends, and Ray ends its actors.
 """
 
 from __future__ import annotations
@@ -42,34 +42,30 @@ from asyncrl.launch.ray import actor, messages
 from asyncrl.launch.ray.messages import Slot, shortage, without_missing_gpus
 
 AGAIN_SECONDS = 1.0
-"""Before an actor that has lost its worker, its agent or its connection is asked again."""
+"""Delay before an actor that lost its worker, agent or connection is called again."""
 HEAD_SECONDS = 15.0
 """A head that has been silent for this long is lost."""
 END_SECONDS = 3.0
-"""Time for agents to end by themselves when the run is over."""
+"""Time for agents to end on their own when the run is over."""
 CLOSE_SECONDS = 10.0
-"""Time to give the room back and disconnect."""
+"""Time to release the room and disconnect."""
 _TICK_SECONDS = 0.1
 _PORT_SECONDS = 5.0
 _OBJECT_BYTES = 100 << 20
-"""Object store of a cluster of this machine alone: only small messages go through it."""
+"""Object store of a cluster of this machine alone, which holds only small messages."""
 _THREADS = 4
-"""Of an actor: one call waits for its agent, others ask where it is."""
+"""Threads of an actor: one call waits for its agent, others ask for its place."""
 
 
 class ClusterRefused(Exception):  # noqa: N818 - as in `Refused`
-    """The cluster cannot carry the run; the text is for the user."""
+    """The cluster cannot carry the run. The text is for the user."""
 
 
 class Driver:
     """A connection to a Ray cluster, with room for the run.
 
-    Args:
-        asked: the first message.
-        say: tells the controller something.
-
-    Raises:
-        ClusterRefused: there is no such cluster, or it cannot carry the run.
+    `say` sends a message to the controller. Raises ClusterRefused if the cluster cannot be reached
+    or cannot carry the run.
     """
 
     def __init__(self, asked: messages.Open, say: Callable[[messages.FromDriver], None]) -> None:
@@ -78,9 +74,9 @@ class Driver:
         self._order: messages.Serve
         self._head_is_lost = False
         self._groups: dict[str, PlacementGroup] = {}
-        """Where each agent is, by the name of its slot; without those that were given back."""
+        """Group of each agent by the name of its slot, without released ones."""
         self._actors: dict[str, Any] = {}
-        """The last one of each slot."""
+        """The last actor of each slot."""
         self._serving: set[str] = set()
         """Slots whose agents run."""
         check_runtime_env(asked.runtime_env)
@@ -126,7 +122,7 @@ class Driver:
             ) from error
 
     def _reserve(self) -> PlacementGroup:
-        """A bundle for each agent that the run begins with."""
+        """Reserve a bundle for each agent that the run begins with. Raises ClusterRefused."""
         limit, strategy = self._asked.place_seconds, self._asked.strategy
         if (reason := shortage(self._slots, _resources(), strategy)) is not None:
             raise ClusterRefused(reason)
@@ -138,14 +134,15 @@ class Driver:
             free = _free()
             remove_placement_group(group)
             raise ClusterRefused(
-                f"the Ray cluster has enough for this run, but did not give it within {limit:g} s "
-                f"(launcher.ray.place_seconds): wanted are bundles {wanted} with strategy "
-                f"{strategy}, free are {free}. Others use the rest"
+                f"the Ray cluster has enough resources for this run, but did not provide them "
+                f"within {limit:g} s (launcher.ray.place_seconds): needed are bundles {wanted} "
+                f"with strategy {strategy}, free are {free}; other jobs use the rest. Wait for "
+                "them, or add nodes"
             )
         return group
 
     def run(self, orders: queue.SimpleQueue[messages.ToDriver | None]) -> None:
-        """Serve until the controller closes its pipe; None in the queue stands for that."""
+        """Serve until the controller closes its pipe, which is None in the queue."""
         _in_thread(self._watch_head)
         while (order := orders.get()) is not None:
             match order:
@@ -160,7 +157,7 @@ class Driver:
                     self._give_back(name)
 
     def _keep(self, slot: Slot, group: PlacementGroup, bundle: int = 0) -> None:
-        """Have an agent run in a slot, again and again, until the slot is given back."""
+        """Keep an agent running in a slot until the slot is released."""
         node = worker = trouble = ""
         one: Any = None
         while self._groups.get(slot.name) is group:
@@ -175,8 +172,8 @@ class Driver:
                 ray.kill(one)
                 one, worker = None, ""  # another one takes its place
             except (ValueError, TypeError) as error:
-                settings = "launcher.ray.runtime_env, launcher.ray.image"
-                why = f"{settings}: Ray refuses them: {one_line(error)}"
+                settings = "launcher.ray.runtime_env or launcher.ray.image"
+                why = f"Ray refuses {settings}: {one_line(error)}"
                 self._say(messages.Lost(slot.name, why))
                 return
             else:
@@ -187,10 +184,10 @@ class Driver:
                 node, worker, unreachable = where
                 trouble = self._unreachable(slot, unreachable) or self._serve(slot, one)
             time.sleep(AGAIN_SECONDS)
-        self._say(messages.Lost(slot.name, "its room was given back"))
+        self._say(messages.Lost(slot.name, "its room was released"))
 
     def _make(self, slot: Slot, group: PlacementGroup, bundle: int) -> Any:
-        """An actor, which Ray restarts when its worker or node is lost."""
+        """Create an actor, which Ray restarts when its worker or node is lost."""
         place = PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=bundle
         )
@@ -209,7 +206,7 @@ class Driver:
         )
 
     def _serve(self, slot: Slot, one: Any) -> str:
-        """Wait until an agent has ended, or its actor was lost; how."""
+        """Run an agent until it ends or its actor is lost; return the cause."""
         order = self._order
         arguments = [
             *("--once", "--grace", "0", "--controller", order.controller),
@@ -230,31 +227,31 @@ class Driver:
         if not why:
             return ""
         cause = (
-            f"from its node this machine cannot be reached at {self._order.controller}: {why}. "
-            "Open the firewall for connections between the nodes (the system chooses the ports), "
-            "or set launcher.ray.bind_address to another address of this machine"
+            f"its node cannot reach this machine at {self._order.controller}: {why}. Open the "
+            "firewall for connections between the nodes (the system chooses the ports), or set "
+            "launcher.ray.bind_address to another address of this machine"
         )
         self._say(messages.Lost(slot.name, cause))
         return cause
 
     def _join(self, slot: Slot, seconds: float) -> None:
-        """Ask for a group of its own, as Ray cannot give back a part of a group; run its agent."""
+        """Reserve a separate group, since Ray cannot release a part of one; run its agent."""
         (slot,) = without_missing_gpus((slot,), ray.cluster_resources())
         if (reason := shortage((slot,), _resources(), "pack")) is None:
             group = self._groups[slot.name] = placement_group([slot.bundle()], strategy="PACK")
             if not group.wait(seconds):
                 self._give_back(slot.name)
                 reason = (
-                    f"{slot.name} would need {slot.bundle()}, and the Ray cluster did not give it "
+                    f"{slot.name} needs {slot.bundle()}, and the Ray cluster did not provide it "
                     f"within {seconds:g} s; free are {_free()}. Add a node (`ray start "
-                    "--address=HOST:PORT`) and order it again"
+                    "--address=HOST:PORT`) and repeat the order"
                 )
         self._say(messages.Reserved(slot.name, reason or ""))
         if reason is None:
             self._keep(slot, group)
 
     def _give_back(self, name: str) -> None:
-        """Ray may give it to others; an actor in it is killed."""
+        """Release a slot to other jobs; Ray kills an actor in it."""
         if (group := self._groups.pop(name, None)) is not None:
             remove_placement_group(group)
         self._actors.pop(name, None)
@@ -276,7 +273,7 @@ class Driver:
         self._say(messages.HeadLost(reason, agents_too))
 
     def close(self) -> None:
-        """Give the room back, and have agents end by themselves. Bounded, whatever Ray does."""
+        """Wait for the agents' end, then release the room. Bounded, whatever Ray does."""
         threading.Timer(END_SECONDS + CLOSE_SECONDS, os._exit, (1,)).start()
         until = time.monotonic() + END_SECONDS
         while self._serving and time.monotonic() < until:
@@ -284,7 +281,7 @@ class Driver:
         for one in list(self._actors.values()):
             one.leave.remote()
         time.sleep(_TICK_SECONDS)
-        if not self._head_is_lost:  # otherwise nobody takes anything back
+        if not self._head_is_lost:  # without a head there is nothing to release
             for group in {self._group, *self._groups.values()}:
                 remove_placement_group(group)
             ray.shutdown()
@@ -293,23 +290,18 @@ class Driver:
 def watch(
     ask: Callable[[], bool], address: str, *, seconds: float = HEAD_SECONDS
 ) -> tuple[str, bool]:
-    """Wait until the cluster is lost: why, and whether Ray has ended the run's agents.
+    """Wait until the cluster is lost; return the reason, and True if Ray has ended the agents.
 
-    Ray ends the processes of a driver whose node is gone and starts no others for it, but it tells
-    the driver nothing.
-
-    Args:
-        ask: the head, whether this machine is one of its nodes; raises if there is no answer, or
-            does not return.
-        address: of the head.
-        seconds: without an answer until the head is lost.
+    Ray ends the processes of a driver whose node is gone, without a message to the driver. `ask`
+    asks the head whether this machine is one of its nodes; it raises or hangs without an answer.
+    After `seconds` without an answer, the head at `address` is lost.
     """
     heard = [time.monotonic()]
     is_out = threading.Event()
 
     def keep_asking() -> None:
         while not is_out.is_set():
-            with contextlib.suppress(Exception):  # one failure is no loss
+            with contextlib.suppress(Exception):  # one failure does not count
                 if not ask():
                     is_out.set()
                 heard[0] = time.monotonic()
@@ -320,7 +312,7 @@ def watch(
         if is_out.wait(seconds / 30):
             return (
                 f"this machine's node has left the Ray cluster at {address}: its raylet ended, or "
-                "the head took it for dead, and Ray ended the run's processes. Start Ray on this "
+                "the head counted it as dead, and Ray ended the run's processes. Start Ray on this "
                 f"machine again (`ray start --address={address}`), and continue with --resume"
             ), True
     return (
@@ -345,7 +337,7 @@ def _free() -> str:
 
 
 def check_port(address: str) -> None:
-    """Refuse an address at which there can be no head, before Ray waits for it."""
+    """Refuse an address without a head, before Ray waits for it. Raises ClusterRefused."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "://" in address:
         raise ClusterRefused(
@@ -362,7 +354,7 @@ def check_port(address: str) -> None:
 
 
 def check_runtime_env(runtime_env: dict[str, Any]) -> None:
-    """Refuse fields that Ray would ignore."""
+    """Refuse fields that Ray would ignore. Raises ClusterRefused."""
     unknown = sorted(runtime_env.keys() - RuntimeEnv.known_fields)
     if unknown:
         known = sorted(name for name in RuntimeEnv.known_fields if not name.startswith("_"))
@@ -377,17 +369,17 @@ def _lost(error: BaseException) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The end of what Ray says, without its line breaks."""
+    """Return the end of Ray's message without line breaks."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[-3:])}"[:600]
 
 
 def main() -> None:
-    """Serve the controller at the other ends of standard input and output."""
+    """Serve the controller over standard input and output."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the controller handles them
     output = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what Ray prints goes to the log
+    os.dup2(2, 1)  # Ray's output goes to the log
     orders: queue.SimpleQueue[messages.ToDriver | None] = queue.SimpleQueue()
     _in_thread(_read, sys.stdin.buffer, orders)
     writing = threading.Lock()
@@ -418,7 +410,7 @@ def _read(incoming: Iterable[bytes], orders: queue.SimpleQueue[messages.ToDriver
     for text in incoming:
         orders.put(messages.TO_DRIVER.decode(text))
     orders.put(None)
-    # Also where it waits for a call of Ray's that does not return; Ray ends the actors then.
+    # End even if a call of Ray does not return; Ray ends the actors then.
     threading.Timer(END_SECONDS + CLOSE_SECONDS, os._exit, (1,)).start()
 
 

@@ -1,10 +1,10 @@
-"""The controller's side of `launcher.kind: ray`: the launcher of agents, whose agents Ray starts.
+"""The controller's side of `launcher.kind: ray`: a launcher of agents that Ray starts.
 
-messages   consumes: what the process that speaks to Ray says. produces: losses for the registry.
-           waits for: that process. unblocked by: its end.
+messages   consumes: messages of the Ray driver. produces: losses for the registry.
+           waits for: the driver. unblocked by: its end
 
-That process and all that Ray has started end when its pipe is closed, which the kernel does if the
-controller is killed.
+The driver, and all processes that Ray has started for it, end when its pipe is closed. The kernel
+closes the pipe if the controller is killed.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from asyncrl.wire import RunKey
 
 DRIVER_MODULE = "asyncrl.launch.ray.driver"
 CLOSE_SECONDS = 30.0
-"""Longest wait for the driver's end; it bounds itself to less."""
+"""Longest wait for the driver's end; its own limit is lower."""
 FIRST_SECONDS = 30.0
 """Longest time for the driver's imports."""
 ROOM_SECONDS = 6.0
-"""Longest wait for room for a joiner. The user waits for the answer, for 10 s."""
+"""Longest wait for room for a joining generator: the user waits 10 s for the answer."""
 ANSWER_SECONDS = 2.0
-"""Longest wait for the driver's answer, in addition."""
+"""Additional wait for the driver's answer."""
 NODE_SECONDS = 3.0
-"""Time for the head to find out that a node is gone."""
+"""Time in which the head finds out that a node is gone."""
 SILENT_SECONDS = 20.0
-"""An agent that says nothing for this long is lost, once no head can tell that it is."""
+"""Time after which a silent agent is lost, once the head is gone."""
 _UNAUTHENTICATED = "InvalidAuthToken"
-"""Ray says so in its log and tries again, as long as it is let."""
+"""Part of the log of a driver that a head refuses; Ray retries without an end."""
 
 
 def check_ray() -> None:
-    """Refuse to run without Ray. Raises UserError."""
+    """Raise UserError if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise UserError(
             "launcher.kind: ray needs Ray, which is not installed: make setup EXTRAS=ray, or pip "
@@ -61,14 +61,14 @@ def check_ray() -> None:
 
 @dataclass(slots=True)
 class DriverProcess:
-    """The process that speaks to Ray."""
+    """The Ray driver (`asyncrl.launch.ray.driver`), as the controller handles it."""
 
     process: asyncio.subprocess.Process
     log: Path
 
     @classmethod
     async def start(cls, log: Path) -> DriverProcess:
-        """Start it."""
+        """Start a driver that appends its errors to `log`."""
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", DRIVER_MODULE),
@@ -80,18 +80,18 @@ class DriverProcess:
         return cls(process, log)
 
     def tell(self, message: messages.ToDriver) -> None:
-        """Send a message; what it does not read waits here."""
+        """Send a message, or queue it if the driver does not read."""
         assert self.process.stdin is not None  # noqa: S101
         self.process.stdin.write(messages.line(message))
 
     async def hear(self) -> messages.FromDriver | None:
-        """Its next message; None: it has ended."""
+        """Return its next message; None if it has ended."""
         assert self.process.stdout is not None  # noqa: S101
         text = await self.process.stdout.readline()
         return messages.FROM_DRIVER.decode(text) if text.endswith(b"\n") else None
 
     async def opened(self) -> messages.Opened:
-        """Wait until there is room, stage by stage. Raises UserError: there is none."""
+        """Wait until room is reserved, stage by stage. Raises UserError."""
         what, seconds = "Ray to be imported", FIRST_SECONDS
         while True:
             try:
@@ -107,25 +107,25 @@ class DriverProcess:
                     raise UserError(reason)
                 case None:
                     raise UserError(
-                        f"waited for {what}, but the process that speaks to Ray ended; its last "
-                        f"words: {self.last_words()}"
+                        f"waited for {what}, but the Ray driver ended; the last line of its log, "
+                        f"{self.log}: {self.last_line()}"
                     )
 
     def _silent(self, what: str) -> str:
-        if _UNAUTHENTICATED in self.last_words():
+        if _UNAUTHENTICATED in self.last_line():
             return (
-                "the Ray head asks for a token, and there is none here or another one: set "
-                "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (or RAY_AUTH_TOKEN) for asyncrl "
-                "run, as for `ray start` on every node"
+                "the Ray head requires a token, and this process has a wrong one or none: set "
+                "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (or RAY_AUTH_TOKEN) for `asyncrl "
+                "run`, as for `ray start` on every node"
             )
         return (
             f"waited for {what}, and it did not come in time. A head that is dead or behind a "
-            "firewall does not refuse a connection, it is silent: look at it with `ray status "
+            "firewall does not refuse a connection, it is silent: check it with `ray status "
             "--address=HOST:PORT` from this machine"
         )
 
-    def last_words(self) -> str:
-        """The last line of its log."""
+    def last_line(self) -> str:
+        """Return the last line of its log."""
         try:
             lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
@@ -133,12 +133,12 @@ class DriverProcess:
         return next((line for line in reversed(lines) if line.strip()), "(its log is empty)")
 
     def kill(self) -> None:
-        """End it at once; Ray ends what a driver has left behind."""
+        """Kill it; Ray ends the processes that a driver leaves behind."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
 
     async def close(self) -> None:
-        """Close its pipe, on which it ends; kill it if it does not, or if this is cancelled."""
+        """Close its pipe, so that it ends; kill it if it is late, or if this is cancelled."""
         assert self.process.stdin is not None  # noqa: S101
         self.process.stdin.close()
         try:
@@ -155,17 +155,8 @@ class DriverProcess:
 class RayLauncher(AgentsLauncher):
     """Starts processes on the agents that Ray has started, each in its own bundle.
 
-    Args:
-        config: of the run.
-        needs: of the run.
-        secret: of the run's agents.
-        driver: has room for them.
-        opened: what it said.
-        slots: that it has room for: those of the trainer's ranks, then the generators'.
-        say: tells the user something.
-
-    Raises:
-        UserError: it cannot listen for agents.
+    `opened` is the driver's answer, `slots` the reserved room: trainer ranks, then generators.
+    Raises UserError if it cannot listen for agents.
     """
 
     def __init__(
@@ -179,25 +170,25 @@ class RayLauncher(AgentsLauncher):
         say: Callable[[str], None],
     ) -> None:
         self.node_ip = config.launcher.ray.bind_address or opened.node_ip
-        """Of this machine, as the other nodes know it."""
+        """Address of this machine for the other nodes."""
         super().__init__(
             config,
             dataclasses.replace(needs, ours=replace(needs.ours, ip=self.node_ip)),
             secret,
             say,
             listen=f"{self.node_ip}:*",
-            advice="launcher.ray.bind_address must be one of this machine's own addresses, which "
-            "the other nodes can reach",
+            advice="launcher.ray.bind_address must be an address of this machine that the other "
+            "nodes can reach",
         )
         self._log, self._driver = driver.log, driver
         self._slot = slots[-1]
-        """Of any generator."""
+        """The slot of each generator."""
         self._joiners: set[str] = set()
-        """Generators that have joined, by the names of their slots."""
+        """Names of the slots of generators that have joined."""
         self._reserving: dict[str, asyncio.Future[str]] = {}
         self._fixed = {slot.name for slot in slots}
         self.troubles: list[str] = []
-        """Why agents were lost before the run has begun."""
+        """Causes of agents lost before the run began."""
         self._lost: AsyncrlError | None = None
         self.roster.may_host = _is_its_slot
         self.roster.hold_seconds = NODE_SECONDS
@@ -205,13 +196,13 @@ class RayLauncher(AgentsLauncher):
         self.begin(self._hear())
 
     def on_lost(self, tell: Callable[[AsyncrlError], None]) -> None:
-        """Have somebody told that the cluster is lost."""
+        """Register a callback for the loss of the cluster; it is called now if that is lost."""
         super().on_lost(tell)
         if self._lost is not None:
             tell(self._lost)
 
     def threads_of(self, role: Role) -> int:
-        """Of a process: the cores of its bundle, unless the user says otherwise."""
+        """Return the threads of a process: by default, the cores of its bundle."""
         launcher = self._config.launcher
         if role == "relay":
             return 1
@@ -235,7 +226,7 @@ class RayLauncher(AgentsLauncher):
                     self.roster.silence_seconds = SILENT_SECONDS
                     self._cluster_lost(reason, agents_too=agents_too)
             self.changed.set()
-        cause = f"the process that speaks to Ray ended: {self._driver.last_words()}"
+        cause = f"the Ray driver ended: {self._driver.last_line()}; see {self._log}"
         self._cluster_lost(cause, agents_too=True)
 
     def _agents_lost(
@@ -253,7 +244,7 @@ class RayLauncher(AgentsLauncher):
             self._on_lost(self._lost)
 
     async def make_room(self, generators: Sequence[int]) -> None:
-        """Reserve a slot for each that has none. Raises UserError: Ray does not give them."""
+        """Reserve a slot for each that has none. Raises UserError if Ray has too little room."""
         names = [f"generator-{index}" for index in generators]
         missing = [name for name in names if name not in self._fixed | self._joiners]
         reasons = await asyncio.gather(*map(self._reserve, missing))
@@ -266,7 +257,7 @@ class RayLauncher(AgentsLauncher):
         self._joiners |= set(missing)
 
     async def _reserve(self, name: str) -> str:
-        """Ask for a slot; why it is not given, empty if it is."""
+        """Reserve a slot; return why that failed, empty if it is reserved."""
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._reserving[name] = answer
         self._driver.tell(messages.Reserve(replace(self._slot, name=name), ROOM_SECONDS))
@@ -276,21 +267,25 @@ class RayLauncher(AgentsLauncher):
         except TimeoutError:
             self._driver.tell(messages.GiveBack(name))
             return (
-                f"the process that speaks to Ray did not answer within "
-                f"{ROOM_SECONDS + ANSWER_SECONDS:g} s; see {self._log}"
+                f"the Ray driver did not answer within {ROOM_SECONDS + ANSWER_SECONDS:g} s; see "
+                f"{self._log}"
             )
         finally:
             del self._reserving[name]
 
     def give_room_back(self, generator: int) -> None:
-        """Give back the slot of a joiner; those of the start are one group that stays."""
+        """Release the slot of a generator that joined; those of the start are one group."""
         name = f"generator-{generator}"
         if name in self._joiners:
             self._joiners.discard(name)
             self._driver.tell(messages.GiveBack(name))
 
+    def why_hopeless(self) -> str | None:
+        """Return why the agents that the run begins with will not all come; None if they may."""
+        return next(iter(self.troubles + self.roster.of_no_use()), None)
+
     async def close(self) -> None:
-        """End the agents, the driver and what it has started; waits, but not for ever."""
+        """End the agents, then the driver with all that Ray has started. Bounded."""
         await super().close()
         await self._driver.close()
 
@@ -304,7 +299,7 @@ def _is_on(node: str, agent: Agent) -> bool:
 
 
 def _is_its_slot(spec: ChildSpec, agent: Agent) -> bool:
-    """Whether a process belongs to an agent: replacements are where their predecessors were."""
+    """Return True if this agent has the process's slot; a replacement has its predecessor's."""
     return _is_of(spec.name.split(".")[0], agent)
 
 
@@ -316,11 +311,7 @@ async def open_ray(
     say: Callable[[str], None],
     logs: Path,
 ) -> RayLauncher:
-    """Connect, reserve room, and wait for the agents that Ray starts there.
-
-    Raises:
-        UserError: there is no such cluster, or it cannot carry the run. Nothing is left running.
-    """
+    """Connect, reserve room, and wait for the agents. Raises UserError; then nothing is left."""
     check_ray()
     settings = config.launcher.ray
     image = {} if settings.image is None else {"image_uri": settings.image}
@@ -350,15 +341,9 @@ async def open_ray(
             say,
             place=f"on the Ray cluster {opened.address}",
             advice=f"look at {driver.log}, and at the logs of the nodes' workers",
-            hopeless=lambda: _hopeless(launcher),
+            hopeless=launcher.why_hopeless,
         )
     except BaseException:
         await launcher.close()
         raise
     return launcher
-
-
-def _hopeless(launcher: RayLauncher) -> str | None:
-    """Why the agents that the run begins with will not all come; None: they may."""
-    reasons = launcher.troubles + launcher.roster.of_no_use()
-    return reasons[0] if reasons else None

@@ -1,6 +1,6 @@
-"""What the controller and the process that speaks to Ray tell each other, a line of JSON each.
+"""Messages between the controller and its Ray driver, one line of JSON each; a run's bundles. Pure.
 
-And what a run asks of Ray: the bundles of its agents. Pure.
+The controller does not import Ray: the driver (`asyncrl.launch.ray.driver`) is a separate process.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ class Slot(msgspec.Struct, frozen=True):
     """The place of one process and its replacements: one bundle, with one agent."""
 
     name: str
-    """Of the process, and of its agent: "trainer", "trainer-1", "generator-0"."""
+    """Name of the process and of its agent: "trainer", "trainer-1", "generator-0"."""
     cpus: float
     gpus: int = 0
     gpus_are_optional: bool = False
-    """Whether it takes none where the cluster has none (`device: auto`)."""
+    """True if it does without on a cluster that lacks GPUs (`device: auto`)."""
     resources: dict[str, float] = {}
 
     @property
     def role(self) -> str:
-        """Of its agent."""
+        """The role of its agent."""
         return "trainer" if self.name.startswith("trainer") else "generator"
 
     def bundle(self) -> dict[str, float]:
-        """As Ray has it."""
+        """Return the resources as Ray names them."""
         gpus = {"GPU": float(self.gpus)} if self.gpus else {}
         return {"CPU": self.cpus} | gpus | self.resources
 
@@ -48,11 +48,10 @@ class Serve(msgspec.Struct, frozen=True, tag=True):
     """Start an agent in every slot, and in those that are reserved later."""
 
     controller: str
-    """HOST:PORT where it waits for agents."""
+    """`HOST:PORT` at which the controller waits for agents."""
     secret: bytes
 
-    def __repr__(self) -> str:
-        """Without the secret."""
+    def __repr__(self) -> str:  # without the secret
         return f"Serve({self.controller!r})"
 
 
@@ -61,30 +60,30 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
 
     slot: Slot
     seconds: float
-    """Longest wait for it."""
+    """Longest wait for the room."""
 
 
 class GiveBack(msgspec.Struct, frozen=True, tag=True):
-    """The room of a joiner is not needed any more. Other slots stay reserved."""
+    """Release the slot of a generator that joined; those of the run's start stay reserved."""
 
     name: str
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True):
-    """It begins to wait for something."""
+    """The driver begins to wait for something."""
 
     what: str
     seconds: float
-    """It takes no longer than this, or it hangs."""
+    """A longer wait means that it hangs."""
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
-    """There is room for every agent."""
+    """Room for every agent is reserved."""
 
     address: str
-    """Of the head."""
+    """Address of the head."""
     node_ip: str
-    """By which Ray knows this machine."""
+    """Address by which Ray knows this machine."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -94,25 +93,25 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """The agent of a slot has ended, and another one is started."""
+    """The agent of a slot has ended; another one is being started."""
 
     name: str
     cause: str
 
 
 class NodeLeft(msgspec.Struct, frozen=True, tag=True):
-    """A node has left the cluster, with all that was on it."""
+    """A node has left the cluster, with all processes on it."""
 
     node: str
-    """Ray's id."""
+    """Ray's id of it."""
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True):
-    """There is room for a joiner, or not."""
+    """The answer to `Reserve`."""
 
     name: str
     reason: str
-    """Why not; empty: there is."""
+    """The reason of too little room; empty if it is reserved."""
 
 
 class HeadLost(msgspec.Struct, frozen=True, tag=True):
@@ -120,24 +119,23 @@ class HeadLost(msgspec.Struct, frozen=True, tag=True):
 
     reason: str
     agents_too: bool
-    """Whether Ray has ended the agents. Otherwise they still run."""
+    """True if Ray has ended the agents; otherwise they still run."""
 
 
 ToDriver = Open | Serve | Reserve | GiveBack
 FromDriver = Stage | Opened | Refused | Lost | NodeLeft | Reserved | HeadLost
-_TO: Any = ToDriver  # to a type checker a union is no type
-_FROM: Any = FromDriver
-TO_DRIVER: msgspec.json.Decoder[ToDriver] = msgspec.json.Decoder(_TO)
-FROM_DRIVER: msgspec.json.Decoder[FromDriver] = msgspec.json.Decoder(_FROM)
+_UNIONS: Any = ToDriver, FromDriver  # a type checker does not take a union for a type
+TO_DRIVER: msgspec.json.Decoder[ToDriver] = msgspec.json.Decoder(_UNIONS[0])
+FROM_DRIVER: msgspec.json.Decoder[FromDriver] = msgspec.json.Decoder(_UNIONS[1])
 
 
 def line(message: ToDriver | FromDriver) -> bytes:
-    """A message as it is sent."""
+    """Encode a message."""
     return msgspec.json.encode(message) + b"\n"
 
 
 def without_missing_gpus(slots: Sequence[Slot], total: Mapping[str, float]) -> tuple[Slot, ...]:
-    """The slots, where GPUs are optional without them if the cluster has none."""
+    """Return the slots; optional GPUs are dropped if the cluster has none."""
     if total.get("GPU", 0.0) > 0:
         return tuple(slots)
     return tuple(
@@ -148,13 +146,7 @@ def without_missing_gpus(slots: Sequence[Slot], total: Mapping[str, float]) -> t
 def shortage(
     slots: Sequence[Slot], nodes: Sequence[Mapping[str, float]], strategy: str
 ) -> str | None:
-    """Why the slots can never fit these nodes; None: they may.
-
-    Args:
-        slots: of the run.
-        nodes: the resources of each living node.
-        strategy: `launcher.ray.strategy`.
-    """
+    """Return why the slots can never fit, given each living node's resources; None if they may."""
     needed: dict[str, list[float]] = {}
     for slot in slots:
         for key, amount in slot.bundle().items():

@@ -34,7 +34,7 @@ class World:
         agents: Any = SimpleNamespace(roster=roster)
         told: Any = scaling
         self.arrivals = AgentAutoscaling(
-            agents, self.fleet, told, why_closed=lambda: self.closed, say=lambda _: None
+            agents, self.fleet, told, lambda: self.closed, lambda _: None
         )
 
     async def _leave(self, worker: GeneratorWorker) -> None:

@@ -38,9 +38,9 @@ class Steered(Run):
             self.config,
             self.directory,
             self.fleet,
-            training=self.training,
-            evaluation=self.evaluation,
-            unfinished=self.inbox._unfinished,
+            self.training,
+            self.evaluation,
+            self.inbox._unfinished,
         )
         self.inbox._settings = self.settings
         self.orders = Orders(

@@ -151,7 +151,7 @@ def test_a_provisional_finding_ends_the_run_only_if_its_cause_is_found(
             assert "before it trains" not in str(end.value)
             assert "at most 4 steps (--resume-from)" in str(end.value)
             return
-        assert "the run goes on: its first steps on GPUs only warn" in run.progress.said[-1]
+        assert "the run continues: its first steps on GPUs only warn" in run.progress.said[-1]
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(run.waiter.next_change(), 0.01)
 

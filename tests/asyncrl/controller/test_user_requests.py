@@ -43,19 +43,19 @@ class Asked(Run):
             self.config,
             self.directory,
             self.fleet,
-            training=self.training,
-            evaluation=self.evaluation,
-            unfinished=self.inbox._unfinished,
+            self.training,
+            self.evaluation,
+            self.inbox._unfinished,
         )
         self.requests_of_users = UserRequests(
             self.directory,
             self.fleet,
-            training=self.training,
-            waiter=self.waiter,
-            settings=settings,
-            scaling=Scaling(self.fleet, self.training, self.evaluation),
-            snapshot=self.snapshot,
-            stop=self.stop,
+            self.training,
+            self.waiter,
+            settings,
+            Scaling(self.fleet, self.training, self.evaluation),
+            self.snapshot,
+            self.stop,
         )
         self.inbox._checkpoints.listeners.append(self.requests_of_users.checkpoint_ended)
         self.ask = self.requests_of_users.answer

@@ -113,8 +113,8 @@ class Deaths:
         self.events: list[object] = []
         self.said: list[str] = []
         evaluation = FleetEvaluation(CONFIG.evaluation, None, fleet=self.fleet, waiter=None)  # type: ignore[arg-type]
-        parts: dict[str, Any] = {"training": self, "evaluation": evaluation, "progress": self}
-        self.watchdog = Watchdog(self.fleet, None, **parts)  # type: ignore[arg-type]
+        notes: Any = self
+        self.watchdog = Watchdog(self.fleet, notes, notes, evaluation, notes)
 
     is_held, verifies = False, True
 

@@ -132,7 +132,7 @@ def test_a_silent_agent_is_lost_with_its_processes_but_not_while_the_controller_
     for world.now in range(500, 520, 2):
         world.roster.look(world.now)
     assert process.exit_code() == -9
-    assert "a (any) was lost: it said nothing for" in process.cause()
+    assert "a (any) was lost: it was silent for" in process.cause()
     assert process.lost_with_machine
     assert not world.state("a"), "it comes back: of another life"
     assert not world.roster.agents
@@ -346,7 +346,7 @@ def test_a_file_without_a_secret_is_refused(tmp_path: Path, content: bytes) -> N
     file = tmp_path / "key"
     file.write_bytes(content)
     file.chmod(0o600)
-    with pytest.raises(UserError, match="holds no secret"):
+    with pytest.raises(UserError, match="is not a secret"):
         read_secret(file, "--key-file")
 
 

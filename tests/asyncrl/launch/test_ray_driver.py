@@ -66,7 +66,7 @@ class World:
     def keep(self, *answers: Any) -> list[messages.FromDriver]:
         self.answers = list(answers)
         self.driver._keep(Slot("generator-0", 1), self.driver._groups["generator-0"])
-        assert self.said.pop() == messages.Lost("generator-0", "its room was given back")
+        assert self.said.pop() == messages.Lost("generator-0", "its room was released")
         return self.said
 
 
@@ -111,7 +111,7 @@ def test_an_actor_that_ray_does_not_restart_is_made_anew(world: World) -> None:
 
 def test_a_node_that_does_not_reach_the_controller_says_so(world: World) -> None:
     (lost,) = world.keep(("n", "w", "timed out"), BROKEN)
-    assert "cannot be reached at 127.0.0.1:5: timed out. Open the firewall" in lost.cause
+    assert "cannot reach this machine at 127.0.0.1:5: timed out. Open the firewall" in lost.cause
 
 
 def test_a_joiner_without_room_is_told_so_and_takes_nothing(
@@ -130,8 +130,8 @@ def test_a_joiner_without_room_is_told_so_and_takes_nothing(
     nodes.clear()
     world.driver._join(Slot("generator-2", 1), 6.0)
     first, second = world.said
-    assert first.reason.startswith("generator-1 would need {'CPU': 1}, and the Ray cluster did")
-    assert "did not give it within 6 s; free are CPU 0" in first.reason
+    assert first.reason.startswith("generator-1 needs {'CPU': 1}, and the Ray cluster did")
+    assert "did not provide it within 6 s; free are CPU 0" in first.reason
     assert "the Ray cluster has 0 CPU in all" in second.reason
     assert removed == [group]
     assert list(world.driver._groups) == ["generator-0"]

@@ -252,7 +252,7 @@ def test_a_lost_head_ends_no_process_and_a_lost_driver_all(tmp_path: Path) -> No
         assert generator.exit_code() is None
         world.launcher._driver.process.kill()
         await until(lambda: generator.exit_code() == -9)
-        assert "the process that speaks to Ray ended" in generator.cause()
+        assert "the Ray driver ended" in generator.cause()
         assert len(lost) == 1
 
     with_launcher(tmp_path, check)
@@ -297,7 +297,7 @@ def test_a_driver_that_reads_nothing_is_killed_and_blocks_no_event_loop(
         os.kill(process.pid, signal.SIGSTOP)
         for _ in range(3):
             world.launcher._driver.tell(messages.GiveBack("x" * (1 << 20)))
-        with pytest.raises(UserError, match=r"speaks to Ray did not answer within 0\.5 s"):
+        with pytest.raises(UserError, match=r"Ray driver did not answer within 0\.5 s"):
             await world.launcher.make_room([5])
 
     with_launcher(tmp_path, check)
@@ -309,8 +309,8 @@ def test_a_driver_that_reads_nothing_is_killed_and_blocks_no_event_loop(
     [
         ("refuse", "the cluster is too small"),
         ("silent", "waited for an answer of the Ray head, and it did not come in time"),
-        ("token", "the Ray head asks for a token"),
-        ("die", "its last words: GCS is not there"),
+        ("token", "the Ray head requires a token"),
+        ("die", "ray.log: GCS is not there"),
         ("open", r"waited 0 s \(launcher.ray.place_seconds\) on the Ray cluster h:1 for an agent"),
     ],
 )
@@ -328,9 +328,9 @@ def test_a_cluster_that_cannot_be_used_is_refused(
 
 def test_an_agent_that_does_not_come_is_said_at_once(tmp_path: Path) -> None:
     async def check(world: Opened) -> None:
-        assert launcher_of_ray._hopeless(world.launcher) is None
+        assert world.launcher.why_hopeless() is None
         world.says(messages.Lost("trainer", "no module named asyncrl"))
-        found = await until(lambda: launcher_of_ray._hopeless(world.launcher))
+        found = await until(world.launcher.why_hopeless)
         assert found == "trainer: no module named asyncrl"
 
     with_launcher(tmp_path, check)

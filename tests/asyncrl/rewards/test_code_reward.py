@@ -172,13 +172,13 @@ def test_methods_floats_and_asserts() -> None:
     [
         (None, r"no tests in the column 'tests'; set args\.tests"),
         ([], "no tests"),
-        ("[1", "is no JSON"),
+        ("[1", "is not JSON"),
         ([{"input": "1"}], "test 0 of the column 'tests' must have the keys"),
-        ([{"assert": "f(1) == 2)"}], "test 0 .* can never be passed: .* is no Python"),
+        ([{"assert": "f(1) == 2)"}], "test 0 .* can never be passed: .* is not Python"),
         ([{"assert": 5}], "assert must be a text, not 5"),
         ([{"input": None, "output": 1}], "input must be a text, not None"),
         ([{"call": "f", "args": 7, "returns": 2}], "args must be a list, not 7"),
-        ([{"call": "1 +", "args": [], "returns": 2}], "is no Python"),
+        ([{"call": "1 +", "args": [], "returns": 2}], "is not Python"),
         ([{"call": "f(2)", "args": [], "returns": 2}], "call must name a function"),
     ],
 )

@@ -49,7 +49,7 @@ def test_another_process_than_the_parent_is_refused() -> None:
     command[6] = "1"
     done = call(command)
     assert done.returncode == 2
-    assert f"this command was started by process {os.getpid()}" in done.stdout
+    assert f"process {os.getpid()} started this command" in done.stdout
 
 
 def is_alive(pid: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,9 @@ from asyncrl.cli.entry import app
 from asyncrl.config.run_config import RunConfig, load_config, parse_config
 from asyncrl.controller.scaling import Scaling, arrivals_of
 from asyncrl.errors import UserError
+from asyncrl.monitoring.records.jsonl import JsonlWriter
 from asyncrl.runs.directory import RunDirectory
-from asyncrl.steering.user_commands import ORDERS, _append, with_orders
+from asyncrl.steering.user_commands import ORDERS, with_orders
 from asyncrl.web.orders import SetArguments, set_request
 from asyncrl.wire.messages.control import OrderRecord
 
@@ -32,7 +34,8 @@ def ordered(path: Path, order: str, step: int, before: Any = UNSET, **arguments:
     record = OrderRecord(
         order=order, arguments=arguments, step=step, time=0.0, effect="", before=before
     )
-    _append(path / "mine" / ORDERS, record)
+    with closing(JsonlWriter(path / "mine" / ORDERS)) as writer:
+        writer.append([record])
 
 
 def resumed(
@@ -114,7 +117,7 @@ def test_with_agents_a_number_bounds_those_that_join_and_asks_for_no_more(tmp_pa
     again = resumed(tmp_path, "launcher.generators=2", said=said,
                     launcher={**AGENTS, "generators": 2})  # fmt: skip
     assert again.launcher.generators == 1
-    assert said == ["`asyncrl scale` ordered 1 generator(s) last: no more will begin"]
+    assert said == ["the last `asyncrl scale` allows 1 generator(s): no more begin"]
 
 
 def test_a_number_stays_in_force_if_the_command_is_repeated(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_row_without_tests_is_refused_where_a_program_is_judged() -> None:
     never = {"tests": [{"assert": "f(1) == 2)"}]}
     for row, said in [
         ({}, "no tests in the column 'tests'"),
-        ({"tests": "[1"}, "is no JSON"),
+        ({"tests": "[1"}, "is not JSON"),
         (never, "test 0 .* can never be passed"),
     ]:
         with pytest.raises(DataError, match=f"'code' cannot judge .* add-7: .*{said}"):

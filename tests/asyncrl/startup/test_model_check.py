@@ -69,9 +69,9 @@ def test_weights_that_are_not_all_there_are_named(model: Path) -> None:
     check_files(model)
     for content, message in [
         (whole[:-1], f"has {len(whole) - 1:,} of {len(whole):,} bytes: it was cut off"),
-        (whole[:40], "is no safetensors file, or damaged"),
-        (b"", "is no safetensors file, or damaged"),
-        (b"\xff" * 64, "is no safetensors file, or damaged"),
+        (whole[:40], "is not a safetensors file, or is damaged"),
+        (b"", "is not a safetensors file, or is damaged"),
+        (b"\xff" * 64, "is not a safetensors file, or is damaged"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n", "git lfs pull"),
     ]:
         file.write_bytes(content)
@@ -173,7 +173,7 @@ def test_a_wrong_entry_of_a_header_is_named_with_its_tensor(
 
 def test_weights_that_are_integers_are_named(model: Path) -> None:
     change(model, lambda tensors: tensors.update({NORM: tensors[NORM].char()}))
-    assert f"no floating-point numbers: {NORM} (I8)" in refused(model)
+    assert f"not floating-point numbers: {NORM} (I8)" in refused(model)
     change(model, lambda tensors: tensors.update({NORM: tensors[NORM].bfloat16()}))
     change(model, lambda tensors: tensors.update(position_ids=torch.arange(4)))
     assert check_files(model).unexpected == ["position_ids"]
@@ -213,7 +213,7 @@ def test_weights_in_other_formats_are_refused_with_what_to_do(model: Path) -> No
     ("settings", "said"),
     [
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantised (gptq)"),
-        ({"auto_map": {"AutoConfig": "x.C"}, "model_type": "mine"}, "code of its own (auto_map"),
+        ({"auto_map": {"AutoConfig": "x.C"}, "model_type": "mine"}, "custom code (auto_map"),
         ({"model_type": "of_nobody"}, "cannot be loaded"),
         ({"model_type": "vit"}, "is not that of a causal language model"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0, and must be at least 1"),

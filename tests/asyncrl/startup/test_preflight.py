@@ -179,6 +179,6 @@ def test_a_judge_that_does_not_answer_is_refused_before_the_run() -> None:
     config = RewardConfig.model_validate({"functions": [{"name": "judge", "args": args}]})
     for _ in range(2):  # each in an event loop of its own
         with pytest.raises(
-            UserError, match=r"trial question has no answer, so .*127\.0\.0\.1:1/v1"
+            UserError, match=r"trial question was not answered, so .*127\.0\.0\.1:1/v1"
         ):
             check_rewards(config)

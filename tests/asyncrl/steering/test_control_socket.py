@@ -71,7 +71,7 @@ def test_a_request_that_fails_is_refused_and_the_next_one_served(
         hub = user_hub(address, KEY, Refusals())
         serving = asyncio.create_task(serve_control(hub, answer, view))
         reply = await send_request(address, KEY, control.PauseRequest())
-        assert reply == control.Refused("the controller failed to carry it out: 'a defect'")
+        assert reply == control.Refused("the request failed in the controller: 'a defect'")
         assert "PauseRequest of user-" in caplog.text
         assert isinstance(
             await send_request(address, KEY, control.StatusRequest()), control.StatusReply

@@ -30,9 +30,7 @@ def note(text):
 
 async def main():
     interrupts.AT_ONCE_SECONDS = float(sys.argv[1])
-    signals = Interrupts(
-        Run(), kill=lambda: note("kill"), clean_up=lambda: note("clean up"), say=note
-    )
+    signals = Interrupts(Run(), lambda: note("kill"), lambda: note("clean up"), note)
     with signals.handled():
         note("ready")
         # The loop never runs again. A signal that comes just before a nap begins does not end it:
@@ -73,7 +71,7 @@ def nothing(*_: Any) -> None:
 def test_the_first_signal_stops_the_run_in_order(number: signal.Signals) -> None:
     async def main() -> Run:
         run = Run()
-        with Interrupts(run, kill=run.kill, clean_up=nothing, say=nothing).handled():
+        with Interrupts(run, run.kill, nothing, nothing).handled():
             os.kill(os.getpid(), number)
             await asyncio.wait_for(run.ended.wait(), 60)
             if number == signal.SIGHUP:  # the kernel and the shell both send it
@@ -93,7 +91,7 @@ def test_a_stop_that_fails_ends_the_run_with_its_error() -> None:
 
     async def main() -> Run:
         run = Broken()
-        with Interrupts(run, kill=run.kill, clean_up=nothing, say=nothing).handled():
+        with Interrupts(run, run.kill, nothing, nothing).handled():
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.wait_for(run.ended.wait(), 60)
         return run

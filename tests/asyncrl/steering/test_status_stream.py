@@ -103,7 +103,7 @@ def test_the_audience_is_bounded() -> None:
         world.audience.join(f"user-{number}")
     refused = world.audience.join("one more")
     assert isinstance(refused, control.Refused)
-    assert f"{MAX_WATCHERS} watch this run already" in refused.reason
+    assert f"this run has {MAX_WATCHERS} watchers" in refused.reason
     assert step_in(world.audience.join("user-7")) == 1, "who has a place keeps it"
     assert len(world.audience) == MAX_WATCHERS
 
@@ -130,7 +130,7 @@ def test_a_view_that_cannot_be_made_ends_no_loop(
         showing = asyncio.create_task(audience.show())
         audience.join("somebody")
         await until(lambda: not len(audience))
-        assert "they have to ask again" in caplog.text
+        assert "watchers have to ask again" in caplog.text
         fails = False
         audience.join("somebody")
         await until(lambda: len(world.sent.get("somebody", ())) >= 2)

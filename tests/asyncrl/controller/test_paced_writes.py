@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from asyncrl.steering import write_throttle
-from asyncrl.steering.write_throttle import BURST, PacedWrites
+from asyncrl.controller import inbox
+from asyncrl.controller.inbox import BURST, PacedWrites
 
 
 def test_a_burst_is_written_once_more_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_throttle, "SECONDS", 0.05)
+    monkeypatch.setattr(inbox, "PACE_SECONDS", 0.05)
     written: list[int] = []
 
     async def main() -> None:
