@@ -96,12 +96,7 @@ def evaluate_model(config: RunConfig, model_path: str, console: Console) -> Eval
     check_files(Path(model_path))
     check_numbers(Path(model_path))
     check_positions(config, Path(model_path))
-    task = load_task(
-        config.task,
-        model_path,
-        config.run.seed,
-        config.evaluation.sets,
-    )
+    task = load_task(config.task, model_path, config.run.seed, config.evaluation.sets)
     on_gpu = config.engine.device != "cpu" and torch.cuda.is_available()
     config, _ = with_drafts_that_pay(config, on_gpu=on_gpu, visits=1)
     try:

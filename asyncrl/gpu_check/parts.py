@@ -180,14 +180,7 @@ PARTS = (
         (*_ENGINE, "vllm"),
         gpus=1,
     ),
-    Part(
-        "sglang",
-        "SGLang without drafts",
-        f"{_HERE}generating:sglang",
-        600,
-        _ENGINE,
-        gpus=1,
-    ),
+    Part("sglang", "SGLang without drafts", f"{_HERE}generating:sglang", 600, _ENGINE, gpus=1),
     Part(
         "vllm-tp2",
         "vLLM on two GPUs (tensor parallel)",

@@ -103,8 +103,7 @@ def simulate(
         typer.Option(min=0, max=1, help="Acceptance of rejected continuations as drafts; 0: none."),
     ] = 0.7,
     new_length: Annotated[
-        float,
-        typer.Option(min=0, max=1, help="Share of rejected answers that get another length."),
+        float, typer.Option(min=0, max=1, help="Share of rejected answers that get another length.")
     ] = 0.0,
     signal_share: Annotated[
         float | None,

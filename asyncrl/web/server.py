@@ -119,10 +119,7 @@ def _already(body: bytes, receive: Receive) -> Receive:
 
 async def _answer(send: Send, found: Denial) -> None:
     body = json.dumps({"detail": found.reason}).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if found.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": found.status, "headers": headers})

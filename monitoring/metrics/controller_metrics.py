@@ -60,8 +60,7 @@ class ControllerMetrics(ProcessMetrics):
         lambda step: step.time,
     )
     step_median: Gauge = gauge(
-        "asyncrl_step_median_seconds",
-        "Median of the last steps' times; 0 until there were five.",
+        "asyncrl_step_median_seconds", "Median of the last steps' times; 0 until there were five."
     )
     reward_mean: Gauge = _step_gauge(
         "asyncrl_reward_mean",

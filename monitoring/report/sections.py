@@ -43,10 +43,7 @@ def sample_card(record: SampleRecord) -> Markup:
         None
         if record.answer is None
         else element(
-            "div",
-            element("h4", "Reference answer"),
-            element("pre", record.answer),
-            class_="part",
+            "div", element("h4", "Reference answer"), element("pre", record.answer), class_="part"
         ),
         class_="sample",
     )

@@ -12,11 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SinkKind = Literal["wandb", "tensorboard", "mlflow"]
 
-_MODULES: dict[SinkKind, str] = {
-    "wandb": "wandb",
-    "tensorboard": "tensorboard",
-    "mlflow": "mlflow",
-}
+_MODULES: dict[SinkKind, str] = {"wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow"}
 
 
 class SinkConfig(BaseModel):

@@ -194,10 +194,7 @@ def _idle(share: float | None) -> Text:
 def _foot(view: RunView) -> list[RenderableType]:
     if not view.waiting_for:
         return []
-    return [
-        Text(),
-        Text.assemble(("waiting: ", "yellow"), (_clean(view.waiting_for), "")),
-    ]
+    return [Text(), Text.assemble(("waiting: ", "yellow"), (_clean(view.waiting_for), ""))]
 
 
 def plain_line(view: RunView, total_steps: int) -> str:
