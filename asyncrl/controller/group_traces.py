@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from asyncrl.config.run_config import RunConfig
 from asyncrl.monitoring.metrics.metrics import ControllerMetrics
 from asyncrl.monitoring.records.timeline import Timeline
-from asyncrl.monitoring.tracing.tracer import Moment, Tracer, Value
+from asyncrl.monitoring.tracing.tracer import Moment, Tracer, Value, open_tracer
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands, events
 
@@ -45,8 +45,6 @@ def open_group_traces(
     settings, run = config.monitoring.tracing, config.run.name
     if not settings.enabled:
         return None
-    from asyncrl.monitoring.tracing.opening import open_tracer
-
     name = "controller"
     tracer = open_tracer(
         settings,

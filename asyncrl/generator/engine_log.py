@@ -31,7 +31,7 @@ class EngineLog:
     """Writes the log. Used by one event loop."""
 
     def __init__(self, path: Path) -> None:
-        self._writer = RetryingJsonlWriter(path)
+        self._writer = RetryingJsonlWriter[EngineRecord](path)
         self._lengths: list[int] = []
 
     def add_length(self, length: int) -> None:
@@ -41,9 +41,8 @@ class EngineLog:
     def append(self, report: GeneratorReport) -> None:
         """Write a line with the counters of this report."""
         now = time.time()  # noqa: TID251 - for its record
-        self._writer.append(
-            [EngineRecord(now, report.engine, report.rewards_waiting, self._lengths)]
-        )
+        record = EngineRecord(now, report.engine, report.rewards_waiting, self._lengths)
+        self._writer.append(record)
         self._lengths = []
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from asyncrl.launch.child_spec import ChildKeys, ModelSpec
 from asyncrl.monitoring.metrics.exporter import Exporter
 from asyncrl.monitoring.metrics.metrics import ProcessMetrics, new_registry
 from asyncrl.monitoring.records.timeline import Timeline
-from asyncrl.monitoring.tracing.tracer import Tracer
+from asyncrl.monitoring.tracing.tracer import Tracer, open_tracer
 from asyncrl.tasks.model_tokenizer import load_tokenizer, tokenizer_digest
 from asyncrl.wire import Line
 from asyncrl.wire.records.wrong_policy import WrongPolicy, compare_tokenizers
@@ -165,8 +165,6 @@ def _tracer(
     settings = config.monitoring.tracing
     if not settings.enabled:
         return None
-    from asyncrl.monitoring.tracing.opening import open_tracer
-
     return open_tracer(
         settings,
         closing,

@@ -231,4 +231,4 @@ def _name_of(kind: type) -> str:
 
 def _append(path: Path, record: OrderRecord) -> None:
     with contextlib.closing(JsonlWriter(path)) as writer:
-        writer.append([record])
+        writer.append(record)
