@@ -49,8 +49,8 @@ def resolve_target(
 ) -> tuple[RunConfig, str]:
     """Return the configuration and the model directory that RUN|MODEL names.
 
-    A run is evaluated with its own configuration, a model with `config_file` or the defaults.
-    Raises UserError if it is neither a run nor a model, or a run without a whole checkpoint.
+    A run is evaluated with its own configuration. Raises UserError for anything else than a model
+    or a run with a whole checkpoint.
     """
     is_run = (runs / target / "config.yaml").exists() or (Path(target) / "config.yaml").exists()
     if is_run:
@@ -89,8 +89,7 @@ def _newest_checkpoint(run: Path, console: Console) -> Path | None:
 def evaluate_model(config: RunConfig, model_path: str, console: Console) -> EvaluationRecord:
     """Sample every held-out prompt as in training; return the estimates of each set.
 
-    Raises UserError if the model, the data or the rewards cannot be used, and AsyncrlError if the
-    engine failed.
+    Raises UserError for the model, the data or the rewards, AsyncrlError for the engine.
     """
     config = with_date(config)
     check_files(Path(model_path))

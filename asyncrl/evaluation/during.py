@@ -4,9 +4,8 @@
     version v is installed        ──► they are verified and finished; each is of v and no other
     the last one comes back       ──► the result; if any is lost for good, the round is abandoned
 
-Without verification (`scheduler.on_update` other than `verify`) the lead is 0. Generators postpone
-newer versions until their held-out samples are finished, for `hold_seconds` at most
-(`asyncrl.generator.evaluation`). Nothing else waits for a round.
+The lead is 0 without verification. Generators postpone newer versions until their held-out samples
+are finished, for `hold_seconds` at most. Nothing else waits for a round.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ Say = Callable[[str], None]
 
 
 def lead_of(config: RunConfig) -> int:
-    """Return how many versions ahead an evaluation begins: as far as training runs ahead.
-
-    >>> lead_of(RunConfig())
-    2
-    """
+    """Return how many versions ahead an evaluation begins: as far as training runs ahead."""
     scheduler = config.scheduler
     if scheduler.on_update != "verify":
         return 0
@@ -42,17 +37,14 @@ def lead_of(config: RunConfig) -> int:
 
 
 def next_version(every: int, *, published: int, known: int, steps: int) -> int | None:
-    """Return the version to evaluate next; None if there are no more.
+    """Return the version to evaluate next, a multiple of `every`; None if there are no more.
 
-    `every` is `evaluation.every`, and `published` the newest version. Versions up to `known` are
-    evaluated or abandoned. The last version, `steps`, is evaluated after training, the first one
-    before.
+    Versions up to `known` are evaluated or abandoned, and the last one, `steps`, follows training.
 
-    Example:
-        >>> next_version(10, published=7, known=0, steps=30)
-        10
-        >>> next_version(10, published=12, known=10, steps=20) is None
-        True
+    >>> next_version(10, published=7, known=0, steps=30)
+    10
+    >>> next_version(10, published=12, known=10, steps=20) is None
+    True
     """
     at_least = max(published, known + 1, 1)
     version = -(-at_least // every) * every
@@ -213,8 +205,8 @@ class EvaluationDuringTraining:
     def rewound(self, step: int) -> None:
         """Rewind to this step with another trainer; generators drop their held-out samples.
 
-        A round begins only after the next version is published: earlier, a generator may still have
-        weights that are gone.
+        The next round begins after a new version: until then a generator may have weights that are
+        gone.
         """
         if self._round is not None:
             version, self._round = self._round.version, None

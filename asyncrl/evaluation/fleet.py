@@ -18,9 +18,8 @@ from asyncrl.wire.records.evaluations import EvaluationRecord
 class FleetEvaluation:
     """Runs evaluations before and after training, and forwards events to those during it.
 
-    A round before or after training evaluates the newest weights at its start and keeps every
-    generator busy. Samples of older weights do not count. `waiter` is what the phase waits on;
-    `during` evaluates during training (None: nothing does).
+    A round before or after training keeps every generator busy, with the newest weights at its
+    start; samples of older weights do not count. `waiter` is what the phase waits on.
     """
 
     def __init__(

@@ -16,10 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 def best_of(records: Sequence[EvaluationRecord], of: str | None) -> EvaluationRecord | None:
-    """Return the earliest record with the highest accuracy, or None.
+    """Return the earliest complete record after step 0 with the highest accuracy, or None.
 
-    Records of step 0 and incomplete ones do not count. `of` is the set that decides; None: the
-    first of each record.
+    The set `of` decides; None: the first of each record.
     """
     best: EvaluationRecord | None = None
     best_value = -math.inf

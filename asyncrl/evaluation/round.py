@@ -1,10 +1,5 @@
 """One evaluation round: its samples, their assignment to generators, and the estimates.
 
->>> right = np.array([[1, 0], [1, 1]])  # two prompts, two samples each
->>> one = estimate(right, threshold=0.5)
->>> one.accuracy, one.pass_at
-(0.75, {1: 0.75, 2: 1.0})
-
 >>> plan = EvaluationPlan((PlannedSet("held_out", 2, 1), PlannedSet("hard", 1, 3)))
 >>> [plan.place(index) for index in range(plan.total)]
 [('held_out', 0), ('held_out', 1), ('hard', 0), ('hard', 0), ('hard', 0)]
@@ -94,8 +89,8 @@ def plan_of(config: EvaluationConfig, available: Mapping[str, int]) -> Evaluatio
 def pass_at_k(right: int, samples: int, k: int) -> float:
     """Estimate, without bias, the probability that one of k samples of a prompt is right.
 
-    1 − C(n − c, k) / C(n, k) of n samples, c of them right (2107.03374, equation 1). The plug-in 1
-    − (1 − c/n)^k is too low. Raises ValueError if k is not between 1 and the number of samples.
+    1 − C(n − c, k) / C(n, k) of n samples, c of them right (2107.03374, equation 1). Raises
+    ValueError if k is not between 1 and n.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} cannot be estimated from {samples} samples of a prompt")
@@ -103,11 +98,7 @@ def pass_at_k(right: int, samples: int, k: int) -> float:
 
 
 def ks_of(samples: int) -> list[int]:
-    """Return the k for which pass@k is reported: powers of two, and the number of samples.
-
-    >>> ks_of(12)
-    [1, 2, 4, 8, 12]
-    """
+    """Return the k for which pass@k is reported: powers of two, and the number of samples."""
     powers = [1 << shift for shift in range(samples.bit_length())]
     return sorted({*powers, samples} if samples else set())
 
@@ -122,12 +113,10 @@ def estimate(
 ) -> SetEvaluation:
     """Estimate one set from `rewards` `[P, n]` of n samples of each of P prompts.
 
-    Unscored samples are left out. A prompt's mean is that of its other samples; a prompt without
-    any is left out, and so is one with fewer than k from pass@k. Estimates are None if the share of
-    unscored samples exceeds `max_unscored_share`, or if every reward has failed.
-
-    A sample is right if its reward is above `threshold`. `lengths` `[P, n]` are response tokens;
-    `verdicts` `[P, n]` say which samples are scored (None: all).
+    A sample is right if its reward is above `threshold`. Unscored samples (`verdicts` `[P, n]`) are
+    left out; so is a prompt without any other, and one with fewer than k from pass@k. Estimates are
+    None if the share of unscored samples exceeds `max_unscored_share`, or if every reward has
+    failed. `lengths` `[P, n]` are response tokens.
     """
     values = np.atleast_2d(np.asarray(rewards, dtype=np.float64))
     prompts, samples = values.shape if values.size else (0, 0)
@@ -206,10 +195,8 @@ class _Result(NamedTuple):
 class EvaluationRound:
     """Spreads the samples of a round over generators and collects each of them once.
 
-    `number` identifies the round in its process, so that late answers of other rounds are
-    recognised. A sample is right if its reward is above `threshold`; a set with more than
-    `max_unscored_share` unscored samples does not have an accuracy. `version` is the policy version
-    in a run that trains at the same time, otherwise None.
+    `number` identifies the round, so that late answers of other rounds are recognised. `version` is
+    the policy version in a run that trains at the same time, otherwise None.
     """
 
     def __init__(

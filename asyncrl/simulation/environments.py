@@ -1,8 +1,7 @@
 """Simulated environments: the turns of each sample, and the latency of its environment.
 
-A sample is a plan: turns of generated tokens with an observation behind each but the last. Plans
-depend on the seed and the sample alone, so every mode has the same ones, and a sample that is lost
-or verified meets the same environment again.
+Plans depend on the seed and the sample alone, so every mode has the same ones, and a sample that is
+lost or verified meets the same environment again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Fits the costs of a real run to the records in its directory.
-
-    RUN/engine/GENERATOR.jsonl    counters of the engine (`asyncrl.generator.engine_log`)
-    RUN/metrics.jsonl             step records: seconds of steps and of training, tokens
-    RUN/timeline/PROCESS.jsonl    seconds of weight transfers and of messages
+"""Fits the costs of a real run to its records: the engine's log, metrics.jsonl and timelines.
 
 docs/modes.md says what the fit assumes and what it cannot know.
 """
@@ -262,8 +258,8 @@ def _message_seconds(generators: dict[str, list[Span]], trainer: Iterable[Span])
 def _rewards(intervals: Iterable[Interval], overhead: float) -> tuple[float, float]:
     """Fit (seconds per reward with an idle engine, engine steps per reward while it decodes).
 
-    Uses the intervals in which samples always waited for their reward, where samples rewarded =
-    idle seconds / seconds of a reward + steps / steps per reward.
+    Where samples always waited for their reward, samples rewarded = idle seconds / seconds of a
+    reward + steps / steps per reward.
     """
     backlogged = [i for i in intervals if i.rewards_queued]
     y = np.array([i.rewarded for i in backlogged], float)

@@ -204,10 +204,7 @@ class Fleet:
         return events.SampleFinished(name, request.sample, request.length, request.oldest_version)
 
     def rewarded(self, report: FinishedReport) -> events.SampleRewarded | None:
-        """Return the event of a sample's reward; None if the sample was resumed or lost since.
-
-        The signal of a group is drawn once, and does not change when its samples are verified.
-        """
+        """Return the event of a sample's reward, or None as `finished`; groups have one signal."""
         finished = self.finished(report)
         if finished is None:
             return None

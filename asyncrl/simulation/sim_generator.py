@@ -1,10 +1,9 @@
 """A simulated generator. Its requests decode in one batch, all at the same speed.
 
-Between two changes every active request advances by the same number of tokens a step (one, or more
-if the cache drafts). So one *progress* counter, in tokens, serves all requests: a request is done
-when the counter has grown by its remaining tokens. A request that drafts from its own old
-continuation is faster by a constant factor. A change (a request more or less, new weights, a
-prefill) costs O(log requests).
+Every active request advances by the same number of tokens a step, so one *progress* counter, in
+tokens, serves all: a request is done when the counter has grown by its remaining tokens. A request
+that drafts from its own old continuation is faster by a constant factor. A change (a request more
+or less, new weights, a prefill) costs O(log requests).
 """
 
 from __future__ import annotations
@@ -181,10 +180,7 @@ class SimGenerator:
         return generated
 
     def _length_above(self, kept: float, otherwise: int) -> int:
-        """Draw the length of a response whose first `kept` tokens stay.
-
-        Lengths are drawn until one is longer; `otherwise` is returned after `_DRAWS` draws.
-        """
+        """Draw lengths until one is above `kept`; return `otherwise` after `_DRAWS` draws."""
         for _ in range(_DRAWS):
             length = self._setting.lengths(self._rng)
             if length > kept:

@@ -100,8 +100,7 @@ class SimRequest:
     def rewind(self, version: int) -> None:
         """Assign the tokens of policies after `version` to an unknown policy.
 
-        They are as far from `version` as before, but in another direction than later policies: a
-        distance of n steps becomes one of n more steps.
+        A distance of n steps becomes one of n more steps, in another direction than later policies.
         """
         if any(drawn > version for drawn, _ in self.segments):
             self.unknown = True

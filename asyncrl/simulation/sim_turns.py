@@ -1,9 +1,8 @@
 """A simulated generator whose samples have several turns, with an environment behind each.
 
 At the end of a turn a sample leaves its slot and waits for its environment. It keeps its KV while
-there is room; samples that have waited longest lose it first. With the observation, it waits for a
-slot again and is fed the observation, or everything if its KV is gone, which is also the case after
-an install, since KV of old weights is never reused.
+there is room; samples that have waited longest lose it first, and all at an install, since KV of
+old weights is never reused. Then it waits for a slot and is fed the observation, or everything.
 
 Verification judges generated tokens only. If it changes turn t, all later turns are gone, and the
 environment goes back to before t (`environments.GoBack`): at once, or by repeating the accepted

@@ -239,11 +239,9 @@ def conditions(network: Network, failures: Failures, stragglers: Stragglers) -> 
 
 
 def cluster(config: RunConfig | None, fit: Fit | None, **changes: Any) -> Cluster:
-    """Make a cluster from the configuration and the costs of runs.
+    """Make a cluster with the sizes and scheduler of `config`, else of `fit`, else the defaults.
 
-    The sizes and scheduler settings are those of `config`, else of `fit`, else the defaults.
-    Without `fit`, costs come from the roofline and lengths from a log-normal. `changes` override
-    fields of `Cluster`.
+    Without `fit`, costs come from the roofline and lengths from a log-normal. `changes` override.
     """
     fields: dict[str, Any] = {}
     if fit is not None:

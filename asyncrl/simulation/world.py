@@ -1,10 +1,4 @@
-"""A discrete-event simulation around the live scheduler: generators, one trainer, and delays.
-
-    scheduler ── commands ──► generators (`fleet`), trainer (`sim_trainer`) ── events ──► scheduler
-
-The trainer processes groups one after the other as they arrive, and does the optimizer step when
-all groups of the declared step are processed.
-"""
+"""A discrete-event simulation around the live scheduler: generators, one trainer, and delays."""
 
 from __future__ import annotations
 

@@ -19,10 +19,9 @@ from asyncrl.web.serving import listen, read_token, token_path, url_of
 
 
 def show_page(run: Path, port: int, say: Callable[[str], None]) -> None:
-    """Print the link of an active run; serve an ended run until Ctrl-C.
+    """Print the link of an active run, by `say`; serve an ended run at `port` until Ctrl-C.
 
-    `port` is that of an ended run's page; 0 takes any free one. `say` prints a line. Raises
-    UserError if the run does not have a page, or the port is in use.
+    Raises UserError if the run does not have a page, or the port is in use.
     """
     if is_alive(run):
         if port:

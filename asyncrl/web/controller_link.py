@@ -98,7 +98,8 @@ class EndedRun:
     def __init__(self, run: Path) -> None:
         self._run = run
         self.data = load_run(run)
-        self._status = status_of(self.data, _ending(run))
+        state = read_state(run)
+        self._status = status_of(self.data, _ENDINGS[None if state is None else state.ended])
 
     async def status(self) -> Status:
         """Return the final status."""
@@ -108,16 +109,11 @@ class EndedRun:
         """Refuse the order."""
         name = type(request).__name__.removesuffix("Request").lower()
         return control.Refused(
-            f"the run {self.data.name} {self._status['phase']}: there is nothing to {name}"
+            f"the run {self.data.name} {self._status['phase']} and does not take orders ({name})"
         )
 
 
 _ENDINGS = {"done": "is done", "stopped": "was stopped", "failed": "failed", None: "was killed"}
-
-
-def _ending(run: Path) -> str:
-    state = read_state(run)
-    return _ENDINGS[None if state is None else state.ended]
 
 
 def status_of(data: RunData, phase: str) -> Status:

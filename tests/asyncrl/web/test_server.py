@@ -347,7 +347,7 @@ def test_the_status_of_an_ended_run_is_that_of_its_result(run: Path) -> None:
     assert status["exactly_on_policy"] is result.exactly_on_policy
     refused = asyncio.run(ended.order(control.StopRequest()))
     assert isinstance(refused, control.Refused)
-    assert "nothing to stop" in refused.reason
+    assert "does not take orders (stop)" in refused.reason
     assert b"<svg" in EndedSections(ended.data).drawn()["timeline"].html
 
 
