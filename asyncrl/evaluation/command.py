@@ -126,12 +126,7 @@ async def _evaluate_served(
 ) -> EvaluationRecord:
     sets = held_out_sets(task)
     plan = plan_of(config.evaluation, {name: len(prompts) for name, prompts in sets.items()})
-    current = EvaluationRound(
-        0,
-        plan,
-        threshold=config.evaluation.threshold,
-        max_unscored_share=config.evaluation.max_unscored_share,
-    )
+    current = EvaluationRound(0, plan, config.evaluation)
     slots, limit = asyncio.Semaphore(2 * config.engine.slots), config.evaluation.timeout_seconds
     try:
         async with AsyncExitStack() as closing:
@@ -159,9 +154,9 @@ async def _evaluate_served(
                         group.create_task(evaluate(index))
             except TimeoutError as error:
                 raise AsyncrlError(
-                    f"no evaluation sample came back for {limit:g} s ({current.finished} of "
-                    f"{plan.total} had before); if they take that long, raise "
-                    "evaluation.timeout_seconds"
+                    f"evaluation is stuck: none of its samples finished within {limit:g} s "
+                    f"({current.finished} of {plan.total} did before); if they take that long, "
+                    "raise evaluation.timeout_seconds"
                 ) from error
             counts = generator.rewards.counts
         if counts.failures:

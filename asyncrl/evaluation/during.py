@@ -28,12 +28,10 @@ Say = Callable[[str], None]
 
 def lead_of(config: RunConfig) -> int:
     """Return how many versions ahead an evaluation begins: as far as training runs ahead."""
-    scheduler = config.scheduler
+    scheduler, groups = config.scheduler, config.scheduler.max_runahead_groups
     if scheduler.on_update != "verify":
         return 0
-    per_step = scheduler.groups_per_step
-    groups = scheduler.max_runahead_groups
-    return 2 if groups is None else -(-groups // per_step)
+    return 2 if groups is None else -(-groups // scheduler.groups_per_step)
 
 
 def next_version(every: int, *, published: int, known: int, steps: int) -> int | None:
@@ -106,8 +104,8 @@ class EvaluationDuringTraining:
             last = published // every * every
             if last > max(evaluated, 0) and last < published:
                 self._say(
-                    f"the evaluation of step {last} has no result and is given up: the run "
-                    f"continues at step {published}, and the weights of step {last} are gone"
+                    f"the evaluation of step {last} has no result: the run continues at step "
+                    f"{published}, and the weights of step {last} are gone"
                 )
                 self._known = last
         await self.published(published)
@@ -132,13 +130,7 @@ class EvaluationDuringTraining:
         if not plan.total or not workers:
             return
         self._number += 1
-        samples = EvaluationRound(
-            self._number,
-            plan,
-            threshold=settings.threshold,
-            max_unscored_share=settings.max_unscored_share,
-            version=version,
-        )
+        samples = EvaluationRound(self._number, plan, settings, version)
         self._round = _Round(version, samples, FixedVersion(version, ahead, settings.hold_seconds))
         await self._deal(workers)
 
@@ -148,7 +140,7 @@ class EvaluationDuringTraining:
             return
         fit = [worker for worker in workers if worker.policy_version <= one.version]
         if not fit:
-            await self._give_up("no generator is left that can still install its weights")
+            await self._give_up("all generators have newer weights")
             return
         waiting, slots = one.samples.waiting, sum(worker.slots for worker in fit)
         sets = self._requests.held_out
@@ -210,8 +202,8 @@ class EvaluationDuringTraining:
         """
         if self._round is not None:
             version, self._round = self._round.version, None
-            again = "is begun again when the run comes there" if version > step else "is given up"
-            self._say(f"the evaluation of step {version} {again}: the trainer was lost")
+            later = "starts again at that step" if version > step else "is given up"
+            self._say(f"the evaluation of step {version} {later}: the trainer was lost")
         self._published = self._known = step
 
     def end(self) -> None:

@@ -20,9 +20,9 @@ from asyncrl.errors import UserError
 from asyncrl.generator.engine_log import EngineRecord
 from asyncrl.monitoring.records.jsonl import read_jsonl
 from asyncrl.monitoring.records.metrics_log import read_metrics
-from asyncrl.monitoring.records.spans import Span, SpanKind, read_spans
+from asyncrl.monitoring.records.spans import Span, SpanKind, clip, read_timelines
 from asyncrl.simulation.cost import MeasuredCost
-from asyncrl.simulation.lengths import Survival
+from asyncrl.simulation.lengths import Survival, bisected
 from asyncrl.wire.records.step import StepMetrics, TokenCounts
 
 WARM_UP = 3
@@ -213,14 +213,10 @@ def _training(steps: Sequence[StepMetrics]) -> tuple[float, float]:
 
 
 def _spans(directory: Path) -> tuple[dict[str, list[Span]], list[Span]]:
-    generators: dict[str, list[Span]] = {}
-    trainer: list[Span] = []
-    for path in sorted((directory / "timeline").glob("*.jsonl")):
-        if path.stem.startswith("generator"):
-            generators[path.stem] = read_spans(path)
-        elif path.stem.startswith("trainer") and rank_of(path.stem) == 0:
-            trainer += read_spans(path)
-    return generators, trainer
+    lanes = read_timelines(directory / "timeline")
+    generators = {name: spans for name, spans in lanes.items() if name.startswith("generator")}
+    trainers = [one for one in lanes if one.startswith("trainer") and rank_of(one) == 0]
+    return generators, [span for one in trainers for span in lanes[one]]
 
 
 def _overhead(
@@ -228,12 +224,8 @@ def _overhead(
 ) -> float:
     """Return seconds of decoding over seconds inside engine steps, 1 to 1.5."""
     busy = sum(i.busy for i in intervals)
-    decoding = sum(
-        max(0.0, min(span.end, ended) - max(span.start, began))
-        for line in spans.values()
-        for span in line
-        if span.kind in _DECODING
-    )
+    clipped = (span for line in spans.values() for span in clip(line, began, ended))
+    decoding = sum(span.seconds for span in clipped if span.kind in _DECODING)
     return min(max(decoding / busy, 1.0), 1.5) if busy else 1.0
 
 
@@ -287,11 +279,5 @@ def _drift(last: StepMetrics, lengths: Sequence[int], outside: float, noise: flo
         return None
     survival = Survival("block", outside=outside, noise=noise)
     kept = verified / (verified + rejected)
-    low, high = 0.0, survival.decisive
-    for _ in range(30):
-        middle = (low + high) / 2
-        if survival.expected(lengths, middle) > kept:
-            low = middle
-        else:
-            high = middle
-    return low
+    high = survival.decisive
+    return bisected(lambda drift: survival.expected(lengths, drift), kept, high, 30)

@@ -152,11 +152,16 @@ def survival(v: float) -> float:
 
 
 def survival_inverse(probability: float) -> float:
-    """Return v with `survival(v) == probability`, by bisection; `survival` is decreasing."""
-    low, high = 0.0, 40.0
-    for _ in range(50):
+    """Return v with `survival(v) == probability`."""
+    return bisected(survival, probability, 40.0, 50)
+
+
+def bisected(falling: Callable[[float], float], value: float, high: float, rounds: int) -> float:
+    """Return the largest found x from 0 to `high` at which a falling function is above `value`."""
+    low = 0.0
+    for _ in range(rounds):
         middle = (low + high) / 2.0
-        if survival(middle) > probability:
+        if falling(middle) > value:
             low = middle
         else:
             high = middle

@@ -166,26 +166,21 @@ class SimGenerator:
         kept = setting.survival.kept(request.segments, self.version, setting.drift, self._rng)
         request.unknown = False
         self.tally.rejected += generated - kept
+        # After a rejection verification draws the next token; the rejected ones serve as drafts.
+        request.replace(self.version, kept + (kept < generated))
         if kept < generated:
-            # Verification draws the next token; the rejected ones serve as drafts.
-            request.replace(self.version, kept + 1)
             if setting.new_length and self._rng.random() < setting.new_length:
                 request.length = self._length_above(kept, request.length)
             speed = self._cost.redraft(self._active, self._drafting, setting.redraft)
             request.speedup = speed / self._cost.speed(self._active)
             request.drafted += generated - kept - 1
             request.rewarded_at = 0.0
-        else:
-            request.replace(self.version, kept)
         return generated
 
     def _length_above(self, kept: float, otherwise: int) -> int:
         """Draw lengths until one is above `kept`; return `otherwise` after `_DRAWS` draws."""
-        for _ in range(_DRAWS):
-            length = self._setting.lengths(self._rng)
-            if length > kept:
-                return length
-        return otherwise
+        draws = (self._setting.lengths(self._rng) for _ in range(_DRAWS))
+        return next((length for length in draws if length > kept), otherwise)
 
     @property
     def decoding(self) -> int:

@@ -68,11 +68,9 @@ class SimRequest:
 
     def grow(self, progress: float, version: int) -> float:
         """Add the tokens of this much progress as a segment; return their number."""
-        if self.scoring:
-            scoring = min(progress, self.scoring)
-            self.scoring -= scoring
-            progress -= scoring
-        tokens = progress
+        scoring = min(progress, self.scoring)
+        self.scoring -= scoring
+        tokens = progress = progress - scoring
         if self.drafted:
             drafting = min(progress, self.drafted / self.speedup)
             drafted = drafting * self.speedup

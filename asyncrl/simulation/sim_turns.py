@@ -16,7 +16,7 @@ import random
 from dataclasses import dataclass, field
 
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.simulation.environments import Environments, Plan
+from asyncrl.simulation.environments import Plan
 from asyncrl.simulation.setting import Setting
 from asyncrl.simulation.sim_generator import SimGenerator
 from asyncrl.simulation.sim_request import SimRequest
@@ -64,13 +64,13 @@ class TurnGenerator(SimGenerator):
         name: str,
         setting: Setting,
         rng: random.Random,
-        environments: Environments,
         *,
         slowness: float = 1.0,
         version: int = 0,
     ) -> None:
         super().__init__(name, setting, rng, slowness=slowness, version=version)
-        self._environments = environments
+        assert setting.environments is not None  # noqa: S101 - by the fleet
+        self._environments = setting.environments
         self._away: list[tuple[float, int, TurnRequest]] = []
         """Heap of (time of the observation, tie-breaker, request); entries may be outdated."""
         self._keeping: dict[SampleId, TurnRequest] = {}

@@ -141,7 +141,7 @@ def test_an_engine_that_says_nothing_more_ends_the_evaluation(
     monkeypatch.setattr(command, "load_task", lambda *_, **__: task)
     monkeypatch.setattr(command, "create_engine", lambda *_, **__: engine)
     config = load_config(None, ["evaluation.timeout_seconds=0.05"])
-    with pytest.raises(AsyncrlError, match=r"came back for 0.05 s \(0 of 1 had before\)"):
+    with pytest.raises(AsyncrlError, match=r"finished within 0.05 s \(0 of 1 did before\)"):
         evaluate_model(config, str(tmp_path), Console())
     assert engine.ended == 1
 

@@ -185,7 +185,7 @@ def test_orders_without_the_token_go_nowhere_and_no_log_has_it(
     assert client.ask("POST", "/api/orders/stop", b"{}", Content_Type="text/plain").status == 401
     assert source.orders == []
     assert client.order("stop").status == 200
-    assert "order stop of 127.0.0.1" in caplog.text
+    assert "order stop from 127.0.0.1" in caplog.text
     assert TOKEN not in caplog.text
     assert wrong not in caplog.text
 
