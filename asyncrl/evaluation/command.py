@@ -57,7 +57,7 @@ def resolve_target(
         run = find_run(target, runs)
         newest = _newest_checkpoint(run, console)
         if newest is None:
-            raise UserError(f"the run {run} has no checkpoint yet; evaluate its model instead")
+            raise UserError(f"the run {run} has not written a checkpoint yet; evaluate its model")
         config = load_config(run / "config.yaml", overrides)
         say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
         return config, str(model_of(newest, say))
@@ -70,9 +70,7 @@ def resolve_target(
         except ModelError as error:
             if Path(target).exists():
                 raise
-            raise ModelError(
-                f"there is no run {target!r} in {runs}; as a model: {error}"
-            ) from error
+            raise ModelError(f"{target!r} is not a run in {runs}; as a model: {error}") from error
 
 
 def _newest_checkpoint(run: Path, console: Console) -> Path | None:

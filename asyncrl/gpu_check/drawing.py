@@ -122,7 +122,7 @@ def _compare(logits: torch.Tensor, k: int, sampling: SamplingColumns) -> tuple[f
 def _apart(what: str, found: torch.Tensor, wanted: torch.Tensor) -> list[str]:
     both = found.isfinite() & wanted.isfinite()
     if not bool((found.isfinite() == wanted.isfinite()).all()):
-        return [f"{what}: other ones are finite"]
+        return [f"{what}: log-probabilities are finite at different places"]
     gap = float((found - wanted)[both].abs().max()) if bool(both.any()) else 0.0
     return [] if gap <= _APART else [f"{what}: log-probabilities differ by {gap:.1e} nats"]
 

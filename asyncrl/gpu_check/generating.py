@@ -152,7 +152,7 @@ async def _speed(made: Engine, work: Work, vocabulary: int) -> dict[str, Any]:
         await made.close()
     tokens = sum(map(len, second))
     if tokens != work.rows * work.tokens:
-        raise PartFailed(f"{tokens} tokens came, not {work.rows * work.tokens}")
+        raise PartFailed(f"{tokens} tokens were generated, not {work.rows * work.tokens}")
     if not all(np.isfinite(one).all() for one in (*first, *second)):
         raise PartFailed("log-probabilities of drawn tokens are not finite")
     return {
@@ -294,7 +294,7 @@ def _noise_floor_part(context: Context, kind: Literal["torch", "vllm"]) -> Said:
         if nats > _WORST_NATS:
             raise PartFailed(f"{name}: decoding and scoring differ by {nats:.2f} nats", numbers)
     if not sentences:
-        raise PartFailed("the engine was refused in every way", numbers)
+        raise PartFailed("the engine refused all of these settings", numbers)
     return f"{dtype}, {length} tokens; {'; '.join(sentences)}", numbers
 
 

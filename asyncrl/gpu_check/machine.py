@@ -54,7 +54,7 @@ def driver(context: Context) -> Said:
     what = f"torch {torch.__version__}, {named or 'no GPU'}"
     if context.gpus and any(line.startswith("refused") for line in lacks):
         raise PartFailed(f"{what}; a run with the defaults is {lacks[-1]}", numbers)
-    said = f"doctor misses {len(lacks)}: {' | '.join(lacks)}" if lacks else "doctor misses nothing"
+    said = f"doctor reports {' | '.join(lacks)}" if lacks else "doctor reports nothing"
     return f"{what}; {said if findings else 'doctor needs packages that are missing'}", numbers
 
 
@@ -120,6 +120,6 @@ def compiler(context: Context) -> Said:
         raise PartFailed(f"Triton {triton.__version__}: {error}{why}", numbers) from error
     if not bool((found == 1).all()):
         raise PartFailed(f"a kernel of one line wrote {found.tolist()}, not 1", numbers)
-    how = "compiled and ran" if context.gpus else "interpreted (there is no GPU to compile for)"
+    how = "compiled and run" if context.gpus else "interpreted (without a GPU to compile for)"
     lacks = "" if c_compiler and header.exists() else "; no C compiler or Python.h: vLLM needs both"
     return f"Triton {triton.__version__}: a kernel was {how}{lacks}", numbers

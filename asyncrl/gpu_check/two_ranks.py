@@ -23,8 +23,8 @@ def nccl(context: Context) -> Said:
     mib = 1 if context.small else 1024
     sent, received = _pair("broadcast", context, mib=mib)
     if not received["equal"]:
-        raise PartFailed("what was received is not what was sent", received)
-    by = "NCCL" if context.gpus else "gloo (there is no GPU)"
+        raise PartFailed("the received bytes differ from the sent ones", received)
+    by = "NCCL" if context.gpus else "gloo (without a GPU)"
     connected, speed = sent["connect_seconds"], sent["gb_a_second"]
     return f"{by}: connected in {connected:.1f} s, {mib:,} MiB at {speed:.1f} GB/s", sent
 

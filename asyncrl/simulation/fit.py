@@ -79,7 +79,7 @@ class Interval:
 def fit_run(directory: Path, warm_up: int = WARM_UP) -> Fit:
     """Fit the costs of a run without its first `warm_up` steps. Raises UserError."""
     if not (directory / "metrics.jsonl").exists():
-        raise UserError(f"{directory} is not the directory of a run: it has no metrics.jsonl")
+        raise UserError(f"{directory} is not the directory of a run: metrics.jsonl is missing")
     steps = read_metrics(directory / "metrics.jsonl")
     if len(steps) < warm_up + _MIN_INTERVALS:
         raise UserError(

@@ -122,7 +122,7 @@ class Tally:
     """Seconds in which nothing decoded while samples waited for their environment."""
     turns: int = 0
     turns_discarded: int = 0
-    """Those of `turns` that were behind a rejection."""
+    """Number of `turns` that were behind a rejection."""
     prefilled_again: int = 0
     """Samples that came back from their environment and had lost their KV."""
 

@@ -218,7 +218,7 @@ class Api:
         return Response(body, media_type="application/json")
 
     async def timeline(self, seconds: Annotated[float, Query(gt=0, le=3600)] = 60.0) -> Response:
-        """What each process did in the last seconds, as spans, by process."""
+        """Spans of each process's activity in the last seconds, by process."""
         return _json(await self.read(lambda: recent_spans(self._run, seconds)))
 
     async def samples(self, limit: Annotated[int, Query(ge=1, le=MAX_SAMPLES)] = 8) -> Response:
@@ -233,7 +233,7 @@ class Api:
     async def events(self) -> Response:
         """Server-sent events: `snapshot` once a second, with the status."""
         if self._feed.is_full:
-            raise HTTPException(503, "too many pages watch this run; use `asyncrl status`")
+            raise HTTPException(503, "too many pages show this run; use `asyncrl status`")
         return EventStream(self._feed)
 
     async def section(self, name: Literal[NAMES]) -> HTMLResponse:  # type: ignore[valid-type]

@@ -48,7 +48,7 @@ def link(run: Path) -> str:
     if state is None or not state.web:
         raise UserError(
             f"the run in {run} is active and has no web page: monitoring.web.enabled is false, the "
-            "run has just begun, or its page ended (its log says so)"
+            "run has just started, or its page ended (see its log)"
         )
     token = read_token(token_path(run, _token_file(run)))
     return f"{state.web}/#token={urllib.parse.quote(token, safe='')}"

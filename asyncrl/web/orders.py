@@ -21,7 +21,7 @@ class NoArguments(BaseModel):
 
 
 class ScaleArguments(BaseModel):
-    """How many generators the run is to have."""
+    """The new number of generators."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

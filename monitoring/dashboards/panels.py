@@ -31,7 +31,7 @@ class Series:
         known = {"process", self.spec.label, self.spec.second_label}
         for label in labels:
             if label not in known:
-                raise ValueError(f"{self.spec.name} has no label {label}")
+                raise ValueError(f"{label} is not a label of {self.spec.name}")
         more = tuple(f'{label}=~"{value}"' for label, value in labels.items())
         return Series(self.spec, self.matchers + more)
 

@@ -86,7 +86,7 @@ def read_account(run: Path) -> GroupAccount:
         if scheduler.get("dynamic_sampling", {}).get("enabled", False):
             groups_per_step = None
     except (yaml.YAMLError, ValueError, TypeError, LookupError, RecursionError) as error:
-        raise ValueError(f"{path} does not say scheduler.groups_per_step") from error
+        raise ValueError(f"{path} lacks a number for scheduler.groups_per_step") from error
     return account_of(read_metrics(run / "metrics.jsonl"), groups_per_step)
 
 

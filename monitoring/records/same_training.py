@@ -56,7 +56,7 @@ def read_steps(run: Path) -> list[StepMetrics]:
     """Read the records of a run's folder. Raises ValueError if there are none."""
     steps = read_metrics(run / "metrics.jsonl")
     if not steps:
-        raise ValueError(f"{run} has no steps")
+        raise ValueError(f"metrics.jsonl in {run} is missing or empty")
     return steps
 
 

@@ -143,7 +143,7 @@ def load_run(run_dir: Path) -> RunData:
     """Read the files that exist; `notes` names unreadable ones. Raises ReportError if not a run."""
     if not run_dir.is_dir():
         raise ReportError(
-            f"there is no run directory {run_dir}; `ls {run_dir.parent}` lists the runs"
+            f"run directory {run_dir} does not exist; `ls {run_dir.parent}` lists the runs"
         )
     known = ("config.yaml", "metrics.jsonl", "result.json", "timeline")
     if not any((run_dir / name).exists() for name in known):

@@ -104,8 +104,8 @@ def _incomplete(data: RunData) -> Markup | None:
     named = "; ".join(texts[:_NAMED]) + (f"; so are {more:,} more" if more > 0 else "")
     return element(
         "p",
-        f"The {named}. They have no accuracy: more samples than evaluation.max_unscored_share "
-        "allows have no reward, or all rewards failed.",
+        f"The {named}. Their accuracy is unknown: more samples than evaluation.max_unscored_share "
+        "allows lack a reward, or all rewards failed.",
         class_="note",
     )
 

@@ -41,7 +41,7 @@ class TraceSpan:
     end: float
     attributes: Mapping[str, Value]
     events: tuple[Moment, ...] = ()
-    """At Unix seconds."""
+    """Events, with Unix times."""
     id: int | None = None
     failure: str = ""
 

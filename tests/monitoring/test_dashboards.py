@@ -55,7 +55,7 @@ def test_queries_use_declared_metrics_of_the_chosen_runs():
 def test_a_label_that_does_not_exist_is_refused():
     metrics = series_of(GeneratorMetrics)
     assert 'reason=~"stop"' in str(metrics["samples_finished"].where(reason="stop"))
-    with pytest.raises(ValueError, match="no label cause"):
+    with pytest.raises(ValueError, match="cause is not a label"):
         metrics["samples_finished"].where(cause="stop")
     for wrong in (metrics["slots"].mean, lambda: metrics["slots"].quantile(0.5)):
         with pytest.raises(ValueError, match="not a histogram"):

@@ -33,7 +33,7 @@ def test_a_run_is_evaluated_with_its_own_configuration_and_overrides(
         parse_config({"run": run}, source="the test"), resume=False, clean=False
     )
     made.close()
-    with pytest.raises(UserError, match=r"mine has no checkpoint yet"):
+    with pytest.raises(UserError, match=r"mine has not written a checkpoint yet"):
         resolve_target("mine", None, [], tmp_path, Console())
     checkpoint, newer = write_whole(made.path / "checkpoints", 3, 4)
     truncate(newer / WEIGHTS)
@@ -60,7 +60,7 @@ def test_what_is_neither_a_run_nor_a_model_is_called_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    said = rf"there is no run 'fisrt' in {tmp_path}; as a model: model.path: 'fisrt' is neither"
+    said = rf"'fisrt' is not a run in {tmp_path}; as a model: model.path: 'fisrt' is neither"
     with pytest.raises(ModelError, match=said):
         resolve_target("fisrt", None, [], tmp_path, Console())
 
