@@ -8,16 +8,11 @@ number, so all processes agree without messages. A trace is sampled as OpenTelem
 from __future__ import annotations
 
 import hashlib
-import socket
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
-from asyncrl.monitoring.config import TracingConfig
-from asyncrl.monitoring.errors import TracingError
-from asyncrl.monitoring.metrics.process_metrics import ProcessMetrics
 from asyncrl.rollout.trajectory import SampleId
 
 Value = str | bool | int | float
@@ -177,39 +172,3 @@ class Tracer:
                 failure,
             )
         )
-
-
-def open_tracer(
-    config: TracingConfig,
-    closing: ExitStack | AsyncExitStack,
-    *,
-    key: str,
-    run: str,
-    process: str,
-    metrics: ProcessMetrics,
-    unix: Callable[[float], float],
-) -> Tracer:
-    """Open a tracer that sends to the configured collector; `closing` ends it.
-
-    `key` is the run's, see `TraceIds`; `metrics` count sent and dropped spans; `unix` as in
-    `Tracer`. Raises TracingError if the OpenTelemetry SDK is not installed.
-    """
-    try:
-        from asyncrl.monitoring.tracing.export import SpanExport
-    except ImportError as error:
-        raise TracingError(process, error) from error
-    resource = {
-        "service.name": "asyncrl",
-        "service.instance.id": f"{run}/{process}",
-        "asyncrl.run": run,
-        "asyncrl.process": process,
-        "host.name": socket.gethostname(),
-    }
-    export = SpanExport(
-        config.traces_url,
-        queued=config.queue_spans,
-        resource=resource,
-        count=lambda outcome, spans: metrics.trace_spans.of(outcome).inc(spans),
-    )
-    closing.callback(export.close)
-    return Tracer(TraceIds(key, config.sample_rate), export, unix)
