@@ -110,7 +110,9 @@ def run_part(
     try:
         said: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        sentence = f"its process ended with {_ending(process.returncode)}"
+        code = process.returncode
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        sentence = f"its process ended with {how}"
         return Verdict(part.name, "failed", sentence, seconds, {}, lines)
     failed = said["verdict"] == "failed"
     return Verdict(part.name, seconds=seconds, last_lines=lines if failed else [], **said)
@@ -170,7 +172,3 @@ def _environment() -> dict[str, str]:
 def _missing(parts: Sequence[Part]) -> list[str]:
     names = {name for part in parts for name in part.packages}
     return [name for name in sorted(names) if importlib.util.find_spec(name) is None]
-
-
-def _ending(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

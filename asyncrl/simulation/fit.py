@@ -23,7 +23,7 @@ from asyncrl.monitoring.records.metrics_log import read_metrics
 from asyncrl.monitoring.records.spans import Span, SpanKind, clip, read_timelines
 from asyncrl.simulation.cost import MeasuredCost
 from asyncrl.simulation.lengths import Survival, bisected
-from asyncrl.wire.records.step import StepMetrics, TokenCounts
+from asyncrl.wire.records.step import StepMetrics
 
 WARM_UP = 3
 """First steps of a run, left out because caches are empty and kernels are not chosen yet."""
@@ -96,7 +96,10 @@ def fit_run(directory: Path, warm_up: int = WARM_UP) -> Fit:
     constant, token = _step_cost(intervals)
     at, speeds, fed = _by_rows(intervals)
     train_token, optimizer = _training(steady)
-    outside, noise = _outside(steps[-1].tokens), (steps[-1].noise_floor.abs_mean or 0.0) / 2
+    kind, tokens = SpanKind.TRANSFERRING_WEIGHTS, steps[-1].tokens
+    swaps = [span.seconds for line in generators.values() for span in line if span.kind == kind]
+    outside = tokens.outside_top_k / max(1, tokens.generated + tokens.verified)
+    noise = (steps[-1].noise_floor.abs_mean or 0.0) / 2
     cost = MeasuredCost(
         step_seconds=constant * overhead,
         token_seconds=token * overhead,
@@ -105,7 +108,7 @@ def fit_run(directory: Path, warm_up: int = WARM_UP) -> Fit:
         fed=fed,
         train_token_seconds=train_token,
         optimizer_seconds=optimizer + fmean(step.times.publish_seconds for step in steady),
-        swap_seconds=_mean_of(generators, SpanKind.TRANSFERRING_WEIGHTS),
+        swap_seconds=fmean(swaps) if swaps else 0.0,
         reward_seconds=rewards[0],
         reward_steps=rewards[1],
         message_seconds=_message_seconds(generators, trainers),
@@ -229,11 +232,6 @@ def _overhead(
     return min(max(decoding / busy, 1.0), 1.5) if busy else 1.0
 
 
-def _mean_of(spans: dict[str, list[Span]], kind: SpanKind) -> float:
-    seconds = [span.seconds for line in spans.values() for span in line if span.kind == kind]
-    return fmean(seconds) if seconds else 0.0
-
-
 def _message_seconds(generators: dict[str, list[Span]], trainer: Iterable[Span]) -> float:
     """Return the seconds of a message. New weights take two, through the controller."""
     kind = SpanKind.TRANSFERRING_WEIGHTS
@@ -264,12 +262,6 @@ def _rewards(intervals: Iterable[Interval], overhead: float) -> tuple[float, flo
     by_idle = (y.sum() - by_step * steps.sum()) / max(1e-3, idle.sum())
     seconds = 1.0 / max(by_idle, y.sum() / sum(i.seconds for i in backlogged))
     return float(seconds), float(1.0 / by_step) if by_step else 0.0
-
-
-def _outside(tokens: TokenCounts) -> float:
-    """Return the share of reported tokens, accepted ones included, outside the top K."""
-    reported = tokens.generated + tokens.verified
-    return tokens.outside_top_k / reported if reported else 0.0
 
 
 def _drift(last: StepMetrics, lengths: Sequence[int], outside: float, noise: float) -> float | None:

@@ -135,10 +135,8 @@ def _first_start(path: Path) -> float | None:
 
 def _drawn(data: RunData, lanes: Markup | None) -> dict[str, Section]:
     drawn = (learning(data), lanes, work(data), samples(data), health(data), orders(data))
-    parts = zip(NAMES, (*drawn, settings(data)), strict=True)
-    return {name: _section(part) for name, part in parts}
-
-
-def _section(part: Markup | None) -> Section:
-    html = (part or "").encode()
-    return Section(html, hashlib.blake2b(html, digest_size=8).hexdigest())
+    found: dict[str, Section] = {}
+    for name, part in zip(NAMES, (*drawn, settings(data)), strict=True):
+        html = (part or "").encode()
+        found[name] = Section(html, hashlib.blake2b(html, digest_size=8).hexdigest())
+    return found

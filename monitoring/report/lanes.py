@@ -147,7 +147,8 @@ def lanes_drawing(
     marks: list[Child] = []
     y = float(TOP)
     for name, spans in lanes.items():
-        marks += [_track(_short(name), _box(y, LANE), "lane"), _lane(spans, window, y)]
+        short = name if len(name) <= 17 else name[:8] + "…" + name[-8:]
+        marks += [_track(short, _box(y, LANE), "lane"), _lane(spans, window, y)]
         y += LANE
         if name in slots:
             box = _box(y + 3, STRIP)
@@ -186,10 +187,6 @@ def kinds_legend(
     if any(waits in piece.used for pieces in slots.values() for piece in pieces):
         items[f"slots: {NAMES[waits]}"] = STYLES[waits]
     return legend([*items.items(), ("nothing recorded", "track")])
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 17 else name[:8] + "…" + name[-8:]
 
 
 def _lane(spans: Sequence[Span], window: Window, y: float) -> Markup:
