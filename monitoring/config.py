@@ -7,7 +7,15 @@ import logging
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from asyncrl.monitoring.sinks.config import SinkConfig
 from asyncrl.wire.transport.paths import AbsolutePath
@@ -31,11 +39,7 @@ def unquoted_off(value: object) -> object:
 
 
 class TracingConfig(BaseModel):
-    """Traces of groups of samples, for an OpenTelemetry collector.
-
-    >>> TracingConfig(endpoint="http://collector:4318").traces_url
-    'http://collector:4318/v1/traces'
-    """
+    """Traces of groups of samples, for an OpenTelemetry collector."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -75,15 +79,23 @@ class TracingConfig(BaseModel):
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if an address, or the name `localhost`, means this machine only.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0")
-    (True, True, False)
-    """
+    """Return True if an address, or the name `localhost`, means this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _address(host: str) -> str:
+    if "://" in host or "/" in host:
+        raise ValueError(
+            f"host {host!r} is not an address; give a name or number such as "
+            "127.0.0.1, without scheme or path"
+        )
+    return host
+
+
+Host = Annotated[str, Field(min_length=1), AfterValidator(_address)]
 
 
 class WebConfig(BaseModel):
@@ -94,7 +106,7 @@ class WebConfig(BaseModel):
     enabled: bool = True
     """Serve a page that shows the run while it trains (docs/operate.md). It needs no CPU until it
     is opened; `asyncrl web` prints the link."""
-    host: str = Field(default="127.0.0.1", min_length=1)
+    host: Host = "127.0.0.1"
     """Address that the page is served on. Any other than a loopback address needs `token_file`. The
     connection is not encrypted: for another machine, use an SSH tunnel or a proxy with TLS."""
     port: int = Field(default=0, ge=0, le=MAX_PORT)
@@ -106,7 +118,6 @@ class WebConfig(BaseModel):
 
     @model_validator(mode="after")
     def _needs_a_token_elsewhere(self) -> Self:
-        refuse_odd_address(self.host)
         if self.enabled and self.token_file is None and not is_loopback(self.host):
             raise ValueError(
                 f"host {self.host} can be reached from other machines, so every request needs a "
@@ -117,29 +128,18 @@ class WebConfig(BaseModel):
         return self
 
 
-def refuse_odd_address(host: str) -> None:
-    """Raise ValueError if the host has a scheme or a path."""
-    if "://" in host or "/" in host:
-        raise ValueError(
-            f"host {host!r} is not an address; give a name or number such as "
-            "127.0.0.1, without scheme or path"
-        )
-
-
 class MonitoringConfig(BaseModel):
     """Metrics, live view and report of a run.
 
-    >>> MonitoringConfig(port=9100).port_of(2)
-    9102
-    >>> MonitoringConfig(port=0).port_of(2)
-    0
+    >>> MonitoringConfig(port=9100).port_of(2), MonitoringConfig(port=0).port_of(2)
+    (9102, 0)
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     metrics: bool = True
     """Serve Prometheus metrics over HTTP from every process."""
-    host: str = Field(default="127.0.0.1", min_length=1)
+    host: Host = "127.0.0.1"
     """Address that metrics are served on. They are neither encrypted nor protected by a password,
     so bind an address other than loopback only on a network that you trust."""
     port: int = Field(default=0, ge=0, le=MAX_PORT)
@@ -165,16 +165,11 @@ class MonitoringConfig(BaseModel):
     """The web page; see below."""
 
     @model_validator(mode="after")
-    def _refuse_odd_addresses(self) -> Self:
-        refuse_odd_address(self.host)
-        return self
-
-    @model_validator(mode="after")
     def _every_sink_is_there_once(self) -> Self:
         kinds = [one.kind for one in self.sinks]
         twice = sorted({kind for kind in kinds if kinds.count(kind) > 1})
         if twice:
-            raise ValueError(f"sinks: {', '.join(twice)} is there twice")
+            raise ValueError(f"sinks: {', '.join(twice)} is listed twice; keep one entry of a kind")
         return self
 
     def port_of(self, index: int) -> int:

@@ -30,12 +30,10 @@ class PortInUse(ExporterError):  # noqa: N818 - names the state
             "a base port that is free together with the ones after it (one per process of the "
             "run), to 0 for any free ports, or `monitoring.metrics` to false."
         )
-        self.host = host
-        self.port = port
 
 
 class TracingError(MonitoringError):
-    """The OpenTelemetry SDK cannot be imported where a process runs."""
+    """A process cannot import the OpenTelemetry SDK."""
 
     def __init__(self, process: str, error: ImportError) -> None:
         super().__init__(
@@ -53,7 +51,6 @@ class RecordError(MonitoringError):
             f"{path}, line {line}: {reason}. Another version of asyncrl wrote it, something else "
             "changed it, or the disk is faulty; remove that line to read the rest."
         )
-        self.path = path
         self.line = line
         self.reason = reason
 

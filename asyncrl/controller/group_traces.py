@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from asyncrl.config.run_config import RunConfig
 from asyncrl.monitoring.metrics.metrics import ControllerMetrics
 from asyncrl.monitoring.records.timeline import Timeline
-from asyncrl.monitoring.tracing.opening import open_tracer
+from asyncrl.monitoring.tracing import open_tracer
 from asyncrl.monitoring.tracing.tracer import Moment, Tracer, Value
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands, events

@@ -49,15 +49,15 @@ def resolve_target(
 ) -> tuple[RunConfig, str]:
     """Return the configuration and the model directory that RUN|MODEL names.
 
-    A run is evaluated with its own configuration, a model with `config_file` or the defaults.
-    Raises UserError if it is neither a run nor a model, or a run without a whole checkpoint.
+    A run is evaluated with its own configuration. Raises UserError for anything else than a model
+    or a run with a whole checkpoint.
     """
     is_run = (runs / target / "config.yaml").exists() or (Path(target) / "config.yaml").exists()
     if is_run:
         run = find_run(target, runs)
         newest = _newest_checkpoint(run, console)
         if newest is None:
-            raise UserError(f"the run {run} has no checkpoint yet; evaluate its model instead")
+            raise UserError(f"the run {run} has not written a checkpoint yet; evaluate its model")
         config = load_config(run / "config.yaml", overrides)
         say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
         return config, str(model_of(newest, say))
@@ -70,9 +70,7 @@ def resolve_target(
         except ModelError as error:
             if Path(target).exists():
                 raise
-            raise ModelError(
-                f"there is no run {target!r} in {runs}; as a model: {error}"
-            ) from error
+            raise ModelError(f"{target!r} is not a run in {runs}; as a model: {error}") from error
 
 
 def _newest_checkpoint(run: Path, console: Console) -> Path | None:
@@ -89,19 +87,13 @@ def _newest_checkpoint(run: Path, console: Console) -> Path | None:
 def evaluate_model(config: RunConfig, model_path: str, console: Console) -> EvaluationRecord:
     """Sample every held-out prompt as in training; return the estimates of each set.
 
-    Raises UserError if the model, the data or the rewards cannot be used, and AsyncrlError if the
-    engine failed.
+    Raises UserError for the model, the data or the rewards, AsyncrlError for the engine.
     """
     config = with_date(config)
     check_files(Path(model_path))
     check_numbers(Path(model_path))
     check_positions(config, Path(model_path))
-    task = load_task(
-        config.task,
-        model_path,
-        config.run.seed,
-        config.evaluation.sets,
-    )
+    task = load_task(config.task, model_path, config.run.seed, config.evaluation.sets)
     on_gpu = config.engine.device != "cpu" and torch.cuda.is_available()
     config, _ = with_drafts_that_pay(config, on_gpu=on_gpu, visits=1)
     try:
@@ -132,12 +124,7 @@ async def _evaluate_served(
 ) -> EvaluationRecord:
     sets = held_out_sets(task)
     plan = plan_of(config.evaluation, {name: len(prompts) for name, prompts in sets.items()})
-    current = EvaluationRound(
-        0,
-        plan,
-        threshold=config.evaluation.threshold,
-        max_unscored_share=config.evaluation.max_unscored_share,
-    )
+    current = EvaluationRound(0, plan, config.evaluation)
     slots, limit = asyncio.Semaphore(2 * config.engine.slots), config.evaluation.timeout_seconds
     try:
         async with AsyncExitStack() as closing:
@@ -165,9 +152,9 @@ async def _evaluate_served(
                         group.create_task(evaluate(index))
             except TimeoutError as error:
                 raise AsyncrlError(
-                    f"no evaluation sample came back for {limit:g} s ({current.finished} of "
-                    f"{plan.total} had before); if they take that long, raise "
-                    "evaluation.timeout_seconds"
+                    f"evaluation is stuck: none of its samples finished within {limit:g} s "
+                    f"({current.finished} of {plan.total} did before); if they take that long, "
+                    "raise evaluation.timeout_seconds"
                 ) from error
             counts = generator.rewards.counts
         if counts.failures:

@@ -4,9 +4,8 @@
     version v is installed        ──► they are verified and finished; each is of v and no other
     the last one comes back       ──► the result; if any is lost for good, the round is abandoned
 
-Without verification (`scheduler.on_update` other than `verify`) the lead is 0. Generators postpone
-newer versions until their held-out samples are finished, for `hold_seconds` at most
-(`asyncrl.generator.evaluation`). Nothing else waits for a round.
+The lead is 0 without verification. Generators postpone newer versions until their held-out samples
+are finished, for `hold_seconds` at most. Nothing else waits for a round.
 """
 
 from __future__ import annotations
@@ -28,31 +27,22 @@ Say = Callable[[str], None]
 
 
 def lead_of(config: RunConfig) -> int:
-    """Return how many versions ahead an evaluation begins: as far as training runs ahead.
-
-    >>> lead_of(RunConfig())
-    2
-    """
-    scheduler = config.scheduler
+    """Return how many versions ahead an evaluation begins: as far as training runs ahead."""
+    scheduler, groups = config.scheduler, config.scheduler.max_runahead_groups
     if scheduler.on_update != "verify":
         return 0
-    per_step = scheduler.groups_per_step
-    groups = scheduler.max_runahead_groups
-    return 2 if groups is None else -(-groups // per_step)
+    return 2 if groups is None else -(-groups // scheduler.groups_per_step)
 
 
 def next_version(every: int, *, published: int, known: int, steps: int) -> int | None:
-    """Return the version to evaluate next; None if there are no more.
+    """Return the version to evaluate next, a multiple of `every`; None if there are no more.
 
-    `every` is `evaluation.every`, and `published` the newest version. Versions up to `known` are
-    evaluated or abandoned. The last version, `steps`, is evaluated after training, the first one
-    before.
+    Versions up to `known` are evaluated or abandoned, and the last one, `steps`, follows training.
 
-    Example:
-        >>> next_version(10, published=7, known=0, steps=30)
-        10
-        >>> next_version(10, published=12, known=10, steps=20) is None
-        True
+    >>> next_version(10, published=7, known=0, steps=30)
+    10
+    >>> next_version(10, published=12, known=10, steps=20) is None
+    True
     """
     at_least = max(published, known + 1, 1)
     version = -(-at_least // every) * every
@@ -114,8 +104,8 @@ class EvaluationDuringTraining:
             last = published // every * every
             if last > max(evaluated, 0) and last < published:
                 self._say(
-                    f"the evaluation of step {last} has no result and is given up: the run "
-                    f"continues at step {published}, and the weights of step {last} are gone"
+                    f"the evaluation of step {last} has no result: the run continues at step "
+                    f"{published}, and the weights of step {last} are gone"
                 )
                 self._known = last
         await self.published(published)
@@ -140,13 +130,7 @@ class EvaluationDuringTraining:
         if not plan.total or not workers:
             return
         self._number += 1
-        samples = EvaluationRound(
-            self._number,
-            plan,
-            threshold=settings.threshold,
-            max_unscored_share=settings.max_unscored_share,
-            version=version,
-        )
+        samples = EvaluationRound(self._number, plan, settings, version)
         self._round = _Round(version, samples, FixedVersion(version, ahead, settings.hold_seconds))
         await self._deal(workers)
 
@@ -156,7 +140,7 @@ class EvaluationDuringTraining:
             return
         fit = [worker for worker in workers if worker.policy_version <= one.version]
         if not fit:
-            await self._give_up("no generator is left that can still install its weights")
+            await self._give_up("all generators have newer weights")
             return
         waiting, slots = one.samples.waiting, sum(worker.slots for worker in fit)
         sets = self._requests.held_out
@@ -213,13 +197,13 @@ class EvaluationDuringTraining:
     def rewound(self, step: int) -> None:
         """Rewind to this step with another trainer; generators drop their held-out samples.
 
-        A round begins only after the next version is published: earlier, a generator may still have
-        weights that are gone.
+        The next round begins after a new version: until then a generator may have weights that are
+        gone.
         """
         if self._round is not None:
             version, self._round = self._round.version, None
-            again = "is begun again when the run comes there" if version > step else "is given up"
-            self._say(f"the evaluation of step {version} {again}: the trainer was lost")
+            later = "starts again at that step" if version > step else "is given up"
+            self._say(f"the evaluation of step {version} {later}: the trainer was lost")
         self._published = self._known = step
 
     def end(self) -> None:

@@ -18,9 +18,8 @@ from asyncrl.wire.records.evaluations import EvaluationRecord
 class FleetEvaluation:
     """Runs evaluations before and after training, and forwards events to those during it.
 
-    A round before or after training evaluates the newest weights at its start and keeps every
-    generator busy. Samples of older weights do not count. `waiter` is what the phase waits on;
-    `during` evaluates during training (None: nothing does).
+    A round before or after training keeps every generator busy, with the newest weights at its
+    start; samples of older weights do not count. `waiter` is what the phase waits on.
     """
 
     def __init__(
@@ -68,12 +67,7 @@ class FleetEvaluation:
         plan = plan_of(self._config, prompts)
         weights = self._fleet.weights
         self._version = 0 if weights is None else weights.policy_version
-        self._round = current = EvaluationRound(
-            number,
-            plan,
-            threshold=self._config.threshold,
-            max_unscored_share=self._config.max_unscored_share,
-        )
+        self._round = current = EvaluationRound(number, plan, self._config)
         for worker in self._fleet.generators():
             await self.fill(worker)
         await self._waiter.until(
@@ -92,16 +86,11 @@ class FleetEvaluation:
         current = self._round
         if current is None or worker.policy_version < self._version:
             return
-        sets = self._requests.held_out
+        number, plan = current.number, current.plan
         for index in current.next_for(worker.name, worker.slots * 2):
-            name, prompt = current.plan.place(index)
-            request = self._requests.evaluate(
-                current.number,
-                index,
-                sets[name][prompt],
-                (current.number,),
-                shown_of=current.plan.shown_of(index),
-            )
+            name, place = plan.place(index)
+            prompt, shown = self._requests.held_out[name][place], plan.shown_of(index)
+            request = self._requests.evaluate(number, index, prompt, (number,), shown_of=shown)
             await self._fleet.send(worker.name, request)
 
     def abandon(self) -> None:

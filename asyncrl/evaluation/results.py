@@ -16,19 +16,19 @@ logger = logging.getLogger(__name__)
 
 
 def best_of(records: Sequence[EvaluationRecord], of: str | None) -> EvaluationRecord | None:
-    """Return the earliest record with the highest accuracy, or None.
+    """Return the earliest complete record after step 0 with the highest accuracy, or None.
 
-    Records of step 0 and incomplete ones do not count. `of` is the set that decides; None: the
-    first of each record.
+    The set `of` decides; None: the first of each record.
     """
-    best: EvaluationRecord | None = None
-    best_value = -math.inf
-    for one in records:
-        found = one.main if of is None else one.sets.get(of)
-        value = None if found is None or not found.samples else found.accuracy
-        if one.step and value is not None and value > best_value:
-            best, best_value = one, value
-    return best
+    values = [(one, value) for one in records if (value := _accuracy(one, of)) is not None]
+    trained = [(one, value) for one, value in values if one.step]
+    return max(trained, key=lambda pair: pair[1], default=(None, None))[0]
+
+
+def _accuracy(record: EvaluationRecord, of: str | None) -> float | None:
+    """Return the accuracy of the set `of` (None: the first); None if it is unknown."""
+    found = record.main if of is None else record.sets.get(of)
+    return None if found is None or not found.samples else found.accuracy
 
 
 def before_of(value: float, samples: int) -> EvaluationRecord:
@@ -111,9 +111,7 @@ class EvaluationResults:
 
     def value_of(self, record: EvaluationRecord) -> float | None:
         """Return the accuracy that decides which step is the best."""
-        of = self._config.best_of
-        found = record.main if of is None else record.sets.get(of)
-        return None if found is None else found.accuracy
+        return _accuracy(record, self._config.best_of)
 
     def _write_best(self) -> None:
         """Write the best step. A failing disk does not end the run: the next result tries again."""
@@ -130,4 +128,4 @@ class EvaluationResults:
         try:
             write_best(self._checkpoints, wanted)
         except OSError as error:
-            logger.warning("best.json in %s: %s", self._checkpoints, error)
+            logger.warning("cannot write best.json in %s: %s", self._checkpoints, error)

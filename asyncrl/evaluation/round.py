@@ -1,10 +1,5 @@
 """One evaluation round: its samples, their assignment to generators, and the estimates.
 
->>> right = np.array([[1, 0], [1, 1]])  # two prompts, two samples each
->>> one = estimate(right, threshold=0.5)
->>> one.accuracy, one.pass_at
-(0.75, {1: 0.75, 2: 1.0})
-
 >>> plan = EvaluationPlan((PlannedSet("held_out", 2, 1), PlannedSet("hard", 1, 3)))
 >>> [plan.place(index) for index in range(plan.total)]
 [('held_out', 0), ('held_out', 1), ('hard', 0), ('hard', 0), ('hard', 0)]
@@ -12,12 +7,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -64,29 +60,30 @@ class EvaluationPlan:
 
     def place(self, index: int) -> tuple[str, int]:
         """Return (set, prompt of the set) of a sample. Raises IndexError if it does not exist."""
-        for one in self.sets:
-            if index < one.total:
-                return one.name, index // one.samples
-            index -= one.total
-        raise IndexError("the evaluation has fewer samples")
+        name, prompt, _ = self._find(index)
+        return name, prompt
 
     def shown_of(self, index: int) -> str:
         """Return the set of a sample that is recorded for display, chosen by number; else ""."""
+        name, prompt, sample = self._find(index)
+        return name if prompt < SHOWN and sample == 0 else ""
+
+    def _find(self, index: int) -> tuple[str, int, int]:
+        left = index
         for one in self.sets:
-            if index < one.total:
-                prompt, sample = divmod(index, one.samples)
-                return one.name if prompt < SHOWN and sample == 0 else ""
-            index -= one.total
-        return ""
+            if left < one.total:
+                return one.name, *divmod(left, one.samples)
+            left -= one.total
+        raise IndexError(f"sample {index} of an evaluation with {self.total}")
 
 
 def plan_of(config: EvaluationConfig, available: Mapping[str, int]) -> EvaluationPlan:
     """Plan the samples of an evaluation from the number of prompts available in each set."""
     planned = []
     for name, prompts in available.items():
-        chosen = None if name == HELD_OUT else config.sets[name]
-        most = config.prompts if chosen is None or chosen.prompts is None else chosen.prompts
-        samples = config.samples if chosen is None or chosen.samples is None else chosen.samples
+        own = config if name == HELD_OUT else config.sets[name]
+        most = config.prompts if own.prompts is None else own.prompts
+        samples = config.samples if own.samples is None else own.samples
         planned.append(PlannedSet(name, min(most, prompts), samples))
     return EvaluationPlan(tuple(one for one in planned if one.total))
 
@@ -94,8 +91,8 @@ def plan_of(config: EvaluationConfig, available: Mapping[str, int]) -> Evaluatio
 def pass_at_k(right: int, samples: int, k: int) -> float:
     """Estimate, without bias, the probability that one of k samples of a prompt is right.
 
-    1 − C(n − c, k) / C(n, k) of n samples, c of them right (2107.03374, equation 1). The plug-in 1
-    − (1 − c/n)^k is too low. Raises ValueError if k is not between 1 and the number of samples.
+    1 − C(n − c, k) / C(n, k) of n samples, c of them right (2107.03374, equation 1). Raises
+    ValueError if k is not between 1 and n.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} cannot be estimated from {samples} samples of a prompt")
@@ -103,11 +100,7 @@ def pass_at_k(right: int, samples: int, k: int) -> float:
 
 
 def ks_of(samples: int) -> list[int]:
-    """Return the k for which pass@k is reported: powers of two, and the number of samples.
-
-    >>> ks_of(12)
-    [1, 2, 4, 8, 12]
-    """
+    """Return the k for which pass@k is reported: powers of two, and the number of samples."""
     powers = [1 << shift for shift in range(samples.bit_length())]
     return sorted({*powers, samples} if samples else set())
 
@@ -117,17 +110,15 @@ def estimate(
     *,
     threshold: float,
     lengths: ArrayLike | None = None,
-    verdicts: Sequence[Sequence[Verdict]] | None = None,
+    verdicts: ArrayLike | None = None,
     max_unscored_share: float = 0.0,
 ) -> SetEvaluation:
     """Estimate one set from `rewards` `[P, n]` of n samples of each of P prompts.
 
-    Unscored samples are left out. A prompt's mean is that of its other samples; a prompt without
-    any is left out, and so is one with fewer than k from pass@k. Estimates are None if the share of
-    unscored samples exceeds `max_unscored_share`, or if every reward has failed.
-
-    A sample is right if its reward is above `threshold`. `lengths` `[P, n]` are response tokens;
-    `verdicts` `[P, n]` say which samples are scored (None: all).
+    A sample is right if its reward is above `threshold`. Unscored samples (`verdicts` `[P, n]`) are
+    left out; so is a prompt without any other, and one with fewer than k from pass@k. Estimates are
+    None if the share of unscored samples exceeds `max_unscored_share`, or if every reward has
+    failed. `lengths` `[P, n]` are response tokens.
     """
     values = np.atleast_2d(np.asarray(rewards, dtype=np.float64))
     prompts, samples = values.shape if values.size else (0, 0)
@@ -177,9 +168,6 @@ def _error(per_prompt: NDArray[np.float64]) -> float | None:
     return float(per_prompt.std(ddof=1) / math.sqrt(len(per_prompt)))
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True, slots=True)
 class Accuracy:
     """Held-out accuracy in the run's state and result."""
@@ -206,26 +194,21 @@ class _Result(NamedTuple):
 class EvaluationRound:
     """Spreads the samples of a round over generators and collects each of them once.
 
-    `number` identifies the round in its process, so that late answers of other rounds are
-    recognised. A sample is right if its reward is above `threshold`; a set with more than
-    `max_unscored_share` unscored samples does not have an accuracy. `version` is the policy version
-    in a run that trains at the same time, otherwise None.
+    `number` identifies the round, so that late answers of other rounds are recognised. `version` is
+    the policy version in a run that trains at the same time, otherwise None.
     """
 
     def __init__(
         self,
         number: int,
         plan: EvaluationPlan,
-        *,
-        threshold: float,
-        max_unscored_share: float = 0.0,
+        config: EvaluationConfig,
         version: int | None = None,
     ) -> None:
         self.number = number
         self.version = version
         self.plan = plan
-        self._threshold = threshold
-        self._max_unscored_share = max_unscored_share
+        self._config = config
         self._waiting = deque(range(plan.total))
         self._assigned: dict[int, str] = {}
         self._busy: Counter[str] = Counter()
@@ -245,7 +228,7 @@ class EvaluationRound:
     @property
     def complete(self) -> bool:
         """True if every sample came back."""
-        return len(self._results) == self.total
+        return self.finished == self.total
 
     def describe(self) -> str:
         """Return the progress: `step 40, 120/256`."""
@@ -299,32 +282,23 @@ class EvaluationRound:
 
     def record(self, step: int, when: When, *, held_seconds: float = 0.0) -> EvaluationRecord:
         """Return the result of the complete round, for the policy of this version."""
+        now, seconds = time.time(), time.monotonic() - self._began  # noqa: TID251 - for its record
         return EvaluationRecord(
-            step=step,
-            time=time.time(),  # noqa: TID251 - for its record
-            when=when,
-            seconds=time.monotonic() - self._began,
-            held_seconds=held_seconds,
+            step=step, time=now, when=when, seconds=seconds, held_seconds=held_seconds,
             sets=self._estimates(),
-        )
+        )  # fmt: skip
 
     def _estimates(self) -> dict[str, SetEvaluation]:
         found: dict[str, SetEvaluation] = {}
-        first = 0
+        results = iter(self._results[index] for index in range(self.total))
         for one in self.plan.sets:
-            results = [self._results[index] for index in range(first, first + one.total)]
-            shape = one.prompts, one.samples
+            own, shape = list(itertools.islice(results, one.total)), (one.prompts, one.samples)
+            rewards, lengths, verdicts = (np.reshape([r[i] for r in own], shape) for i in range(3))
             found[one.name] = estimate(
-                _rows([result.reward for result in results], shape),
-                threshold=self._threshold,
-                lengths=_rows([result.tokens for result in results], shape),
-                verdicts=_rows([result.verdict for result in results], shape),
-                max_unscored_share=self._max_unscored_share,
+                rewards,
+                threshold=self._config.threshold,
+                lengths=lengths,
+                verdicts=verdicts,
+                max_unscored_share=self._config.max_unscored_share,
             )
-            first += one.total
         return found
-
-
-def _rows(values: list[T], shape: tuple[int, int]) -> list[list[T]]:
-    prompts, samples = shape
-    return [list(values[row * samples : (row + 1) * samples]) for row in range(prompts)]

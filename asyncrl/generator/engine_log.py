@@ -31,7 +31,7 @@ class EngineLog:
     """Writes the log. Used by one event loop."""
 
     def __init__(self, path: Path) -> None:
-        self._writer = RetryingJsonlWriter(path)
+        self._writer = RetryingJsonlWriter[EngineRecord](path)
         self._lengths: list[int] = []
 
     def add_length(self, length: int) -> None:
@@ -42,7 +42,7 @@ class EngineLog:
         """Write a line with the counters of this report."""
         now = time.time()  # noqa: TID251 - for its record
         record = EngineRecord(now, report.engine, report.rewards_waiting, self._lengths)
-        self._writer.append([record])
+        self._writer.append(record)
         self._lengths = []
 
     def close(self) -> None:

@@ -1,7 +1,4 @@
-"""The process of one part: `python -m asyncrl.gpu_check.child` with a task as JSON.
-
-It writes verdict, sentence and numbers into a file. A part's output is its log.
-"""
+"""The process of one part: `python -m asyncrl.gpu_check.child` with a task as JSON."""
 
 from __future__ import annotations
 

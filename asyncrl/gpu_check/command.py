@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from asyncrl.errors import UserError
-from asyncrl.gpu_check.parts import PARTS, Context, Part, Verdict
+from asyncrl.gpu_check.parts import PARTS, Context, Part, Verdict, Word
 from asyncrl.gpu_check.runner import count_gpus, run_parts
 from asyncrl.suggestions import nearest
 
@@ -23,9 +25,7 @@ _PACKAGES = ("torch", "triton", "numpy", "numba", "transformers", "vllm", "vllm-
 
 def record_of(verdicts: Sequence[Verdict], gpus: int, *, small: bool) -> dict[str, Any]:
     """Return the record of a check: `{name, date, small, gpus, machine, ...}`."""
-    counts = {
-        word: sum(one.verdict == word for one in verdicts) for word in ("ok", "failed", "left out")
-    }
+    words = Counter(one.verdict for one in verdicts)
     return {
         "name": "gpu-check",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),  # noqa: TID251 - for the reader
@@ -33,7 +33,7 @@ def record_of(verdicts: Sequence[Verdict], gpus: int, *, small: bool) -> dict[st
         "gpus": gpus,
         "machine": machine(),
         "versions": versions(_PACKAGES),
-        "counts": counts,
+        "counts": {word: words[word] for word in get_args(Word)},
         "parts": [asdict(one) for one in verdicts],
     }
 
@@ -92,10 +92,8 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
     """Return versions of Python and of the installed ones among `packages`."""
     found = {"python": platform.python_version()}
     for package in packages:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -117,8 +115,8 @@ def chosen(names: str | None) -> list[Part]:
     for name in wanted:
         if name not in known:
             raise UserError(
-                f"--only {name}: there is no part of this name.{nearest(name, known)} "
-                "`asyncrl gpu-check --list` says what they do"
+                f"--only {name}: this is not a part of the check.{nearest(name, known)} "
+                "`asyncrl gpu-check --list` lists them"
             )
     return [part for part in PARTS if part.name in wanted]
 
@@ -133,9 +131,8 @@ def check(
 ) -> bool:
     """Run the parts in order; return True if none has failed, nor the search for GPUs.
 
-    `say` takes a line at a time, and `limit_seconds` bounds all parts together. `small` takes the
-    smallest sizes (None: without a GPU). Verdicts and numbers are written to `json_file`, and as a
-    page to `page_file`.
+    `say` takes a line, and `limit_seconds` bounds all parts together. `small` takes the smallest
+    sizes (None: without a GPU). Verdicts and numbers are written to `json_file` and `page_file`.
     """
     with tempfile.TemporaryDirectory(prefix="asyncrl-gpu-check-") as folder:
         discovery = count_gpus(Path(folder))

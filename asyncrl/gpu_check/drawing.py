@@ -1,7 +1,6 @@
 """Parts about drawing: the kernels against tensor operations, and draws against the distribution.
 
-On a GPU these are the compiled kernels of `engine.sampling.logits_triton`. Without one, `kernels`
-runs them in Triton's interpreter, and `draws` tests the compiled code that a CPU draws with.
+Without a GPU, `kernels` runs in Triton's interpreter, and `draws` tests a CPU's compiled code.
 """
 
 from __future__ import annotations
@@ -79,8 +78,8 @@ def _sampling(rows: int, **ways: float) -> SamplingColumns:
 def _compare(logits: torch.Tensor, k: int, sampling: SamplingColumns) -> tuple[float, list[str]]:
     """Return the seconds of the first draw, and the kernels' differences from the references.
 
-    In float32, where hardly any two logits are equal, the reference is the tensor operations on
-    the same device, which lack a rule for ties. In bfloat16 it is the compiled code of a CPU.
+    In float32 the reference is the tensor operations on the same device, which lack a rule for
+    ties. In bfloat16, where ties are common, it is the compiled code of a CPU.
     """
     import numpy as np
     import torch
@@ -123,7 +122,7 @@ def _compare(logits: torch.Tensor, k: int, sampling: SamplingColumns) -> tuple[f
 def _apart(what: str, found: torch.Tensor, wanted: torch.Tensor) -> list[str]:
     both = found.isfinite() & wanted.isfinite()
     if not bool((found.isfinite() == wanted.isfinite()).all()):
-        return [f"{what}: other ones are finite"]
+        return [f"{what}: log-probabilities are finite at different places"]
     gap = float((found - wanted)[both].abs().max()) if bool(both.any()) else 0.0
     return [] if gap <= _APART else [f"{what}: log-probabilities differ by {gap:.1e} nats"]
 
@@ -236,17 +235,14 @@ def _counted(
 
 
 def chi_square_p(counts: Sequence[int], expected: Sequence[float], least: float = 10.0) -> float:
-    """Return the probability of a chi-square as large as this one.
-
-    Cells with fewer than `least` expected counts are merged. A count in a cell with an expected
-    count of 0 has the probability 0.
-    """
+    """Return the probability of a chi-square as large as this; cells below `least` are merged."""
     import torch
 
-    if any(found and not wanted for found, wanted in zip(counts, expected, strict=True)):
+    pairs = list(zip(counts, expected, strict=True))
+    if any(found and not wanted for found, wanted in pairs):
         return 0.0
-    cells = [pair for pair in zip(counts, expected, strict=True) if pair[1] >= least]
-    rest = [pair for pair in zip(counts, expected, strict=True) if pair[1] < least]
+    cells = [pair for pair in pairs if pair[1] >= least]
+    rest = [pair for pair in pairs if pair[1] < least]
     if (together := sum(wanted for _, wanted in rest)) >= least:
         cells.append((sum(found for found, _ in rest), together))
     statistic = sum((found - wanted) ** 2 / wanted for found, wanted in cells)

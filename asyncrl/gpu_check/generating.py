@@ -1,7 +1,6 @@
 """Parts about engines: tokens per second, the noise floor, new weights.
 
-All use the same random model, in the shape of a Qwen3 with 0.6 billion parameters. Its logits have
-the spread of a trained model's, so that rounding has the same effect.
+All use one random model, with a trained model's spread of logits so that rounding acts alike.
 """
 
 from __future__ import annotations
@@ -129,17 +128,14 @@ def _engine_part(
     )  # fmt: skip
     cache = CacheConfig(max_draft_tokens=max_draft_tokens, enabled=max_draft_tokens > 0)
     made = create_engine(config, str(random_model(context)), cache_config=cache, seed=1)
-    numbers = asyncio.run(_speed(made, work, int(_shape(context)["vocab_size"])))
+    vocabulary = (SMALL if context.small else LARGE)["vocab_size"]
+    numbers = asyncio.run(_speed(made, work, vocabulary))
     said = (
         f"{name}: {work.rows} rows, {numbers['tokens_a_second']:,.0f} tokens/s, "
         f"{numbers['ms_a_step']:.1f} ms a step ({numbers['steps']} steps); ready after "
         f"{numbers['start_seconds']:.0f} s, first round {numbers['first_round_seconds']:.1f} s"
     )
     return said, numbers
-
-
-def _shape(context: Context) -> Mapping[str, int]:
-    return SMALL if context.small else LARGE
 
 
 async def _speed(made: Engine, work: Work, vocabulary: int) -> dict[str, Any]:
@@ -156,7 +152,7 @@ async def _speed(made: Engine, work: Work, vocabulary: int) -> dict[str, Any]:
         await made.close()
     tokens = sum(map(len, second))
     if tokens != work.rows * work.tokens:
-        raise PartFailed(f"{tokens} tokens came, not {work.rows * work.tokens}")
+        raise PartFailed(f"{tokens} tokens were generated, not {work.rows * work.tokens}")
     if not all(np.isfinite(one).all() for one in (*first, *second)):
         raise PartFailed("log-probabilities of drawn tokens are not finite")
     return {
@@ -298,7 +294,7 @@ def _noise_floor_part(context: Context, kind: Literal["torch", "vllm"]) -> Said:
         if nats > _WORST_NATS:
             raise PartFailed(f"{name}: decoding and scoring differ by {nats:.2f} nats", numbers)
     if not sentences:
-        raise PartFailed("the engine was refused in every way", numbers)
+        raise PartFailed("the engine refused all of these settings", numbers)
     return f"{dtype}, {length} tokens; {'; '.join(sentences)}", numbers
 
 

@@ -32,36 +32,29 @@ def driver(context: Context) -> Said:
     import torch
 
     numbers: dict[str, Any] = {
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nvidia_smi": _nvidia_smi(),
-        "gpus": [],
-        "doctor": findings,
-    }
+        "torch": torch.__version__, "cuda": torch.version.cuda, "nvidia_smi": _nvidia_smi(),
+        "gpus": [], "doctor": findings,
+    }  # fmt: skip
     if not context.gpus and (unseen := _unseen()):
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
-        raise PartFailed(
-            f"torch {torch.__version__}, built for {built}, sees no GPU; {unseen}", numbers
-        )
+        said = f"torch {torch.__version__}, built for {built}, sees no GPU; {unseen}"
+        raise PartFailed(said, numbers)
     for index in range(context.gpus):
         found = torch.cuda.get_device_properties(index)
         one = torch.full((1024,), 1.0, device=f"cuda:{index}")
         if (one + one).sum().item() != 2048.0:
             raise PartFailed(f"GPU {index} ({found.name}) adds wrongly", numbers)
-        numbers["gpus"].append(
-            {
-                "name": found.name,
-                "capability": f"{found.major}.{found.minor}",
-                "gib": round(found.total_memory / 2**30, 1),
-                "multiprocessors": found.multi_processor_count,
-            }
-        )
+        numbers["gpus"].append({
+            "name": found.name, "capability": f"{found.major}.{found.minor}",
+            "gib": round(found.total_memory / 2**30, 1),
+            "multiprocessors": found.multi_processor_count,
+        })  # fmt: skip
     lacks = [line for line in findings if line.startswith(("lacks", "refused"))]
     named = ", ".join(f"{one['name']} ({one['gib']} GiB)" for one in numbers["gpus"])
     what = f"torch {torch.__version__}, {named or 'no GPU'}"
     if context.gpus and any(line.startswith("refused") for line in lacks):
         raise PartFailed(f"{what}; a run with the defaults is {lacks[-1]}", numbers)
-    said = f"doctor misses {len(lacks)}: {' | '.join(lacks)}" if lacks else "doctor misses nothing"
+    said = f"doctor reports {' | '.join(lacks)}" if lacks else "doctor reports nothing"
     return f"{what}; {said if findings else 'doctor needs packages that are missing'}", numbers
 
 
@@ -114,24 +107,19 @@ def compiler(context: Context) -> Said:
     named = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     c_compiler = next(filter(None, map(shutil.which, named)), None)
     numbers = {
-        "triton": triton.__version__,
-        "c_compiler": c_compiler,
+        "triton": triton.__version__, "c_compiler": c_compiler, "interpreted": not context.gpus,
         "python_header": str(header) if header.exists() else None,
-        "interpreted": not context.gpus,
-    }
+    }  # fmt: skip
     found = torch.zeros(64, device=context.device)
     try:
         add_one[(1,)](found, 64)
     except Exception as error:
-        missing = [
-            name
-            for name, there in (("a C compiler (gcc)", c_compiler), (str(header), header.exists()))
-            if not there
-        ]
+        needs = {"a C compiler (gcc)": c_compiler, str(header): header.exists()}
+        missing = [name for name, there in needs.items() if not there]
         why = f"; missing: {' and '.join(missing)}" if missing else ""
         raise PartFailed(f"Triton {triton.__version__}: {error}{why}", numbers) from error
     if not bool((found == 1).all()):
         raise PartFailed(f"a kernel of one line wrote {found.tolist()}, not 1", numbers)
-    how = "compiled and ran" if context.gpus else "interpreted (there is no GPU to compile for)"
+    how = "compiled and run" if context.gpus else "interpreted (without a GPU to compile for)"
     lacks = "" if c_compiler and header.exists() else "; no C compiler or Python.h: vLLM needs both"
     return f"Triton {triton.__version__}: a kernel was {how}{lacks}", numbers

@@ -13,7 +13,7 @@ class Context:
     """The input of a part."""
 
     folder: Path
-    """Folder for files. All parts share it: a model made by one serves the next."""
+    """Folder for files that all parts share, such as a model."""
     gpus: int
     small: bool
     """True to take the smallest size, which exercises all code and measures nothing."""
@@ -24,6 +24,7 @@ class Context:
         return "cuda" if self.gpus else "cpu"
 
 
+Word = Literal["ok", "failed", "left out"]
 Said = tuple[str, Mapping[str, Any]]
 """Result of a successful part: a sentence, and numbers with units in the keys."""
 
@@ -78,143 +79,48 @@ _RUN = (*_ENGINE, "yaml", "typer", "rich", "prometheus_client")
 _HERE = "asyncrl.gpu_check."
 
 PARTS = (
-    Part(
-        "driver",
-        "nvidia-smi, torch's CUDA, the findings of `asyncrl doctor`",
-        f"{_HERE}machine:driver",
-        300,
-    ),
-    Part(
-        "compiler",
-        "Triton, gcc and Python.h: a kernel of one line is compiled and run",
-        f"{_HERE}machine:compiler",
-        120,
-        ("triton",),
-    ),
-    Part(
-        "kernels",
-        "the kernels that draw and look up, against references: results, ms, memory limit",
-        f"{_HERE}drawing:kernels",
-        240,
-        ("triton", *_WIRE, "pydantic", "numba"),
-    ),
-    Part(
-        "draws",
-        "a chi-square test of drawn tokens against the distribution",
-        f"{_HERE}drawing:draws",
-        120,
-        (*_WIRE, "pydantic", "numba"),
-    ),
-    Part(
-        "engine",
-        "the torch engine, 20 steps and more: tokens per second",
-        f"{_HERE}generating:engine",
-        180,
-        _ENGINE,
-    ),
-    Part(
-        "trainer",
-        "a micro-batch forward and backward: MFU against a measured matrix product",
-        f"{_HERE}training:trainer",
-        180,
-        _ENGINE,
-    ),
-    Part(
-        "attention",
-        "varlen attention against SDPA: output, gradients, ms",
-        f"{_HERE}training:attention",
-        120,
-        _ENGINE,
-        gpus=1,
-    ),
-    Part(
-        "noise-floor",
-        "log-probabilities of decoding against verification, and what verification rejects",
-        f"{_HERE}generating:noise_floor",
-        240,
-        _ENGINE,
-    ),
-    Part(
-        "weights",
-        "new weights for the torch engine: published, staged, installed twice, compared",
-        f"{_HERE}generating:weights",
-        180,
-        _ENGINE,
-    ),
-    Part(
-        "run",
-        "`asyncrl run` of the built-in task, on one GPU if there is one",
-        f"{_HERE}whole_run:run",
-        420,
-        _RUN,
-    ),
-    Part(
-        "vllm",
-        "vLLM without drafts, scheduled as it chooses, beside `vllm bench latency`",
-        f"{_HERE}generating:vllm",
-        900,
-        (*_ENGINE, "vllm"),
-        gpus=1,
-    ),
-    Part(
-        "vllm-drafts",
-        "vLLM with asyncrl's drafts",
-        f"{_HERE}generating:vllm_drafts",
-        600,
-        (*_ENGINE, "vllm"),
-        gpus=1,
-    ),
-    Part(
-        "vllm-weights",
-        "the first installation of weights in vLLM, and the second",
-        f"{_HERE}generating:vllm_weights",
-        600,
-        (*_ENGINE, "vllm"),
-        gpus=1,
-    ),
-    Part(
-        "vllm-noise-floor",
-        "the noise floor of vLLM: logits in its type and in float32, batch-invariant",
-        f"{_HERE}generating:vllm_noise_floor",
-        1200,
-        (*_ENGINE, "vllm"),
-        gpus=1,
-    ),
-    Part(
-        "sglang",
-        "SGLang without drafts",
-        f"{_HERE}generating:sglang",
-        600,
-        _ENGINE,
-        gpus=1,
-    ),
-    Part(
-        "vllm-tp2",
-        "vLLM on two GPUs (tensor parallel)",
-        f"{_HERE}generating:vllm_tp2",
-        600,
-        (*_ENGINE, "vllm"),
-        gpus=2,
-    ),
-    Part(
-        "nccl",
-        "a broadcast of weights between two processes: NCCL, gloo on a CPU",
-        f"{_HERE}two_ranks:nccl",
-        120,
-        _WIRE,
-        gpus=2,
-        or_cpu=True,
-    ),
-    Part(
-        "ranks",
-        "a step on two ranks, with the optimizer's state in parts (ZeRO) and all of it (FSDP2)",
-        f"{_HERE}two_ranks:ranks",
-        240,
-        _ENGINE,
-        gpus=2,
-        or_cpu=True,
-    ),
-)
+    Part("driver", "nvidia-smi, torch's CUDA, the findings of `asyncrl doctor`",
+         f"{_HERE}machine:driver", 300),
+    Part("compiler", "Triton, gcc and Python.h: a kernel of one line is compiled and run",
+         f"{_HERE}machine:compiler", 120, ("triton",)),
+    Part("kernels",
+         "the kernels that draw and look up, against references: results, ms, memory limit",
+         f"{_HERE}drawing:kernels", 240, ("triton", *_WIRE, "pydantic", "numba")),
+    Part("draws", "a chi-square test of drawn tokens against the distribution",
+         f"{_HERE}drawing:draws", 120, (*_WIRE, "pydantic", "numba")),
+    Part("engine", "the torch engine, 20 steps and more: tokens per second",
+         f"{_HERE}generating:engine", 180, _ENGINE),
+    Part("trainer", "a micro-batch forward and backward: MFU against a measured matrix product",
+         f"{_HERE}training:trainer", 180, _ENGINE),
+    Part("attention", "varlen attention against SDPA: output, gradients, ms",
+         f"{_HERE}training:attention", 120, _ENGINE, gpus=1),
+    Part("noise-floor",
+         "log-probabilities of decoding against verification, and what verification rejects",
+         f"{_HERE}generating:noise_floor", 240, _ENGINE),
+    Part("weights",
+         "new weights for the torch engine: published, staged, installed twice, compared",
+         f"{_HERE}generating:weights", 180, _ENGINE),
+    Part("run", "`asyncrl run` of the built-in task, on one GPU if there is one",
+         f"{_HERE}whole_run:run", 420, _RUN),
+    Part("vllm", "vLLM without drafts, scheduled as it chooses, beside `vllm bench latency`",
+         f"{_HERE}generating:vllm", 900, (*_ENGINE, "vllm"), gpus=1),
+    Part("vllm-drafts", "vLLM with asyncrl's drafts",
+         f"{_HERE}generating:vllm_drafts", 600, (*_ENGINE, "vllm"), gpus=1),
+    Part("vllm-weights", "the first installation of weights in vLLM, and the second",
+         f"{_HERE}generating:vllm_weights", 600, (*_ENGINE, "vllm"), gpus=1),
+    Part("vllm-noise-floor",
+         "the noise floor of vLLM: logits in its type and in float32, batch-invariant",
+         f"{_HERE}generating:vllm_noise_floor", 1200, (*_ENGINE, "vllm"), gpus=1),
+    Part("sglang", "SGLang without drafts",
+         f"{_HERE}generating:sglang", 600, _ENGINE, gpus=1),
+    Part("vllm-tp2", "vLLM on two GPUs (tensor parallel)",
+         f"{_HERE}generating:vllm_tp2", 600, (*_ENGINE, "vllm"), gpus=2),
+    Part("nccl", "a broadcast of weights between two processes: NCCL, gloo on a CPU",
+         f"{_HERE}two_ranks:nccl", 120, _WIRE, gpus=2, or_cpu=True),
+    Part("ranks",
+         "a step on two ranks, with the optimizer's state in parts (ZeRO) and all of it (FSDP2)",
+         f"{_HERE}two_ranks:ranks", 240, _ENGINE, gpus=2, or_cpu=True),
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -222,7 +128,7 @@ class Verdict:
     """The result of a part."""
 
     part: str
-    verdict: Literal["ok", "failed", "left out"]
+    verdict: Word
     sentence: str
     seconds: float = 0.0
     numbers: dict[str, Any] = field(default_factory=dict)

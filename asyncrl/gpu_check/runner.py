@@ -1,8 +1,4 @@
-"""Runs the parts of a check one after the other, each in a process with a time limit.
-
-A part that hangs, is killed or breaks CUDA for its process does not prevent the next one from
-running. Its process leads a group, which ends with it.
-"""
+"""Runs the parts of a check one after the other, each in a process group with a time limit."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from asyncrl.gpu_check.parts import Context, Part, Verdict
 
@@ -52,11 +48,10 @@ def run_parts(
     missing: Sequence[str] | None = None,
     clock: Clock = time.monotonic,
 ) -> list[Verdict]:
-    """Run the parts that this machine can run, in order.
+    """Run the parts that this machine can run, in order; `say` is called with each verdict.
 
-    `limit_seconds` bounds all parts together; a part that this cuts short is left out, not failed.
-    `say` is called with each verdict. `missing` are modules that count as not installed; None:
-    those that are not found.
+    A part that the common `limit_seconds` cuts short is left out, not failed. `missing` are modules
+    that count as not installed (None: those that are not found).
     """
     deadline = clock() + limit_seconds
     absent = _missing(parts) if missing is None else missing
@@ -77,17 +72,17 @@ def run_parts(
 
 
 def run_part(
-    part: Part, context: Context, late: str = "failed", clock: Clock = time.monotonic
+    part: Part,
+    context: Context,
+    late: Literal["failed", "left out"] = "failed",
+    clock: Clock = time.monotonic,
 ) -> Verdict:
     """Run one part to its end or its limit; `late` is the verdict at the limit."""
     log, result = (context.folder / f"{part.name}.{end}" for end in ("log", "json"))
     task = {
-        "function": part.function,
-        "result": str(result),
-        "folder": str(context.folder),
-        "gpus": context.gpus,
-        "small": context.small,
-    }
+        "function": part.function, "result": str(result), "folder": str(context.folder),
+        "gpus": context.gpus, "small": context.small,
+    }  # fmt: skip
     began = clock()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -105,14 +100,19 @@ def run_part(
     seconds = clock() - began
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
     if not in_time:
-        verdict = _late(part, late, seconds, lines)
+        sentence = f"no time was left after {seconds:.0f} s of it (--limit-minutes)"
+        if late == "failed":
+            last = f"; it last printed: {lines[-1].strip()}" if lines else ""
+            sentence = f"did not end within its limit of {part.seconds:.0f} s{last}"
         if not is_gone:
-            verdict.sentence += "; even SIGKILL did not end its process, which is left behind"
-        return verdict
+            sentence += "; even SIGKILL did not end its process, which is left behind"
+        return Verdict(part.name, late, sentence, seconds, {}, lines)
     try:
         said: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        sentence = f"its process ended with {_ending(process.returncode)}"
+        code = process.returncode
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        sentence = f"its process ended with {how}"
         return Verdict(part.name, "failed", sentence, seconds, {}, lines)
     failed = said["verdict"] == "failed"
     return Verdict(part.name, seconds=seconds, last_lines=lines if failed else [], **said)
@@ -121,9 +121,8 @@ def run_part(
 def run_command(command: Sequence[str]) -> int:
     """Run a program of a part; return its exit code.
 
-    If this process receives SIGTERM, the program gets SIGTERM twice before it is killed, in
-    addition to the group's signal: the second and the third end `asyncrl run` without delay, and
-    its shared memory is removed.
+    If this process receives SIGTERM, the program gets SIGTERM twice before it is killed: a second
+    and a third one (with the group's) end `asyncrl run` at once, and its shared memory is removed.
     """
     process = subprocess.Popen(command)
     try:
@@ -138,15 +137,6 @@ def run_command(command: Sequence[str]) -> int:
 
 def _with_factor(part: Part) -> Part:
     return replace(part, seconds=part.seconds * float(os.environ.get(LIMIT_FACTOR, "1")))
-
-
-def _late(part: Part, late: str, seconds: float, lines: list[str]) -> Verdict:
-    if late == "left out":
-        sentence = f"no time was left after {seconds:.0f} s of it (--limit-minutes)"
-        return Verdict(part.name, "left out", sentence, seconds, {}, lines)
-    last = f"; it last printed: {lines[-1].strip()}" if lines else ""
-    sentence = f"did not end within its limit of {part.seconds:.0f} s{last}"
-    return Verdict(part.name, "failed", sentence, seconds, {}, lines)
 
 
 def _ended(process: subprocess.Popen[bytes], seconds: float, clock: Clock = time.monotonic) -> bool:
@@ -182,7 +172,3 @@ def _environment() -> dict[str, str]:
 def _missing(parts: Sequence[Part]) -> list[str]:
     names = {name for part in parts for name in part.packages}
     return [name for name in sorted(names) if importlib.util.find_spec(name) is None]
-
-
-def _ending(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -29,12 +29,9 @@ def trainer(context: Context) -> Said:
     """Time forward and backward of a group, and a step; compare with a matrix product."""
     length = 32 if context.small else 1024
     config = TrainerConfig(
-        dtype="bfloat16" if context.gpus else "float32",
-        device=context.device,
-        micro_batch_tokens=GROUP_SIZE * length + PROMPT,
-        correction="none",
-        async_checkpoints=False,
-    )
+        dtype="bfloat16" if context.gpus else "float32", device=context.device,
+        micro_batch_tokens=GROUP_SIZE * length + PROMPT, correction="none", async_checkpoints=False,
+    )  # fmt: skip
     learner = Learner(config, str(random_model(context)), group_size=GROUP_SIZE, seed=0)
     rewards = np.arange(GROUP_SIZE, dtype=np.float32)
     seconds = []
@@ -77,14 +74,10 @@ def group_of(number: int, length: int, vocabulary: int) -> list[VerifiableTrajec
         guess = np.full(length, -np.log(vocabulary), np.float32)
         builder = TrajectoryBuilder(SampleId(number, sample), f"p{number}", prompt)
         builder.append(
-            tokens=tokens,
-            logprobs=guess,
-            topk_ids=tokens[:, None],
-            topk_logprobs=guess[:, None],
-            noise_seeds=np.full(length, 17, np.uint64),
+            tokens=tokens, logprobs=guess, topk_ids=tokens[:, None], topk_logprobs=guess[:, None],
+            noise_seeds=np.full(length, 17, np.uint64), policy_version=0,
             provenance=np.full(length, Provenance.SAMPLED, np.uint8),
-            policy_version=0,
-        )
+        )  # fmt: skip
         out.append(builder.finish("length"))
     return out
 

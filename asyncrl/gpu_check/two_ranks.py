@@ -1,7 +1,4 @@
-"""Parts of two processes: a broadcast of weights, and a training step of two ranks.
-
-Each process sees one GPU, as in a run. Without GPUs they are connected by gloo.
-"""
+"""Parts of two processes that see one GPU each: a broadcast of weights, and a step of two ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ def nccl(context: Context) -> Said:
     mib = 1 if context.small else 1024
     sent, received = _pair("broadcast", context, mib=mib)
     if not received["equal"]:
-        raise PartFailed("what was received is not what was sent", received)
-    by = "NCCL" if context.gpus else "gloo (there is no GPU)"
+        raise PartFailed("the received bytes differ from the sent ones", received)
+    by = "NCCL" if context.gpus else "gloo (without a GPU)"
     connected, speed = sent["connect_seconds"], sent["gb_a_second"]
     return f"{by}: connected in {connected:.1f} s, {mib:,} MiB at {speed:.1f} GB/s", sent
 
@@ -57,12 +54,9 @@ def _pair(what: str, context: Context, **more: Any) -> tuple[dict[str, Any], dic
                 "what": what, "rank": rank, "meeting": meeting, "folder": str(context.folder),
                 "gpus": min(context.gpus, 1), "small": context.small, **more,
             }  # fmt: skip
-            children.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "asyncrl.gpu_check.two_ranks", json.dumps(task)],
-                    env=os.environ | devices(rank, context.gpus),
-                )
-            )
+            command = [sys.executable, "-m", "asyncrl.gpu_check.two_ranks", json.dumps(task)]
+            environment = os.environ | devices(rank, context.gpus)
+            children.append(subprocess.Popen(command, env=environment))
         codes = [child.wait() for child in children]
         if any(codes):
             raise PartFailed(f"the processes ended with the exit codes {codes}")
@@ -108,11 +102,8 @@ def _broadcast(rank: int, meeting: Path, context: Context, mib: int) -> dict[str
         equal = bool((part == wanted).all())
     finally:
         group.close()
-    return {
-        "connect_seconds": connected - began,
-        "gb_a_second": part.nbytes / 1e9 / min(seconds),
-        "equal": equal,
-    }
+    speed = part.nbytes / 1e9 / min(seconds)
+    return {"connect_seconds": connected - began, "gb_a_second": speed, "equal": equal}
 
 
 def _step(rank: int, meeting: Path, context: Context) -> dict[str, Any]:
@@ -153,11 +144,8 @@ def _step(rank: int, meeting: Path, context: Context) -> dict[str, Any]:
             learner.pad()
         norm = learner.step().learning.grad_norm
         world.barrier("the end")
-        found[mode] = {
-            "seconds": time.perf_counter() - began,
-            "tokens": GROUP_SIZE * length,
-            "grad_norm": norm,
-        }
+        seconds = time.perf_counter() - began
+        found[mode] = {"seconds": seconds, "tokens": GROUP_SIZE * length, "grad_norm": norm}
     world.close()
     return found
 

@@ -39,9 +39,7 @@ def run(context: Context) -> Said:
     if len(trained) != steps:
         raise PartFailed(f"{len(trained)} steps were trained, not {steps}")
     if wrong := [text for step in trained for text in step.wrong_policy]:
-        raise PartFailed(
-            f"a generator sampled from another policy than the one trained: {wrong[0]}"
-        )
+        raise PartFailed(f"a generator did not sample from the trained policy: {wrong[0]}")
     last = trained[-1]
     numbers = {
         "steps": steps,

@@ -28,7 +28,7 @@ from asyncrl.launch.child_spec import ChildKeys, ModelSpec
 from asyncrl.monitoring.metrics.exporter import Exporter
 from asyncrl.monitoring.metrics.metrics import ProcessMetrics, new_registry
 from asyncrl.monitoring.records.timeline import Timeline
-from asyncrl.monitoring.tracing.opening import open_tracer
+from asyncrl.monitoring.tracing import open_tracer
 from asyncrl.monitoring.tracing.tracer import Tracer
 from asyncrl.tasks.model_tokenizer import load_tokenizer, tokenizer_digest
 from asyncrl.wire import Line

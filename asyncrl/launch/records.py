@@ -67,8 +67,8 @@ class ProcessRecords:
         """Record a child that was just started; do nothing if it has already ended."""
         process = identity_of(pid)
         if process is not None:
-            with closing(RetryingJsonlWriter(self._path)) as writer:
-                writer.append([ProcessRecord(name, process, self.mark)])
+            with closing(RetryingJsonlWriter[ProcessRecord](self._path)) as writer:
+                writer.append(ProcessRecord(name, process, self.mark))
 
     def kill_all(self) -> None:
         """Send SIGKILL to every process with this controller's mark; do not wait."""

@@ -140,7 +140,7 @@ class ControlRelay:
         self._metrics = metrics
         if metrics is not None:
             metrics.watch_session(self.line.session)
-            metrics.watch_gathered(lambda: self._gatherer.waiting)
+            metrics.waiting.set_function(lambda: self._gatherer.waiting)
         self.dropped = 0
         self._logged = float("-inf")
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from typer import Argument, Context, Option
 
 _MIN_TABLE_WIDTH = 104
 """Columns that the tables need; a narrower terminal wraps their lines."""
@@ -19,7 +20,7 @@ _OF_ONE_TURN = ("median", "sigma", "longest", "new_length", "regimes")
 
 
 def _environments(
-    context: typer.Context, latency: float | None, options: dict[str, Any]
+    context: Context, latency: float | None, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the fields of a cluster set by environment options. Raises UserError."""
     from asyncrl.errors import UserError
@@ -45,156 +46,148 @@ def _environments(
         turn_tokens=options["turn_tokens"], observation_tokens=options["observation_tokens"],
         go_back=options["go_back"],
     )  # fmt: skip
-    return {
-        "environments": environments,
-        "sessions": options["sessions"],
-        "kv_room": options["kv_tokens"],
-    }
+    room = options["kv_tokens"]
+    return {"environments": environments, "sessions": options["sessions"], "kv_room": room}
 
 
 def simulate(
-    context: typer.Context,
+    context: Context,
     config_file: Annotated[
         Path | None,
-        typer.Argument(metavar="CONFIG", help="A run's YAML file: its sizes and its scheduler."),
+        Argument(metavar="CONFIG", help="A run's YAML file: its sizes and its scheduler."),
     ] = None,
     from_run: Annotated[
         Path | None,
-        typer.Option("--from", metavar="RUN", help="A run's folder: its costs and lengths."),
+        Option("--from", metavar="RUN", help="A run's folder: its costs and lengths."),
     ] = None,
-    model: Annotated[str, typer.Option(help="1.5b, 7b or 32b; ignored with --from.")] = "7b",
+    model: Annotated[str, Option(help="1.5b, 7b or 32b; ignored with --from.")] = "7b",
     generators: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="Generators; default 256.")
+        int | None, Option(min=1, max=4096, help="Generators; default 256.")
     ] = None,
     slots: Annotated[
-        int | None, typer.Option(min=1, help="Samples a generator decodes at once; default 64.")
+        int | None, Option(min=1, help="Samples a generator decodes at once; default 64.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=2, help="Optimizer steps; default 12.")] = None,
+    steps: Annotated[int | None, Option(min=2, help="Optimizer steps; default 12.")] = None,
     median: Annotated[
-        float | None, typer.Option(min=1, help="Median response length in tokens; default 1000.")
+        float | None, Option(min=1, help="Median response length in tokens; default 1000.")
     ] = None,
     sigma: Annotated[
-        float, typer.Option(min=0, help="Standard deviation of the log of the lengths.")
+        float, Option(min=0, help="Standard deviation of the log of the lengths.")
     ] = 1.0,
     longest: Annotated[
-        int | None, typer.Option(min=1, help="Longest response in tokens; default 16384.")
+        int | None, Option(min=1, help="Longest response in tokens; default 16384.")
     ] = None,
     drift: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="Total variation per token and step; default 3e-4."),
+        Option(min=0, max=1, help="Total variation per token and step; default 3e-4."),
     ] = None,
     rule: Annotated[
         Literal["token", "block"] | None,
-        typer.Option(
+        Option(
             help="Verification rule: token by token (the worst case; default) or by block, as in "
             "a run (default with --from)."
         ),
     ] = None,
     outside: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="Share of tokens outside the stored top K; default 0."),
+        Option(min=0, max=1, help="Share of tokens outside the stored top K; default 0."),
     ] = None,
     noise: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="Total variation per token at the noise floor; default 0."),
+        Option(min=0, max=1, help="Total variation per token at the noise floor; default 0."),
     ] = None,
     redraft: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Acceptance of rejected continuations as drafts; 0: none."),
+        Option(min=0, max=1, help="Acceptance of rejected continuations as drafts; 0: none."),
     ] = 0.7,
     new_length: Annotated[
-        float,
-        typer.Option(min=0, max=1, help="Share of rejected answers that get another length."),
+        float, Option(min=0, max=1, help="Share of rejected answers that get another length.")
     ] = 0.0,
     signal_share: Annotated[
         float | None,
-        typer.Option(
+        Option(
             min=0.01, max=1, help="Dynamic sampling in each mode: the share of groups with signal."
         ),
     ] = None,
     trainer_devices: Annotated[
         float | None,
-        typer.Option(help="Devices of the trainer; default: as many as balance the generators."),
+        Option(help="Devices of the trainer; default: as many as balance the generators."),
     ] = None,
     gpus_per_generator: Annotated[
-        int, typer.Option(min=1, help="GPUs of each generator (tensor parallel).")
+        int, Option(min=1, help="GPUs of each generator (tensor parallel).")
     ] = 1,
     bandwidth: Annotated[
         float | None,
-        typer.Option(
+        Option(
             min=1e-3, help="Link of a node, each way, in Gbit/s; default: nothing waits for it."
         ),
     ] = None,
-    latency: Annotated[float, typer.Option(min=0, help="Between two nodes, one way, in ms.")] = 0.0,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
+    latency: Annotated[float, Option(min=0, help="Between two nodes, one way, in ms.")] = 0.0,
+    gpus_per_node: Annotated[int, Option(min=1, help="GPUs of a node.")] = 8,
     fan_out: Annotated[
-        int, typer.Option(min=1, help="Nodes to which a node passes weights on; 1: a chain.")
+        int, Option(min=1, help="Nodes to which a node passes weights on; 1: a chain.")
     ] = 1,
     chunk: Annotated[
-        float, typer.Option(min=1e-3, help="Pieces in which nodes pass weights on, in MiB.")
+        float, Option(min=1e-3, help="Pieces in which nodes pass weights on, in MiB.")
     ] = 1.0,
     delta_share: Annotated[
         float,
-        typer.Option(min=1e-3, max=1, help="Bytes of a delta, as a share of the whole weights."),
+        Option(min=1e-3, max=1, help="Bytes of a delta, as a share of the whole weights."),
     ] = 1.0,
     failures: Annotated[
-        float, typer.Option(min=0, help="Losses per node and hour; see --failure-scope.")
+        float, Option(min=0, help="Losses per node and hour; see --failure-scope.")
     ] = 0.0,
     failure_scope: Annotated[
         Literal["generator", "node"],
-        typer.Option(help="What a failure loses: one generator, or all of a node."),
+        Option(help="What a failure loses: one generator, or all of a node."),
     ] = "node",
     restart: Annotated[
-        float, typer.Option(min=1e-3, help="Until what was lost is back, in seconds.")
+        float, Option(min=1e-3, help="Until what was lost is back, in seconds.")
     ] = 120.0,
-    trainer_failures: Annotated[
-        float, typer.Option(min=0, help="Losses of the trainer per hour.")
-    ] = 0.0,
+    trainer_failures: Annotated[float, Option(min=0, help="Losses of the trainer per hour.")] = 0.0,
     checkpoint_every: Annotated[
-        int, typer.Option(min=1, help="Steps between the checkpoints that a lost trainer has.")
+        int, Option(min=1, help="Steps between the checkpoints that a lost trainer has.")
     ] = 1,
     slow_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the generators that are slow.")
+        float, Option(min=0, max=1, help="Share of the generators that are slow.")
     ] = 0.0,
     slow_factor: Annotated[
-        float, typer.Option(min=1, help="How many times as long slow generators take.")
+        float, Option(min=1, help="How many times as long slow generators take.")
     ] = 2.0,
     environment_latency: Annotated[
         float | None,
-        typer.Option(min=0, help="Median seconds of an environment's step; default: one turn."),
+        Option(min=0, help="Median seconds of an environment's step; default: one turn."),
     ] = None,
     environment_sigma: Annotated[
-        float, typer.Option(min=0, help="Standard deviation of the log of these seconds.")
+        float, Option(min=0, help="Standard deviation of the log of these seconds.")
     ] = 1.0,
     turns: Annotated[
-        float, typer.Option(min=1, help="Median turns of a sample, with environments.")
+        float, Option(min=1, help="Median turns of a sample, with environments.")
     ] = 8.0,
-    turn_tokens: Annotated[
-        float, typer.Option(min=1, help="Median generated tokens of a turn.")
-    ] = 200.0,
+    turn_tokens: Annotated[float, Option(min=1, help="Median generated tokens of a turn.")] = 200.0,
     observation_tokens: Annotated[
-        float, typer.Option(min=0, help="Median tokens of an observation.")
+        float, Option(min=0, help="Median tokens of an observation.")
     ] = 200.0,
     go_back: Annotated[
         Literal["restore", "replay", "start over"],
-        typer.Option(help="How environments get to before a turn that verification has changed."),
+        Option(help="How environments get to before a turn that verification has changed."),
     ] = "replay",
     sessions: Annotated[
         int | None,
-        typer.Option(min=1, help="Open environments of a generator; default: 4 times its slots."),
+        Option(min=1, help="Open environments of a generator; default: 4 times its slots."),
     ] = None,
     kv_tokens: Annotated[
         float | None,
-        typer.Option(min=1, help="Tokens of KV that a generator has room for; default: the GPU's."),
+        Option(min=1, help="Tokens of KV that a generator has room for; default: the GPU's."),
     ] = None,
     mode: Annotated[
         list[str] | None,
-        typer.Option(help="Simulate only this mode. Repeat for more; speed is over the first."),
+        Option(help="Simulate only this mode. Repeat for more; speed is over the first."),
     ] = None,
     regimes: Annotated[
-        bool, typer.Option("--regimes", help="Map response length and drift (takes minutes).")
+        bool, Option("--regimes", help="Map response length and drift (takes minutes).")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
     """Simulate every mode on a cluster, with the scheduler of a real run.
 
@@ -210,8 +203,6 @@ def simulate(
 
     network = Network(bandwidth, latency, gpus_per_node, fan_out, chunk, delta_share)
     losses = Failures(failures, failure_scope, restart, trainer_failures, checkpoint_every)
-    stragglers = Stragglers(slow_share, slow_factor)
-
     given: dict[str, Any] = {
         "generators": generators, "slots": slots, "steps": steps, "median": median,
         "longest": longest, "drift": drift, "rule": rule, "outside": outside,
@@ -219,15 +210,10 @@ def simulate(
     }  # fmt: skip
     changes = {name: value for name, value in given.items() if value is not None}
     changes |= {
-        "model": model.lower(),
-        "sigma": sigma,
-        "redraft": redraft,
-        "new_length": new_length,
-        "gpus_per_generator": gpus_per_generator,
-        "network": network,
-        "failures": losses,
-        "stragglers": stragglers,
-    }
+        "model": model.lower(), "sigma": sigma, "redraft": redraft, "new_length": new_length,
+        "gpus_per_generator": gpus_per_generator, "network": network, "failures": losses,
+        "stragglers": Stragglers(slow_share, slow_factor),
+    }  # fmt: skip
     options = {
         "environment_sigma": environment_sigma, "turns": turns, "turn_tokens": turn_tokens,
         "observation_tokens": observation_tokens, "go_back": go_back, "sessions": sessions,
@@ -252,6 +238,6 @@ def simulate(
     if config is not None or fit is not None:
         outcomes["as configured"] = cluster.configured()
     if as_json:
-        typer.echo(json.dumps(study.as_json(outcomes), indent=2))
+        typer.echo(json.dumps({mode: asdict(one) for mode, one in outcomes.items()}, indent=2))
     else:
         console.print(tables.mode_table(cluster, outcomes))

@@ -3,12 +3,10 @@
 Roofline: a decode step of n rows reads all weights and the KV of the rows, and multiplies n tokens
 with all weights. It takes the longer of the two times, plus a constant. Prompt tokens and tokens to
 verify are fed in a step of the decoding rows, so they cost only the arithmetic beyond the step's
-spare time. A training token costs three times a scored one: the forward pass, and twice that for
-the backward pass.
+spare time. A training token costs three times a scored one (forward, and twice that backward).
 
-Measured (`asyncrl.simulation.fit` reads a run's records): a step costs a constant plus a constant
-per token fed. The number of tokens that a row gains in a step, by drafting from the cache, is a
-function of the number of rows.
+Measured (`asyncrl.simulation.fit`): a step costs a constant plus a constant per token fed. The
+tokens that a row gains in a step, by drafting, are a function of the number of rows.
 """
 
 from __future__ import annotations
@@ -61,10 +59,7 @@ MAX_DRAFTS = 16
 
 
 def tokens_per_step(acceptance: float, drafts: int) -> float:
-    """Return the expected tokens of a row in a step with a chain of `drafts` draft tokens.
-
-    `acceptance` is the chance that a draft token is accepted, given that those before it are.
-    """
+    """Return a row's expected tokens in a step with a chain of `drafts` of this acceptance each."""
     a = acceptance
     return 1.0 + (a * (1 - a**drafts) / (1 - a) if a < 1 else drafts)
 
@@ -90,11 +85,10 @@ class Cost:
     message_seconds: float = 1e-3
 
     def decode(self, rows: float, context: float, drafting: int = 0) -> float:
-        """Return the seconds of a decode step with `rows` rows.
+        """Return the seconds of a decode step with `rows` rows that attend to `context` tokens.
 
-        `context` counts the tokens attended to by all rows together, and `drafting` the rows that
-        draft from their own old continuation. Their drafts use the free arithmetic; other drafts
-        are not modelled.
+        `drafting` rows draft from their own old continuation, with the free arithmetic; other
+        drafts are not modelled.
         """
         fed = rows
         if drafting:
@@ -113,8 +107,7 @@ class Cost:
     def redraft(self, rows: int, drafting: int, acceptance: float) -> float:
         """Return a row's tokens per step while it drafts from its old continuation.
 
-        `rows` rows decode and `drafting` others draft from old continuations; all share the free
-        tokens. `acceptance` is the chance that a draft token is accepted.
+        `rows` rows decode and `drafting` others draft; all share the free tokens.
         """
         free = max(0.0, self.free_tokens - rows) / (drafting + 1)
         return tokens_per_step(acceptance, int(min(MAX_DRAFTS, free)))
@@ -213,10 +206,9 @@ def roofline(
     step_seconds: float = 2e-3,
     swap_seconds: float = 1.0,
 ) -> Cost:
-    """Compute a model's costs, with the same kind of device for generators and trainer.
+    """Compute a model's costs; generators and trainer have the same device. Raises UserError.
 
-    `step_seconds` is the constant part of a decode step, and `swap_seconds` the time in which a
-    generator installs new weights. Raises UserError if the trainer does not have a device.
+    `step_seconds` is the constant part of a decode step.
     """
     if trainer_devices <= 0:
         raise UserError("the simulated trainer needs at least one device")

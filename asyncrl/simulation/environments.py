@@ -1,14 +1,14 @@
 """Simulated environments: the turns of each sample, and the latency of its environment.
 
-A sample is a plan: turns of generated tokens with an observation behind each but the last. Plans
-depend on the seed and the sample alone, so every mode has the same ones, and a sample that is lost
-or verified meets the same environment again.
+Plans depend on the seed and the sample alone, so every mode has the same ones, and a sample that is
+lost or verified meets the same environment again.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -18,7 +18,6 @@ from asyncrl.rollout.trajectory import SampleId
 GoBack = Literal["restore", "replay", "start over"]
 """The way in which an environment returns to before a turn that verification has changed: at once
 from a snapshot, by repeating the accepted turns, or not at all."""
-GO_BACK: tuple[GoBack, ...] = ("restore", "replay", "start over")
 _LONGEST = 100.0
 
 
@@ -38,10 +37,7 @@ class Plan:
 
     def turn_of(self, generated: float) -> int:
         """Return the turn of the last of `generated` tokens."""
-        for turn, end in enumerate(self.ends):
-            if generated <= end:
-                return turn
-        return len(self.ends) - 1
+        return min(bisect_left(self.ends, generated), len(self.ends) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +62,16 @@ class Environments:
         """Draw the turns of a sample."""
         rng = random.Random(f"{seed} {sample.group} {sample.sample}")  # noqa: S311 - a simulation
         turns = max(1, min(self.max_turns, round(_draw(rng, self.turns, self.turns_sigma))))
-        tokens = [
-            max(1, round(_draw(rng, self.turn_tokens, self.turn_sigma))) for _ in range(turns)
-        ]
-        between = range(turns - 1)
-        observations = tuple(
-            round(_draw(rng, self.observation_tokens, self.turn_sigma)) for _ in between
-        )
-        longest = _LONGEST * self.latency
-        latencies = tuple(
-            min(longest, _draw(rng, self.latency, self.latency_sigma)) for _ in between
-        )
-        return Plan(tuple(accumulate(tokens)), observations, latencies)
+
+        def draws(count: int, median: float, sigma: float) -> list[float]:
+            return [_draw(rng, median, sigma) for _ in range(count)]
+
+        tokens = [max(1, round(one)) for one in draws(turns, self.turn_tokens, self.turn_sigma)]
+        observations = map(round, draws(turns - 1, self.observation_tokens, self.turn_sigma))
+        observed, longest = tuple(observations), _LONGEST * self.latency
+        waits = draws(turns - 1, self.latency, self.latency_sigma)
+        latencies = tuple(min(longest, one) for one in waits)
+        return Plan(tuple(accumulate(tokens)), observed, latencies)
 
     def mean_length(self, seed: int = 0, samples: int = 4000) -> tuple[float, float]:
         """Return the mean generated and observed tokens of a sample."""

@@ -11,12 +11,11 @@ Scope = Literal["generator", "node"]
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Rates and durations of losses. The default loses nothing.
+    """Rates and durations of losses, which are a Poisson process. The default loses nothing.
 
-    Losses are a Poisson process. A lost generator loses its samples, finished or not, but messages
-    under way to the trainer arrive. A regenerated sample keeps its length, since short answers are
-    lost less often. The generator comes back under a new name and without weights. A lost trainer
-    loses every step since its last checkpoint.
+    A lost generator loses its samples, but messages under way to the trainer arrive. A regenerated
+    sample keeps its length, since short answers are lost less often. The generator comes back under
+    a new name and without weights. A lost trainer loses every step since its last checkpoint.
     """
 
     per_node_hour: float = 0.0

@@ -1,8 +1,4 @@
-"""Fits the costs of a real run to the records in its directory.
-
-    RUN/engine/GENERATOR.jsonl    counters of the engine (`asyncrl.generator.engine_log`)
-    RUN/metrics.jsonl             step records: seconds of steps and of training, tokens
-    RUN/timeline/PROCESS.jsonl    seconds of weight transfers and of messages
+"""Fits the costs of a real run to its records: the engine's log, metrics.jsonl and timelines.
 
 docs/modes.md says what the fit assumes and what it cannot know.
 """
@@ -24,10 +20,10 @@ from asyncrl.errors import UserError
 from asyncrl.generator.engine_log import EngineRecord
 from asyncrl.monitoring.records.jsonl import read_jsonl
 from asyncrl.monitoring.records.metrics_log import read_metrics
-from asyncrl.monitoring.records.spans import Span, SpanKind, read_spans
+from asyncrl.monitoring.records.spans import Span, SpanKind, clip, read_timelines
 from asyncrl.simulation.cost import MeasuredCost
-from asyncrl.simulation.lengths import Survival
-from asyncrl.wire.records.step import StepMetrics, TokenCounts
+from asyncrl.simulation.lengths import Survival, bisected
+from asyncrl.wire.records.step import StepMetrics
 
 WARM_UP = 3
 """First steps of a run, left out because caches are empty and kernels are not chosen yet."""
@@ -83,7 +79,7 @@ class Interval:
 def fit_run(directory: Path, warm_up: int = WARM_UP) -> Fit:
     """Fit the costs of a run without its first `warm_up` steps. Raises UserError."""
     if not (directory / "metrics.jsonl").exists():
-        raise UserError(f"{directory} is not the directory of a run: it has no metrics.jsonl")
+        raise UserError(f"{directory} is not the directory of a run: metrics.jsonl is missing")
     steps = read_metrics(directory / "metrics.jsonl")
     if len(steps) < warm_up + _MIN_INTERVALS:
         raise UserError(
@@ -100,7 +96,10 @@ def fit_run(directory: Path, warm_up: int = WARM_UP) -> Fit:
     constant, token = _step_cost(intervals)
     at, speeds, fed = _by_rows(intervals)
     train_token, optimizer = _training(steady)
-    outside, noise = _outside(steps[-1].tokens), (steps[-1].noise_floor.abs_mean or 0.0) / 2
+    kind, tokens = SpanKind.TRANSFERRING_WEIGHTS, steps[-1].tokens
+    swaps = [span.seconds for line in generators.values() for span in line if span.kind == kind]
+    outside = tokens.outside_top_k / max(1, tokens.generated + tokens.verified)
+    noise = (steps[-1].noise_floor.abs_mean or 0.0) / 2
     cost = MeasuredCost(
         step_seconds=constant * overhead,
         token_seconds=token * overhead,
@@ -109,7 +108,7 @@ def fit_run(directory: Path, warm_up: int = WARM_UP) -> Fit:
         fed=fed,
         train_token_seconds=train_token,
         optimizer_seconds=optimizer + fmean(step.times.publish_seconds for step in steady),
-        swap_seconds=_mean_of(generators, SpanKind.TRANSFERRING_WEIGHTS),
+        swap_seconds=fmean(swaps) if swaps else 0.0,
         reward_seconds=rewards[0],
         reward_steps=rewards[1],
         message_seconds=_message_seconds(generators, trainers),
@@ -217,14 +216,10 @@ def _training(steps: Sequence[StepMetrics]) -> tuple[float, float]:
 
 
 def _spans(directory: Path) -> tuple[dict[str, list[Span]], list[Span]]:
-    generators: dict[str, list[Span]] = {}
-    trainer: list[Span] = []
-    for path in sorted((directory / "timeline").glob("*.jsonl")):
-        if path.stem.startswith("generator"):
-            generators[path.stem] = read_spans(path)
-        elif path.stem.startswith("trainer") and rank_of(path.stem) == 0:
-            trainer += read_spans(path)
-    return generators, trainer
+    lanes = read_timelines(directory / "timeline")
+    generators = {name: spans for name, spans in lanes.items() if name.startswith("generator")}
+    trainers = [one for one in lanes if one.startswith("trainer") and rank_of(one) == 0]
+    return generators, [span for one in trainers for span in lanes[one]]
 
 
 def _overhead(
@@ -232,18 +227,9 @@ def _overhead(
 ) -> float:
     """Return seconds of decoding over seconds inside engine steps, 1 to 1.5."""
     busy = sum(i.busy for i in intervals)
-    decoding = sum(
-        max(0.0, min(span.end, ended) - max(span.start, began))
-        for line in spans.values()
-        for span in line
-        if span.kind in _DECODING
-    )
+    clipped = (span for line in spans.values() for span in clip(line, began, ended))
+    decoding = sum(span.seconds for span in clipped if span.kind in _DECODING)
     return min(max(decoding / busy, 1.0), 1.5) if busy else 1.0
-
-
-def _mean_of(spans: dict[str, list[Span]], kind: SpanKind) -> float:
-    seconds = [span.seconds for line in spans.values() for span in line if span.kind == kind]
-    return fmean(seconds) if seconds else 0.0
 
 
 def _message_seconds(generators: dict[str, list[Span]], trainer: Iterable[Span]) -> float:
@@ -262,8 +248,8 @@ def _message_seconds(generators: dict[str, list[Span]], trainer: Iterable[Span])
 def _rewards(intervals: Iterable[Interval], overhead: float) -> tuple[float, float]:
     """Fit (seconds per reward with an idle engine, engine steps per reward while it decodes).
 
-    Uses the intervals in which samples always waited for their reward, where samples rewarded =
-    idle seconds / seconds of a reward + steps / steps per reward.
+    Where samples always waited for their reward, samples rewarded = idle seconds / seconds of a
+    reward + steps / steps per reward.
     """
     backlogged = [i for i in intervals if i.rewards_queued]
     y = np.array([i.rewarded for i in backlogged], float)
@@ -278,12 +264,6 @@ def _rewards(intervals: Iterable[Interval], overhead: float) -> tuple[float, flo
     return float(seconds), float(1.0 / by_step) if by_step else 0.0
 
 
-def _outside(tokens: TokenCounts) -> float:
-    """Return the share of reported tokens, accepted ones included, outside the top K."""
-    reported = tokens.generated + tokens.verified
-    return tokens.outside_top_k / reported if reported else 0.0
-
-
 def _drift(last: StepMetrics, lengths: Sequence[int], outside: float, noise: float) -> float | None:
     """Return the drift at which the model rejects as many tokens as verification did."""
     verified, rejected = last.tokens.verified, last.tokens.rejected
@@ -291,11 +271,5 @@ def _drift(last: StepMetrics, lengths: Sequence[int], outside: float, noise: flo
         return None
     survival = Survival("block", outside=outside, noise=noise)
     kept = verified / (verified + rejected)
-    low, high = 0.0, survival.decisive
-    for _ in range(30):
-        middle = (low + high) / 2
-        if survival.expected(lengths, middle) > kept:
-            low = middle
-        else:
-            high = middle
-    return low
+    high = survival.decisive
+    return bisected(lambda drift: survival.expected(lengths, drift), kept, high, 30)

@@ -103,13 +103,8 @@ class Fleet:
         version = -1 if restarts else 0
         rng = random.Random(self._rng.random())  # noqa: S311 - a simulation
         slowness = self._slowness[number]
-        if setting.environments is None:
-            made = SimGenerator(name, setting, rng, slowness=slowness, version=version)
-        else:
-            made = TurnGenerator(
-                name, setting, rng, setting.environments, slowness=slowness, version=version
-            )
-        self._generators[name] = made
+        made = SimGenerator if setting.environments is None else TurnGenerator
+        self._generators[name] = made(name, setting, rng, slowness=slowness, version=version)
         self._names[number], self._numbers[name] = name, number
         return events.GeneratorJoined(name, setting.slots, version)
 
@@ -140,12 +135,10 @@ class Fleet:
 
     def tally(self) -> Tally:
         """Sum the work of all generators until now, lost ones included."""
-        generators = list(self._generators.values())
-        for generator in generators:
+        total = replace(self.lost)
+        for generator in self._generators.values():
             generator.advance(self._agenda.now)
-        total = Tally()
-        for tally in (self.lost, *(generator.tally for generator in generators)):
-            total.add(tally)
+            total.add(generator.tally)
         return total
 
     # -------------------------------------------------------------------- requests
@@ -160,10 +153,7 @@ class Fleet:
 
     def plan(self, generator: SimGenerator) -> None:
         """Schedule the generator for when its next request is done."""
-        self._plan(generator, generator.next_end())
-
-    def _plan(self, generator: SimGenerator, end: float | None) -> None:
-        if end is not None:
+        if (end := generator.next_end()) is not None:
             end = max(end, self._agenda.now)
             self._wake_at[generator.name] = end
             self._agenda.at(end, generator.name)
@@ -179,44 +169,41 @@ class Fleet:
         while (end := generator.next_end()) is not None and end <= now + _AT_ONCE:
             if (request := generator.finish_next()) is None:
                 continue
-            self._agenda.after(self._message, FinishedReport(name, request, request.finishes))
+            self._report(generator, request)
             if self._rewards_cost and not request.rewarded_at:
                 # Rewards are computed outside the slots, one at a time; delivery waits for them.
                 free = max(now, self._rewards_free.get(name, 0.0))
                 request.rewarded_at = free + self._setting.cost.reward(generator.decoding)
                 self._rewards_free[name] = request.rewarded_at
-        self._plan(generator, end)
+        self.plan(generator)
 
     def verify(self, generator: SimGenerator, due: commands.VerifySamples) -> None:
         """Verify samples; those that do not need it are reported at once."""
         for request in generator.verify(due.samples, due.min_version):
-            report = FinishedReport(generator.name, request, request.finishes)
-            self._agenda.after(self._message, report)
+            self._report(generator, request)
+
+    def _report(self, generator: SimGenerator, request: SimRequest) -> None:
+        report = FinishedReport(generator.name, request, request.finishes)
+        self._agenda.after(self._message, report)
 
     def finished(self, report: FinishedReport) -> events.SampleFinished | None:
         """Return the event of a report; None if the sample was resumed or lost since."""
         name, request = report.generator, report.request
         generator = self._generators.get(name)
-        if generator is None or not generator.holds(request):
-            return None
-        if request.finishes != report.finishes:
+        is_held = generator is not None and generator.holds(request)
+        if not is_held or request.finishes != report.finishes:
             return None
         return events.SampleFinished(name, request.sample, request.length, request.oldest_version)
 
     def rewarded(self, report: FinishedReport) -> events.SampleRewarded | None:
-        """Return the event of a sample's reward; None if the sample was resumed or lost since.
-
-        The signal of a group is drawn once, and does not change when its samples are verified.
-        """
+        """Return the event of a sample's reward, or None as `finished`; groups have one signal."""
         finished = self.finished(report)
         if finished is None:
             return None
         sample = finished.sample
         draw = random.Random(f"{self._setting.seed} {sample.group}")  # noqa: S311 - a simulation
-        differs = draw.random() < self._setting.signal_share
-        return events.SampleRewarded(
-            finished.generator, sample, float(differs and sample.sample % 2)
-        )
+        reward = float(draw.random() < self._setting.signal_share and sample.sample % 2)
+        return events.SampleRewarded(finished.generator, sample, reward)
 
     # --------------------------------------------------------------------- weights
 

@@ -70,8 +70,8 @@ class Survival:
 
         `segments` are (policy version, number of tokens), in order; `version` verifies. Policies
         drift by `drift`, the total variation per token and optimizer step, always in the same
-        direction, which is the worst case. The noise is independent of the drift, so log-ratios add
-        in their variances.
+        direction, which is the worst case. The noise is independent, so log-ratios add in their
+        variances.
         """
         left = _exponential(rng)
         if self.rule == "block":
@@ -102,8 +102,7 @@ class Survival:
     def expected(self, lengths: Sequence[int], distance: float) -> float:
         """Return the expected share of all tokens of whole answers that verification accepts.
 
-        `lengths` are the tokens of each answer, at least one; `distance` is the total variation per
-        token between the two policies, without noise.
+        `distance` is the total variation per token between the two policies, without noise.
         """
         rate, cuts = self._rates(distance)
         if math.isinf(rate):
@@ -153,11 +152,16 @@ def survival(v: float) -> float:
 
 
 def survival_inverse(probability: float) -> float:
-    """Return v with `survival(v) == probability`, by bisection; `survival` is decreasing."""
-    low, high = 0.0, 40.0
-    for _ in range(50):
+    """Return v with `survival(v) == probability`."""
+    return bisected(survival, probability, 40.0, 50)
+
+
+def bisected(falling: Callable[[float], float], value: float, high: float, rounds: int) -> float:
+    """Return the largest found x from 0 to `high` at which a falling function is above `value`."""
+    low = 0.0
+    for _ in range(rounds):
         middle = (low + high) / 2.0
-        if survival(middle) > probability:
+        if falling(middle) > value:
             low = middle
         else:
             high = middle

@@ -1,10 +1,9 @@
 """A simulated generator. Its requests decode in one batch, all at the same speed.
 
-Between two changes every active request advances by the same number of tokens a step (one, or more
-if the cache drafts). So one *progress* counter, in tokens, serves all requests: a request is done
-when the counter has grown by its remaining tokens. A request that drafts from its own old
-continuation is faster by a constant factor. A change (a request more or less, new weights, a
-prefill) costs O(log requests).
+Every active request advances by the same number of tokens a step, so one *progress* counter, in
+tokens, serves all: a request is done when the counter has grown by its remaining tokens. A request
+that drafts from its own old continuation is faster by a constant factor. A change (a request more
+or less, new weights, a prefill) costs O(log requests).
 """
 
 from __future__ import annotations
@@ -167,29 +166,21 @@ class SimGenerator:
         kept = setting.survival.kept(request.segments, self.version, setting.drift, self._rng)
         request.unknown = False
         self.tally.rejected += generated - kept
+        # After a rejection verification draws the next token; the rejected ones serve as drafts.
+        request.replace(self.version, kept + (kept < generated))
         if kept < generated:
-            # Verification draws the next token; the rejected ones serve as drafts.
-            request.replace(self.version, kept + 1)
             if setting.new_length and self._rng.random() < setting.new_length:
                 request.length = self._length_above(kept, request.length)
             speed = self._cost.redraft(self._active, self._drafting, setting.redraft)
             request.speedup = speed / self._cost.speed(self._active)
             request.drafted += generated - kept - 1
             request.rewarded_at = 0.0
-        else:
-            request.replace(self.version, kept)
         return generated
 
     def _length_above(self, kept: float, otherwise: int) -> int:
-        """Draw the length of a response whose first `kept` tokens stay.
-
-        Lengths are drawn until one is longer; `otherwise` is returned after `_DRAWS` draws.
-        """
-        for _ in range(_DRAWS):
-            length = self._setting.lengths(self._rng)
-            if length > kept:
-                return length
-        return otherwise
+        """Draw lengths until one is above `kept`; return `otherwise` after `_DRAWS` draws."""
+        draws = (self._setting.lengths(self._rng) for _ in range(_DRAWS))
+        return next((length for length in draws if length > kept), otherwise)
 
     @property
     def decoding(self) -> int:

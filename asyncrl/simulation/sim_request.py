@@ -68,11 +68,9 @@ class SimRequest:
 
     def grow(self, progress: float, version: int) -> float:
         """Add the tokens of this much progress as a segment; return their number."""
-        if self.scoring:
-            scoring = min(progress, self.scoring)
-            self.scoring -= scoring
-            progress -= scoring
-        tokens = progress
+        scoring = min(progress, self.scoring)
+        self.scoring -= scoring
+        tokens = progress = progress - scoring
         if self.drafted:
             drafting = min(progress, self.drafted / self.speedup)
             drafted = drafting * self.speedup
@@ -100,8 +98,7 @@ class SimRequest:
     def rewind(self, version: int) -> None:
         """Assign the tokens of policies after `version` to an unknown policy.
 
-        They are as far from `version` as before, but in another direction than later policies: a
-        distance of n steps becomes one of n more steps.
+        A distance of n steps becomes one of n more steps, in another direction than later policies.
         """
         if any(drawn > version for drawn, _ in self.segments):
             self.unknown = True
@@ -125,7 +122,7 @@ class Tally:
     """Seconds in which nothing decoded while samples waited for their environment."""
     turns: int = 0
     turns_discarded: int = 0
-    """Those of `turns` that were behind a rejection."""
+    """Number of `turns` that were behind a rejection."""
     prefilled_again: int = 0
     """Samples that came back from their environment and had lost their KV."""
 

@@ -1,9 +1,8 @@
 """A simulated generator whose samples have several turns, with an environment behind each.
 
 At the end of a turn a sample leaves its slot and waits for its environment. It keeps its KV while
-there is room; samples that have waited longest lose it first. With the observation, it waits for a
-slot again and is fed the observation, or everything if its KV is gone, which is also the case after
-an install, since KV of old weights is never reused.
+there is room; samples that have waited longest lose it first, and all at an install, since KV of
+old weights is never reused. Then it waits for a slot and is fed the observation, or everything.
 
 Verification judges generated tokens only. If it changes turn t, all later turns are gone, and the
 environment goes back to before t (`environments.GoBack`): at once, or by repeating the accepted
@@ -17,7 +16,7 @@ import random
 from dataclasses import dataclass, field
 
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.simulation.environments import Environments, Plan
+from asyncrl.simulation.environments import Plan
 from asyncrl.simulation.setting import Setting
 from asyncrl.simulation.sim_generator import SimGenerator
 from asyncrl.simulation.sim_request import SimRequest
@@ -65,13 +64,13 @@ class TurnGenerator(SimGenerator):
         name: str,
         setting: Setting,
         rng: random.Random,
-        environments: Environments,
         *,
         slowness: float = 1.0,
         version: int = 0,
     ) -> None:
         super().__init__(name, setting, rng, slowness=slowness, version=version)
-        self._environments = environments
+        assert setting.environments is not None  # noqa: S101 - by the fleet
+        self._environments = setting.environments
         self._away: list[tuple[float, int, TurnRequest]] = []
         """Heap of (time of the observation, tie-breaker, request); entries may be outdated."""
         self._keeping: dict[SampleId, TurnRequest] = {}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from dataclasses import fields as fields_of
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError
@@ -35,6 +37,7 @@ MODES: Mapping[str, tuple[Mapping[str, Any], float]] = {
 """Scheduler settings by mode, and the number of whole steps that run-ahead may cover. `verify` is a
 run's default."""
 
+T = TypeVar("T")
 SESSIONS = 4
 """Default number of a generator's open environments, as a multiple of its slots."""
 BALANCE = 0.9
@@ -110,20 +113,20 @@ class Cluster(Conditions):
             return self.kv_room
         if self.fit is not None:
             return math.inf
-        self.roofline()
-        return kv_tokens(MODELS[self.model], DEVICES[self.device], devices=self.gpus_per_generator)
+        model, device = known(self.model, MODELS), known(self.device, DEVICES)
+        return kv_tokens(model, device, devices=self.gpus_per_generator)
 
     def roofline(self) -> tuple[Cost, float]:
         """Return roofline costs, and the number of the trainer's devices. Raises UserError."""
-        for name, known in ((self.model, MODELS), (self.device, DEVICES)):
-            if name not in known:
-                raise _unknown(name, known)
-        model, device = MODELS[self.model], DEVICES[self.device]
+        costs = partial(
+            roofline,
+            known(self.model, MODELS),
+            known(self.device, DEVICES),
+            devices_per_generator=self.gpus_per_generator,
+        )
         devices = self.trainer_devices
         if devices is None:
-            one = roofline(
-                model, device, trainer_devices=1, devices_per_generator=self.gpus_per_generator
-            )
+            one = costs(trainer_devices=1)
             rng, draw = random.Random(0), self.lengths()  # noqa: S311 - a simulation
             given = float(self.prompt_tokens)
             if self.environments is None:
@@ -134,17 +137,12 @@ class Cluster(Conditions):
             step = one.decode(self.slots, self.slots * (given + mean / 2))
             rate = self.generators * self.slots / step
             devices = rate * one.train_token_seconds * (1 + given / mean) / BALANCE
-        cost = roofline(
-            model, device, trainer_devices=devices, devices_per_generator=self.gpus_per_generator
-        )
-        return cost, devices
+        return costs(trainer_devices=devices), devices
 
     @property
     def weights_bytes(self) -> float:
         """Bytes of one version of the weights. Raises UserError for an unknown model."""
-        if self.model not in MODELS:
-            raise _unknown(self.model, MODELS)
-        model = MODELS[self.model]
+        model = known(self.model, MODELS)
         return model.parameters * model.bytes_per_parameter
 
     @property
@@ -156,7 +154,7 @@ class Cluster(Conditions):
     def simulate(self, mode: str) -> Outcome:
         """Simulate one mode of `MODES`. Raises UserError for an unknown mode."""
         if mode not in MODES:
-            raise UserError(f"there is no mode {mode!r}; the modes are {', '.join(MODES)}")
+            raise UserError(f"{mode!r} is not a mode; the modes are {', '.join(MODES)}")
         settings, ahead = MODES[mode]
         runahead = max(1, round(ahead * self.step_groups)) if ahead else None
         return self.run(replaced(self.scheduler, **settings, max_runahead_groups=runahead))
@@ -215,8 +213,11 @@ class Cluster(Conditions):
         )
 
 
-def _unknown(name: str, known: Iterable[str]) -> UserError:
-    return UserError(f"the simulator does not know {name!r}; it knows {', '.join(known)}")
+def known(name: str, table: Mapping[str, T]) -> T:
+    """Return the entry of a table. Raises UserError if it is missing."""
+    if name not in table:
+        raise UserError(f"the simulator does not know {name!r}; it knows {', '.join(table)}")
+    return table[name]
 
 
 def conditions(network: Network, failures: Failures, stragglers: Stragglers) -> str:
@@ -239,11 +240,9 @@ def conditions(network: Network, failures: Failures, stragglers: Stragglers) -> 
 
 
 def cluster(config: RunConfig | None, fit: Fit | None, **changes: Any) -> Cluster:
-    """Make a cluster from the configuration and the costs of runs.
+    """Make a cluster with the sizes and scheduler of `config`, else of `fit`, else the defaults.
 
-    The sizes and scheduler settings are those of `config`, else of `fit`, else the defaults.
-    Without `fit`, costs come from the roofline and lengths from a log-normal. `changes` override
-    fields of `Cluster`.
+    Without `fit`, costs come from the roofline and lengths from a log-normal. `changes` override.
     """
     fields: dict[str, Any] = {}
     if fit is not None:
@@ -308,12 +307,10 @@ def regime(
 ) -> list[Place]:
     """Simulate modes over answer length and drift; `longest` is four times the median."""
     places = []
-    for median in medians:
-        for drift in drifts:
-            here = replace(
-                cluster, median=median, longest=round(4 * median), sigma=0.7, drift=drift
-            )
-            places.append(Place(median, drift, compare(here, modes)))
+    for median, drift in itertools.product(medians, drifts):
+        longest = round(4 * median)
+        here = replace(cluster, median=median, longest=longest, sigma=0.7, drift=drift)
+        places.append(Place(median, drift, compare(here, modes)))
     return places
 
 
@@ -326,8 +323,3 @@ def right_choice(place: Place) -> str:
     modes = [mode for mode in ("verify", "verify, k=1", "verify, k=2") if mode in place.outcomes]
     fastest = min(place.outcomes[mode].step_seconds for mode in modes)
     return next(m for m in modes if place.outcomes[m].step_seconds * NEAR <= fastest)
-
-
-def as_json(outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
-    """Convert outcomes to plain values for JSON."""
-    return {mode: asdict(outcome) for mode, outcome in outcomes.items()}

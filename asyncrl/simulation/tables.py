@@ -25,6 +25,7 @@ def mode_table(cluster: Cluster, outcomes: Mapping[str, Outcome]) -> Table:
         result.add_column(column, justify="left" if column == "mode" else "right", no_wrap=True)
     first = next(iter(outcomes.values())).step_seconds
     for mode, outcome in outcomes.items():
+        shares = (outcome.environment_idle, outcome.slots_used, outcome.turns_discarded)
         result.add_row(
             mode,
             f"{outcome.step_seconds:.3g}",
@@ -34,16 +35,9 @@ def mode_table(cluster: Cluster, outcomes: Mapping[str, Outcome]) -> Table:
             f"{outcome.trainer_idle:.0%}",
             f"{outcome.staleness_mean:.2f}, max {outcome.staleness_max}",
             f"{outcome.regenerated:.0%}",
-            *_of_environments(cluster, outcome),
+            *([f"{share:.0%}" for share in shares] if cluster.environments is not None else ()),
         )
     return result
-
-
-def _of_environments(cluster: Cluster, outcome: Outcome) -> list[str]:
-    if cluster.environments is None:
-        return []
-    shares = (outcome.environment_idle, outcome.slots_used, outcome.turns_discarded)
-    return [f"{share:.0%}" for share in shares]
 
 
 def regime_table(places: Sequence[Place]) -> Table:

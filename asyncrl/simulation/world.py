@@ -1,10 +1,4 @@
-"""A discrete-event simulation around the live scheduler: generators, one trainer, and delays.
-
-    scheduler ── commands ──► generators (`fleet`), trainer (`sim_trainer`) ── events ──► scheduler
-
-The trainer processes groups one after the other as they arrive, and does the optimizer step when
-all groups of the declared step are processed.
-"""
+"""A discrete-event simulation around the live scheduler: generators, one trainer, and delays."""
 
 from __future__ import annotations
 
@@ -12,6 +6,7 @@ import gc
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 
 from asyncrl.errors import UserError
 from asyncrl.scheduler import commands, events
@@ -109,7 +104,7 @@ class World:
         """Simulate the run; the outcome covers the steps from `warm_up` up to `end`."""
         setting = self._setting
         for number in range(setting.generators):
-            self._tell(self._fleet.add(number))
+            self._add(number)
         was_enabled = gc.isenabled()
         gc.disable()  # a run makes no cycles, and each collection would visit all its objects
         try:
@@ -136,8 +131,8 @@ class World:
                 began = agenda.now
             elif agenda.now - began > DAY_SECONDS:
                 raise UserError(
-                    f"the simulated run finished no step for a day, at step {step}; fewer failures "
-                    "or a shorter restart are needed"
+                    f"the simulated run did not finish step {step} within a day; lower --failures "
+                    "or --restart"
                 )
         if self._ended.outcome is not commands.RunOutcome.DONE:
             raise UserError(f"the simulated run failed: {self._ended.reason}")
@@ -163,8 +158,7 @@ class World:
 
     def _tell_finished(self, report: FinishedReport) -> None:
         """Report a finished sample, and with dynamic sampling its reward once it is known."""
-        event = self._fleet.finished(report)
-        if event is None:
+        if (event := self._fleet.finished(report)) is None:
             return
         self._tell(event)
         if self._setting.config.dynamic_sampling.enabled:
@@ -177,8 +171,7 @@ class World:
             self._tell(waits)
 
     def _tell_reward(self, report: FinishedReport) -> None:
-        event = self._fleet.rewarded(report)
-        if event is not None:
+        if (event := self._fleet.rewarded(report)) is not None:
             self._tell(event)
 
     # ----------------------------------------------------- events and commands
@@ -240,14 +233,13 @@ class World:
             after = min(first + setting.generators_per_node, setting.generators)
             numbers = list(range(first, after))
         for number in numbers:
-            lost = self._fleet.lose(number)
-            if lost is not None:
-                self._agenda.after(
-                    setting.failures.restart_seconds,
-                    lambda number=number: self._tell(self._fleet.add(number)),  # type: ignore[misc]
-                )
+            if (lost := self._fleet.lose(number)) is not None:
+                self._agenda.after(setting.failures.restart_seconds, partial(self._add, number))
                 self._tell(lost)
         self._expect_loss()
+
+    def _add(self, number: int) -> None:
+        self._tell(self._fleet.add(number))
 
     def _lose_trainer(self) -> None:
         """Lose the trainer; the next one returns to the newest checkpoint."""
@@ -298,10 +290,8 @@ class World:
         ended = trainer.end_of_step(now)
         if ended is not None:
             end, groups = ended
-            done = (events.StepFinished(trainer.step, groups),)
-            self._agenda.at(
-                end + self._setting.cost.optimizer_seconds, FromTrainer(trainer.lineage, done)
-            )
+            done = FromTrainer(trainer.lineage, (events.StepFinished(trainer.step, groups),))
+            self._agenda.at(end + self._setting.cost.optimizer_seconds, done)
 
     def _publish(self, version: int) -> None:
         """Start the transfer of weights from the trainer's node, and tell the controller."""

@@ -104,7 +104,7 @@ class Orders:
         )
         try:
             with contextlib.closing(JsonlWriter(self._path)) as writer:
-                writer.append([record])
+                writer.append(record)
         except OSError as error:
             logger.warning("%s cannot be written: %s", self._path, error.strerror)
             text += f"; a resumed run will not apply it, since {self._path} cannot be written"

@@ -1,7 +1,6 @@
 """The HTTP API of a run, as a FastAPI application, and the files of the page.
 
-`/docs` is the API's reference, generated from its OpenAPI description, without scripts: FastAPI's
-usual page loads its scripts from another site. Watchers receive server-sent events.
+`/docs` is the API's reference without scripts: FastAPI's page loads its scripts from another site.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from asyncrl.wire.messages.control import OrderRecord
 
 
 class EventStream(Response):
-    """`event: snapshot` with JSON, for as long as the watcher takes them."""
+    """A stream of `event: snapshot` with JSON, for as long as the watcher takes them."""
 
     media_type = "text/event-stream"
 
@@ -57,8 +56,7 @@ class EventStream(Response):
                     await task
 
     async def _send(self, send: Send) -> None:
-        headers = self.raw_headers
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with contextlib.aclosing(self._feed.watch()) as snapshots:
             async for snapshot in snapshots:
                 body = b"event: snapshot\ndata: " + snapshot + b"\n\n"
@@ -79,36 +77,28 @@ def reference_page(openapi: Mapping[str, Any]) -> str:
         for method, about in methods.items()
     ]
     paragraphs = openapi["info"].get("description", "").strip().split("\n\n")
-    document = element(
-        "html",
-        element(
-            "head",
-            element("meta", charset="utf-8"),
-            element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            element("title", "asyncrl: HTTP API"),
-            Markup('<link rel="stylesheet" href="/page.css"/>'),
-        ),
-        element(
-            "body",
-            element(
-                "main",
-                element("h1", "HTTP API"),
-                [element("p", _with_code(text), class_="about") for text in paragraphs],
-                element(
-                    "p",
-                    "For programs: ",
-                    element("a", "/openapi.json", href="/openapi.json"),
-                    " (OpenAPI). Back to ",
-                    element("a", "the run", href="/"),
-                    ".",
-                    class_="about",
-                ),
-                parts,
-            ),
-        ),
-        lang="en",
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", "asyncrl: HTTP API"),
+        Markup('<link rel="stylesheet" href="/page.css"/>'),
     )
-    return f"<!doctype html>\n{document}\n"
+    openapi_link = element("a", "/openapi.json", href="/openapi.json")
+    links = [
+        "For programs: ",
+        openapi_link,
+        " (OpenAPI). Back to ",
+        element("a", "the run", href="/"),
+    ]
+    body = element(
+        "main",
+        element("h1", "HTTP API"),
+        [element("p", _with_code(text), class_="about") for text in paragraphs],
+        element("p", links, ".", class_="about"),
+        parts,
+    )
+    return f"<!doctype html>\n{element('html', head, element('body', body), lang='en')}\n"
 
 
 def _with_code(text: str) -> list[Child]:
@@ -124,14 +114,13 @@ def _operation(
         element("tr", element("td", code), element("td", each.get("description", "")))
         for code, each in about["responses"].items()
     ]
+    details = element("summary", "Answers"), element("table", answers)
     return element(
         "section",
         element("h3", element("code", f"{method.upper()} {path}")),
         element("p", _with_code(about.get("description", ""))),
         element("table", taken) if taken else None,
-        element(
-            "details", element("summary", "Answers"), element("table", answers), class_="answers"
-        ),
+        element("details", *details, class_="answers"),
         class_="card operation",
     )
 
@@ -160,12 +149,8 @@ def _row(name: str, place: str, schema: Mapping[str, Any], *, required: bool) ->
         details.append("required")
     elif "default" in schema:
         details.append(f"default {json.dumps(schema['default'])}")
-    return element(
-        "tr",
-        element("td", element("code", name)),
-        element("td", place),
-        element("td", ", ".join(details)),
-    )
+    cells = element("code", name), place, ", ".join(details)
+    return element("tr", [element("td", cell) for cell in cells])
 
 
 logger = logging.getLogger(__name__)
@@ -204,19 +189,19 @@ class Api:
         """Call `function` in the thread that reads files."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, function)
 
-    async def status(self) -> Response:
-        """What the run is doing: the numbers of `asyncrl status --json`."""
+    async def _status(self) -> Mapping[str, Any]:
         try:
-            return _json(await self._source.status())
+            return await self._source.status()
         except AsyncrlError as error:
             raise HTTPException(502, str(error)) from error
 
+    async def status(self) -> Response:
+        """State of the run: the numbers of `asyncrl status --json`."""
+        return _json(await self._status())
+
     async def processes(self) -> Response:
         """The processes of the run, by name: state, policy version, port of their metrics."""
-        try:
-            return _json((await self._source.status()).get("processes", {}))
-        except AsyncrlError as error:
-            raise HTTPException(502, str(error)) from error
+        return _json((await self._status()).get("processes", {}))
 
     async def metrics(
         self,
@@ -233,7 +218,7 @@ class Api:
         return Response(body, media_type="application/json")
 
     async def timeline(self, seconds: Annotated[float, Query(gt=0, le=3600)] = 60.0) -> Response:
-        """What each process did in the last seconds, as spans, by process."""
+        """Spans of each process's activity in the last seconds, by process."""
         return _json(await self.read(lambda: recent_spans(self._run, seconds)))
 
     async def samples(self, limit: Annotated[int, Query(ge=1, le=MAX_SAMPLES)] = 8) -> Response:
@@ -248,7 +233,7 @@ class Api:
     async def events(self) -> Response:
         """Server-sent events: `snapshot` once a second, with the status."""
         if self._feed.is_full:
-            raise HTTPException(503, "too many pages watch this run; use `asyncrl status`")
+            raise HTTPException(503, "too many pages show this run; use `asyncrl status`")
         return EventStream(self._feed)
 
     async def section(self, name: Literal[NAMES]) -> HTMLResponse:  # type: ignore[valid-type]
@@ -259,13 +244,13 @@ class Api:
         """Give an order and wait for the answer."""
         name = orders.name_of(request)
         client = who.client
-        by = "somebody" if client is None else f"{client.host}:{client.port}"
+        by = "an unknown client" if client is None else f"{client.host}:{client.port}"
         try:
             reply = await self._source.order(request)
         except AsyncrlError as error:
-            logger.warning("order %s of %s: no answer: %s", name, by, error)
+            logger.warning("order %s from %s: no answer: %s", name, by, error)
             raise HTTPException(502, str(error)) from error
-        logger.info("order %s of %s: %s", name, by, reply)
+        logger.info("order %s from %s: %s", name, by, reply)
         if isinstance(reply, control.Accepted):
             return orders.Taken(accepted=reply.message, step=reply.step)
         reason = reply.reason if isinstance(reply, control.Refused) else f"answered with {reply}"
@@ -305,7 +290,7 @@ def _add_orders(app: FastAPI, api: Api) -> None:
         return answer
 
     async def scale(arguments: orders.ScaleArguments, who: Request) -> orders.Taken:
-        return await api.order(orders.scale_request(arguments), who)
+        return await api.order(control.ScaleRequest(arguments.generators), who)
 
     async def set_value(arguments: orders.SetArguments, who: Request) -> orders.Taken:
         return await api.order(orders.set_request(arguments), who)
@@ -317,14 +302,11 @@ def _add_orders(app: FastAPI, api: Api) -> None:
 
 
 def _add_page(app: FastAPI) -> None:
+    report_css = _file("asyncrl.monitoring.report", "report.css")
     files = {
         "/": ("text/html", _file("asyncrl.web", "static/index.html")),
         "/page.js": ("text/javascript", _file("asyncrl.web", "static/page.js")),
-        "/page.css": (
-            "text/css",
-            _file("asyncrl.monitoring.report", "report.css")
-            + _file("asyncrl.web", "static/page.css"),
-        ),
+        "/page.css": ("text/css", report_css + _file("asyncrl.web", "static/page.css")),
         "/docs": ("text/html", reference_page(app.openapi()).encode()),
     }
 

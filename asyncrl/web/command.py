@@ -19,10 +19,9 @@ from asyncrl.web.serving import listen, read_token, token_path, url_of
 
 
 def show_page(run: Path, port: int, say: Callable[[str], None]) -> None:
-    """Print the link of an active run; serve an ended run until Ctrl-C.
+    """Print the link of an active run, by `say`; serve an ended run at `port` until Ctrl-C.
 
-    `port` is that of an ended run's page; 0 takes any free one. `say` prints a line. Raises
-    UserError if the run does not have a page, or the port is in use.
+    Raises UserError if the run does not have a page, or the port is in use.
     """
     if is_alive(run):
         if port:
@@ -49,7 +48,7 @@ def link(run: Path) -> str:
     if state is None or not state.web:
         raise UserError(
             f"the run in {run} is active and has no web page: monitoring.web.enabled is false, the "
-            "run has just begun, or its page ended (its log says so)"
+            "run has just started, or its page ended (see its log)"
         )
     token = read_token(token_path(run, _token_file(run)))
     return f"{state.web}/#token={urllib.parse.quote(token, safe='')}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +16,6 @@ from asyncrl.steering.control_socket import open_line, send_order
 from asyncrl.wire import Line
 from asyncrl.wire.errors import WireError
 from asyncrl.wire.messages import control
-from asyncrl.wire.records.step import OnPolicySteps, is_on_policy
 
 ASK_SECONDS = 1.0
 """Minimum interval between requests to the controller, for any number of watchers."""
@@ -100,7 +98,8 @@ class EndedRun:
     def __init__(self, run: Path) -> None:
         self._run = run
         self.data = load_run(run)
-        self._status = status_of(self.data, _ending(run))
+        state = read_state(run)
+        self._status = status_of(self.data, _ENDINGS[None if state is None else state.ended])
 
     async def status(self) -> Status:
         """Return the final status."""
@@ -110,28 +109,22 @@ class EndedRun:
         """Refuse the order."""
         name = type(request).__name__.removesuffix("Request").lower()
         return control.Refused(
-            f"the run {self.data.name} {self._status['phase']}: there is nothing to {name}"
+            f"the run {self.data.name} {self._status['phase']} and does not take orders ({name})"
         )
 
 
 _ENDINGS = {"done": "is done", "stopped": "was stopped", "failed": "failed", None: "was killed"}
 
 
-def _ending(run: Path) -> str:
-    state = read_state(run)
-    return _ENDINGS[None if state is None else state.ended]
-
-
 def status_of(data: RunData, phase: str) -> Status:
     """Return the status of an ended run, with the keys of an active one."""
     result, last = data.result, data.steps[-1] if data.steps else None
-    done = result.steps if result is not None else (0 if last is None else last.step + 1)
-    on_policy = OnPolicySteps.of(Counter(is_on_policy(step) for step in data.steps), done)
+    exactly = data.on_policy_steps().exactly if result is None else result.exactly_on_policy
     view = RunView(
         phase=phase,
-        step=done,
+        step=data.steps_done,
         last=last,
-        exactly_on_policy=on_policy.exactly if result is None else result.exactly_on_policy,
+        exactly_on_policy=exactly,
         tokens=data.tokens(),
         accuracy_before=data.accuracies()[0],
         evaluation=data.evaluations[-1] if data.evaluations else None,

@@ -1,11 +1,7 @@
 """One producer for all watchers of a run.
 
 While there are watchers, it asks for the status once a second and draws the sections as often as
-that is cheap. Each watcher takes the newest snapshot when it can, and a slow one skips snapshots,
-so nothing is buffered for it.
-
-    status, once a second ──► snapshot ──► watcher: newer than the one I have?
-    sections, rarely      ──►
+that is cheap. Each watcher takes the newest snapshot when it can, so nothing is buffered for it.
 """
 
 from __future__ import annotations
@@ -63,11 +59,10 @@ class Feed:
         """Yield snapshots as JSON until the feed is closed."""
         self._watchers += 1
         try:
+            seen = 0
             if self._producer is None or self._producer.done():
                 self._producer = asyncio.create_task(self._produce())
                 seen = self._number  # the last one is as old as the last watcher
-            else:
-                seen = 0
             while True:
                 async with self._newer:
                     while self._number == seen and not self.closed:
@@ -93,13 +88,10 @@ class Feed:
         while self._watchers and not self.closed:
             began = time.monotonic()
             await self._draw()
-            status: Status | None = None
-            error: str | None = None
             try:
-                status = await self._source.status()
+                await self._publish(await self._source.status(), None)
             except AsyncrlError as failure:
-                error = str(failure)
-            await self._publish(status, error)
+                await self._publish(None, str(failure))
             await asyncio.sleep(max(0.05, ASK_SECONDS - (time.monotonic() - began)))
 
     async def _publish(self, status: Status | None, error: str | None) -> None:
@@ -125,7 +117,7 @@ class Feed:
             try:
                 self._drawn = await loop.run_in_executor(self._disk, self._sections.drawn)
             except Exception:
-                logger.exception("the sections of the page could not be drawn")
+                logger.exception("cannot draw the sections of the page")
             took = time.monotonic() - began
             pause = max(DRAW_SECONDS, took / DRAW_SHARE, self._watchers * SECONDS_PER_WATCHER)
             self._draw_at = time.monotonic() + pause

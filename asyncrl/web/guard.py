@@ -1,16 +1,11 @@
 """Decides which requests are allowed: a pure function of a request's head.
 
-On a loopback address, other users and pages of other sites are kept out in this order:
-
-- **Host** has to be a name of this machine. A site whose name was made to point to 127.0.0.1 (DNS
-  rebinding) still sends its own name.
-- **Sec-Fetch-Site and Origin**, which browsers set and pages cannot change, have to be those of
-  this page for everything under /api.
-- **The token** is needed for orders. A form or an image of another site cannot send it, and neither
-  can it send JSON.
-
-On any other address everything under /api needs the token. The files of the page, which are the
-same for every run, do not.
+- **Host**: on a loopback address, a name of this machine. A site whose name was made to point to
+  127.0.0.1 (DNS rebinding) still sends its own name.
+- **Sec-Fetch-Site and Origin**, which browsers set and pages cannot change: those of this page, for
+  everything under /api.
+- **The token**: needed for orders, and on any other than a loopback address for everything under
+  /api. A form or an image of another site can send neither it nor JSON.
 """
 
 from __future__ import annotations
@@ -50,10 +45,10 @@ def denial(policy: Policy, method: str, path: str, headers: Headers) -> Denial |
     single: dict[bytes, bytes] = {}
     for name, value in headers:
         if name in _ONCE and name in single:
-            return Denial(400, f"the header {name.decode('latin-1')} is there twice")
+            return Denial(400, f"the request has the header {name.decode('latin-1')} twice")
         single[name] = value
     if method not in ("GET", "HEAD", "POST"):
-        return Denial(405, "only GET, HEAD and POST are answered")
+        return Denial(405, f"{method} is not supported; use GET, HEAD or POST")
     return (
         _wrong_host(policy, single)
         or (_other_site(single) if _is_api(path) or method == "POST" else None)
@@ -63,12 +58,8 @@ def denial(policy: Policy, method: str, path: str, headers: Headers) -> Denial |
 
 
 _ONCE = (
-    b"host",
-    b"authorization",
-    b"origin",
-    b"sec-fetch-site",
-    b"content-length",
-    b"content-type",
+    *(b"host", b"authorization", b"origin", b"sec-fetch-site"),
+    *(b"content-length", b"content-type"),
 )
 
 
@@ -130,10 +121,10 @@ def _wrong_token(policy: Policy, headers: dict[bytes, bytes]) -> Denial | None:
 def _odd_body(headers: dict[bytes, bytes]) -> Denial | None:
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if kind != b"application/json":
-        return Denial(415, "the body of a request is JSON (Content-Type: application/json)")
+        return Denial(415, "the body has to be JSON (Content-Type: application/json)")
     length = headers.get(b"content-length", b"")
     if not length.isdigit() or b"transfer-encoding" in headers:
-        return Denial(411, "the request does not say how long its body is (Content-Length)")
+        return Denial(411, "the request does not state the length of its body (Content-Length)")
     if len(length) > 9 or int(length) > MAX_BODY_BYTES:
         return Denial(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
     return None
@@ -141,5 +132,5 @@ def _odd_body(headers: dict[bytes, bytes]) -> Denial | None:
 
 def _unwanted_body(headers: dict[bytes, bytes]) -> Denial | None:
     if b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0":
-        return Denial(413, "a request for data has no body")
+        return Denial(413, "a GET or HEAD request must not have a body")
     return None

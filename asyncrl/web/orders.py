@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,7 +21,7 @@ class NoArguments(BaseModel):
 
 
 class ScaleArguments(BaseModel):
-    """How many generators the run is to have."""
+    """The new number of generators."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -54,33 +54,19 @@ SIMPLE: dict[str, tuple[Callable[[], control.Request], str]] = {
 }
 
 
-def scale_request(arguments: ScaleArguments) -> control.ScaleRequest:
-    """Make the request for a number of generators."""
-    return control.ScaleRequest(arguments.generators)
-
-
 def set_request(arguments: SetArguments) -> control.SetRequest:
-    """Make the request for a setting. Its value is YAML, which includes JSON."""
-    return control.SetRequest(arguments.key.strip(), as_yaml(arguments.value))
+    """Make the request for a setting. Its value is YAML, which includes JSON.
 
-
-def as_yaml(value: Any) -> str:
-    """Format a value as `asyncrl set` takes it.
-
-    Example:
-        >>> as_yaml(None), as_yaml(True), as_yaml("verify"), as_yaml(1e-05)
-        ('null', 'true', 'verify', '1e-05')
+    >>> set_request(SetArguments(key="trainer.learning_rate", value=1e-05)).value
+    '1e-05'
     """
-    return value if isinstance(value, str) else json.dumps(value)
+    value = arguments.value
+    text = value if isinstance(value, str) else json.dumps(value)
+    return control.SetRequest(arguments.key.strip(), text)
 
 
 def name_of(request: control.Request) -> str:
-    """Format an order for a log: its name and arguments.
-
-    Example:
-        >>> name_of(control.ScaleRequest(3))
-        'scale generators=3'
-    """
+    """Format an order for a log: `scale generators=3`."""
     name = type(request).__name__.removesuffix("Request").lower()
     arguments = [f"{key}={value}" for key, value in msgspec.structs.asdict(request).items()]
     return repr(" ".join([name, *arguments]))[1:-1]

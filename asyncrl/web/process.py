@@ -1,7 +1,4 @@
-"""Entry point of the web process: `python -m asyncrl.web.process RUN --socket FD --parent PID ...`.
-
-It inherits the listening socket, works at low priority, and is killed with the controller.
-"""
+"""Entry point of the web process: `python -m asyncrl.web.process RUN --socket FD --parent PID`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Renders the report's sections as HTML, again and again as the run's files grow.
 
-An active run is drawn from the ends of its files: the newest steps, the last minutes of its time
-lines, the newest samples. So a long run does not cost more than a short one.
+An active run is drawn from the ends of its files, so a long run does not cost more than a short
+one.
 """
 
 from __future__ import annotations
@@ -134,18 +134,9 @@ def _first_start(path: Path) -> float | None:
 
 
 def _drawn(data: RunData, lanes: Markup | None) -> dict[str, Section]:
-    parts = {
-        "learning": learning(data),
-        "timeline": lanes,
-        "work": work(data),
-        "samples": samples(data),
-        "health": health(data),
-        "orders": orders(data),
-        "settings": settings(data),
-    }
-    return {name: _section(part) for name, part in parts.items()}
-
-
-def _section(part: Markup | None) -> Section:
-    html = (part or "").encode()
-    return Section(html, hashlib.blake2b(html, digest_size=8).hexdigest())
+    drawn = (learning(data), lanes, work(data), samples(data), health(data), orders(data))
+    found: dict[str, Section] = {}
+    for name, part in zip(NAMES, (*drawn, settings(data)), strict=True):
+        html = (part or "").encode()
+        found[name] = Section(html, hashlib.blake2b(html, digest_size=8).hexdigest())
+    return found

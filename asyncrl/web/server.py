@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ class Guarded:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        if scope["type"] != "http":  # no web sockets; uvicorn is told to run no lifespan
+        if scope["type"] != "http":  # web sockets and lifespan are off
             return
         sending = _with_headers(send)
         found = denial(self._policy, scope["method"], scope["path"], scope["headers"])
@@ -79,13 +78,13 @@ class Guarded:
             self._logged = now
             path = scope["path"][:80]
             logger.warning(
-                "refused %s %r of %s: %s", scope["method"], path, _peer(scope), found.reason
+                "refused %s %r from %s: %s", scope["method"], path, _peer(scope), found.reason
             )
 
 
 def _peer(scope: Scope) -> str:
     client = scope.get("client")
-    return "somebody" if client is None else f"{client[0]}:{client[1]}"
+    return "an unknown client" if client is None else f"{client[0]}:{client[1]}"
 
 
 def _with_headers(send: Send) -> Send:
@@ -119,10 +118,7 @@ def _already(body: bytes, receive: Receive) -> Receive:
 
 async def _answer(send: Send, found: Denial) -> None:
     body = json.dumps({"detail": found.reason}).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if found.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": found.status, "headers": headers})
@@ -212,46 +208,31 @@ async def serve(run: Path, policy: Policy, listening: socket.socket, *, ended: b
     steps = StepFile(run / "metrics.jsonl")
     if ended:
         past = EndedRun(run)
-        await serve_from(Parts(run, past, EndedSections(past.data), steps), policy, listening)
+        await serve_from(run, past, EndedSections(past.data), steps, policy, listening)
         return
-    link = ControllerLink(run)
-    with contextlib.closing(link):
-        await serve_from(Parts(run, link, LiveSections(run, steps), steps), policy, listening)
+    with contextlib.closing(ControllerLink(run)) as link:
+        await serve_from(run, link, LiveSections(run, steps), steps, policy, listening)
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The served components."""
-
-    run: Path
-    source: Source
-    sections: Sections
-    steps: StepFile
-
-
-async def serve_from(parts: Parts, policy: Policy, listening: socket.socket) -> None:
+async def serve_from(
+    run: Path,
+    source: Source,
+    sections: Sections,
+    steps: StepFile,
+    policy: Policy,
+    listening: socket.socket,
+) -> None:
     """Serve these parts until SIGTERM or SIGINT."""
     with ThreadPoolExecutor(1, "files") as disk, _without_noise():
-        feed = Feed(parts.source, parts.sections, disk)
-        api = Api(parts.run, parts.source, parts.steps, feed, disk)
-        await Server(_config(Guarded(application(api), policy)), feed).serve([listening])
-
-
-def _config(guarded: Any) -> uvicorn.Config:
-    return uvicorn.Config(
-        guarded,
-        http=BoundedConnection,
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        h11_max_incomplete_event_size=HEAD_BYTES,
-        timeout_keep_alive=int(REQUEST_SECONDS),
-        timeout_graceful_shutdown=END_SECONDS,
-    )
+        feed = Feed(source, sections, disk)
+        guarded = Guarded(application(Api(run, source, steps, feed, disk)), policy)
+        config = uvicorn.Config(
+            guarded, http=BoundedConnection, loop="asyncio", ws="none", lifespan="off",
+            log_config=None, access_log=False, proxy_headers=False, server_header=False,
+            h11_max_incomplete_event_size=HEAD_BYTES, timeout_keep_alive=int(REQUEST_SECONDS),
+            timeout_graceful_shutdown=END_SECONDS,
+        )  # fmt: skip
+        await Server(config, feed).serve([listening])
 
 
 @contextlib.contextmanager

@@ -1,15 +1,8 @@
 """The controller's side: a listening socket, and a process that starts on a connection.
 
-    socket ──first connection───► process started ──► it accepts
-       ▲                                                   │ it ends: killed, failed
-       └── watched again after a pause, MAX_STARTS times ──┘
-           (those that lived for an hour are not counted)
-
 A run whose page is never opened does not have a web process. The socket outlives the process, so
 the address stays the same, and connections wait for a new process. Errors here do not affect
-training.
-
-The token of a run's web page authorises orders.
+training. The token of a run's web page authorises orders.
 """
 
 from __future__ import annotations
@@ -110,11 +103,9 @@ def url_of(listening: socket.socket) -> str:
 
 
 class WebPage:
-    """The web page of an active run.
+    """The web page of an active run; `given_up` is called with the reason if it ends for good.
 
-    `config` is `monitoring.web`. The process is recorded in `records`; `given_up` is called with
-    the reason when the page ends for good. Raises UserError if the address or the token file cannot
-    be used.
+    Raises UserError if the address or the token file cannot be used.
     """
 
     def __init__(
@@ -147,7 +138,7 @@ class WebPage:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, _END_SECONDS)
         except Exception:
-            logger.exception("the process of the web page does not end in order")
+            logger.exception("the process of the web page did not end in order")
         finally:
             self._end_process()
 
@@ -161,30 +152,30 @@ class WebPage:
             try:
                 why = await self._serve_until_given_up()
             except Exception as error:  # whatever it is, training continues
-                logger.exception("the web page ends")
+                logger.exception("cannot serve the web page any longer")
                 why = f"the web page cannot be served: {type(error).__name__}: {error}"
                 self._end_process()
             self._socket.close()
             self._given_up(f"{why}. Training continues")
         except Exception:
-            logger.exception("the end of the web page cannot be said")
+            logger.exception("cannot report the end of the web page")
 
     async def _serve_until_given_up(self) -> str:
         ended_soon = 0
         while True:
-            await self._somebody_connects()
+            await self._connection()
             began = time.monotonic()
             process = self._start()
             await asyncio.to_thread(process.wait)
             ended_soon = 1 if time.monotonic() - began >= LONG_SECONDS else ended_soon + 1
             if ended_soon == MAX_STARTS:
                 return (
-                    f"the process of the web page ended {MAX_STARTS} times, so there is no page "
-                    f"any more; {self._log} says why"
+                    f"the process of the web page ended {MAX_STARTS} times and is not started "
+                    f"again; the cause is in {self._log}"
                 )
             await asyncio.sleep(PAUSE_SECONDS * 3 ** (ended_soon - 1))
 
-    async def _somebody_connects(self) -> None:
+    async def _connection(self) -> None:
         loop, connected = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._socket, connected.set)
         try:
@@ -202,13 +193,8 @@ class WebPage:
         with self._log.open("ab") as log:
             self._process = process = subprocess.Popen(
                 [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "asyncrl.web.process",
-                    str(self._run),
-                    f"--socket={descriptor}",
-                    f"--parent={os.getpid()}",
+                    *(sys.executable, "-P", "-m", "asyncrl.web.process", str(self._run)),
+                    *(f"--socket={descriptor}", f"--parent={os.getpid()}"),
                     f"--token-file={self._token}",
                     *(["--elsewhere"] if self._elsewhere else []),
                 ],

@@ -36,26 +36,17 @@ class StepFile:
         self._before = b""
         """The last line read; it has the time of its step, so it is unique."""
         self._inode = -1
-        self.damaged = 0
 
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def refresh(self) -> bool:
-        """Read what is new; return True if anything has changed."""
+    def refresh(self) -> None:
+        """Read what is new."""
         try:
             with self._path.open("rb") as file:
-                again = self._is_another(file)
-                if again:
+                if self._is_another(file):
                     self._forget()
                     self._inode = _inode(file)
-                read = self._read
                 self._read_lines(file)
-                return again or self._read != read
         except FileNotFoundError:
-            was = bool(self._steps)
             self._forget()
-            return was
 
     def _is_another(self, file: BinaryIO) -> bool:
         if self._inode != _inode(file):
@@ -68,10 +59,8 @@ class StepFile:
         for line in whole_lines(file):
             start, self._read = self._read, self._read + len(line)
             self._before = line
-            try:
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
                 self._add(self._decoder.decode(line), start)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                self.damaged += bool(line.strip())
 
     def _add(self, step: StepMetrics, start: int) -> None:
         while self._steps and self._steps[-1] >= step.step:
@@ -90,15 +79,10 @@ class StepFile:
         begin = bisect_left(self._steps, first)
         wanted = range(begin, min(len(self._steps), begin + limit))
         found: list[bytes] = []
-        try:
-            with self._path.open("rb") as file:
-                if self._is_another(file):
-                    return []
-                for index in wanted:
-                    file.seek(self._starts[index])
-                    found.append(file.read(self._ends[index] - self._starts[index]))
-        except FileNotFoundError:
-            return []
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            for index in () if self._is_another(file) else wanted:
+                file.seek(self._starts[index])
+                found.append(file.read(self._ends[index] - self._starts[index]))
         return found
 
 

@@ -1,7 +1,4 @@
-"""Panels as Grafana's dashboard JSON (schema version 39, which Grafana 10.4 and later import).
-
-`make grafana-schema` checks it against the types that Grafana publishes.
-"""
+"""Grafana's dashboard JSON, schema version 39 (Grafana from 10.4 on); see `make grafana-schema`."""
 
 from __future__ import annotations
 
@@ -125,7 +122,7 @@ def _panel(panel: Panel, number: int, x: int, y: int) -> Json:
             {
                 "refId": _letter(index),
                 "datasource": _SOURCE,
-                "expr": query.expr,
+                "expr": str(query.expr),
                 "legendFormat": query.legend,
                 "range": True,
             }

@@ -1,7 +1,4 @@
-"""The dashboard's panels, in the order in which one looks at them.
-
-Queries are built from declared metrics, so they cannot name a metric that does not exist.
-"""
+"""The dashboard's panels, in reading order; queries are built from declared metrics only."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class Series:
         known = {"process", self.spec.label, self.spec.second_label}
         for label in labels:
             if label not in known:
-                raise ValueError(f"{self.spec.name} has no label {label}")
+                raise ValueError(f"{label} is not a label of {self.spec.name}")
         more = tuple(f'{label}=~"{value}"' for label, value in labels.items())
         return Series(self.spec, self.matchers + more)
 
@@ -62,25 +59,19 @@ class Series:
         return f"{name}{{{', '.join((RUN, *self.matchers))}}}"
 
 
-class Metrics:
-    """The declared metrics of a role, by field: `Metrics(TrainerMetrics)["loss"]`."""
-
-    def __init__(self, role: type[ProcessMetrics]) -> None:
-        self._specs = dict(specs_of(role))
-
-    def __getitem__(self, field: str) -> Series:
-        """Raises KeyError if the role does not declare this metric."""
-        return Series(self._specs[field])
+def series_of(role: type[ProcessMetrics]) -> dict[str, Series]:
+    """The declared metrics of a role, by field."""
+    return {field: Series(spec) for field, spec in specs_of(role)}
 
 
-C, G, T = Metrics(ControllerMetrics), Metrics(GeneratorMetrics), Metrics(TrainerMetrics)
+C, G, T = map(series_of, (ControllerMetrics, GeneratorMetrics, TrainerMetrics))
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
     """One line of a panel, or one line per label value."""
 
-    expr: str
+    expr: Series | str
     legend: str
     """May use Grafana's `{{label}}`."""
     unit: str | None = None
@@ -105,10 +96,6 @@ def _summed(series: Series | str, *labels: str) -> str:
     return f"sum by ({', '.join(('run', *labels))}) ({series})"
 
 
-def _query(series: Series | str, legend: str) -> Query:
-    return Query(str(series), legend)
-
-
 LEARNING = (
     Panel(
         "Reward",
@@ -118,9 +105,9 @@ LEARNING = (
         "signal, then at the learning rate. Falling: at the KL and the rejected share.",
         "short",
         (
-            _query(C["reward_mean"], "mean"),
-            _query(C["reward_std"], "standard deviation"),
-            _query(C["reward_terms"], "{{function}}"),
+            Query(C["reward_mean"], "mean"),
+            Query(C["reward_std"], "standard deviation"),
+            Query(C["reward_terms"], "{{function}}"),
         ),
     ),
     Panel(
@@ -130,14 +117,14 @@ LEARNING = (
         "If it falls while the reward rises, the policy has learnt the reward and not the task: "
         "read samples/.",
         "percentunit",
-        (_query(C["accuracy"], "{{when}}"), _query(C["set_accuracy"], "{{set}}")),
+        (Query(C["accuracy"], "{{when}}"), Query(C["set_accuracy"], "{{set}}")),
     ),
     Panel(
         "Loss and gradient norm",
         "Loss of each step, and the norm of its gradient before clipping.",
         "A norm that jumps tenfold precedes most collapses: lower the learning rate, or clip more.",
         "short",
-        (_query(T["loss"], "loss"), _query(T["grad_norm"], "gradient norm")),
+        (Query(T["loss"], "loss"), Query(T["grad_norm"], "gradient norm")),
     ),
     Panel(
         "Entropy and KL",
@@ -146,8 +133,8 @@ LEARNING = (
         "KL with staleness 0 means that engine and trainer disagree.",
         "short",
         (
-            _query(T["entropy"], "entropy, nats"),
-            _query(T["behaviour_kl"], "KL(behaviour, current), nats"),
+            Query(T["entropy"], "entropy, nats"),
+            Query(T["behaviour_kl"], "KL(behaviour, current), nats"),
         ),
     ),
     Panel(
@@ -158,12 +145,10 @@ LEARNING = (
         "group_size. Many left out with rewards zero: easier prompts; with equal ones: harder.",
         "percentunit",
         (
-            _query(T["truncated"], "cut off"),
-            _query(T["zero_variance"], "groups without signal"),
-            Query(
-                str(C["groups_without_signal"].rate), "left out per second, {{rewards}}", "short"
-            ),
-            Query(str(C["groups_left_over"].rate), "left over per second", "short"),
+            Query(T["truncated"], "cut off"),
+            Query(T["zero_variance"], "groups without signal"),
+            Query(C["groups_without_signal"].rate, "left out per second, {{rewards}}", "short"),
+            Query(C["groups_left_over"].rate, "left over per second", "short"),
         ),
     ),
     Panel(
@@ -172,8 +157,8 @@ LEARNING = (
         "Growth to the limit without growth of the reward is a length exploit: look at samples/.",
         "short",
         (
-            _query(G["response_length"].quantile(0.5), "median"),
-            _query(G["response_length"].quantile(0.95), "95 %"),
+            Query(G["response_length"].quantile(0.5), "median"),
+            Query(G["response_length"].quantile(0.95), "95 %"),
         ),
     ),
 )
@@ -185,7 +170,7 @@ EXACTNESS = (
         "It never exceeds max_off_policy_steps, and is 0 with the default. Anything else is a "
         "defect: please report it.",
         "short",
-        (_query(C["staleness_mean"], "mean"), _query(C["staleness_max"], "oldest token")),
+        (Query(C["staleness_mean"], "mean"), Query(C["staleness_max"], "oldest token")),
     ),
     Panel(
         "On-policy steps and findings",
@@ -195,8 +180,8 @@ EXACTNESS = (
         "from max_off_policy_steps, a deadline, lenient reuse or a finding.",
         "short",
         (
-            _query(C["on_policy_steps"], "exactly: {{exactly}}"),
-            _query(_summed(C["wrong_policy"]), "findings"),
+            Query(C["on_policy_steps"], "exactly: {{exactly}}"),
+            Query(_summed(C["wrong_policy"]), "findings"),
         ),
     ),
     Panel(
@@ -207,8 +192,8 @@ EXACTNESS = (
         "version.",
         "short",
         (
-            _query(T["mismatch"], "trainer, nats"),
-            _query(G["noise_floor_difference"], "{{process}}, nats"),
+            Query(T["mismatch"], "trainer, nats"),
+            Query(G["noise_floor_difference"], "{{process}}, nats"),
         ),
     ),
     Panel(
@@ -219,9 +204,9 @@ EXACTNESS = (
         "lower the learning rate, or run less far ahead.",
         "short",
         (
-            _query(_summed(G["verified_tokens"].rate), "kept"),
-            _query(_summed(G["rejected_tokens"].rate), "rejected"),
-            _query(_summed(G["noise_floor_rejected"].rate), "rejected by rounding alone"),
+            Query(_summed(G["verified_tokens"].rate), "kept"),
+            Query(_summed(G["rejected_tokens"].rate), "rejected"),
+            Query(_summed(G["noise_floor_rejected"].rate), "rejected by rounding alone"),
         ),
         stacked=True,
     ),
@@ -235,9 +220,9 @@ SPEED = (
         "The panels of idle time name what the rest waits for.",
         "s",
         (
-            _query(C["step_time"].mean(), "step"),
-            _query(C["step_median"], "median of the last steps"),
-            _query(T["train_time"].mean(), "forward, backward, optimizer"),
+            Query(C["step_time"].mean(), "step"),
+            Query(C["step_median"], "median of the last steps"),
+            Query(T["train_time"].mean(), "forward, backward, optimizer"),
         ),
     ),
     Panel(
@@ -251,8 +236,8 @@ SPEED = (
                 f"{_summed(G['generated_tokens'].rate)} - {_summed(G['accepted_tokens'].rate)}",
                 "drawn",
             ),
-            _query(_summed(G["accepted_tokens"].rate), "accepted drafts"),
-            _query(_summed(G["verified_tokens"].rate), "kept by verification"),
+            Query(_summed(G["accepted_tokens"].rate), "accepted drafts"),
+            Query(_summed(G["verified_tokens"].rate), "kept by verification"),
         ),
         stacked=True,
     ),
@@ -277,7 +262,7 @@ SPEED = (
         "rewards: more workers. new weights: more run-ahead. last group: long answers decide. "
         "more groups: generators are too slow for this trainer.",
         "percentunit",
-        (_query(C["idle_ratio"], "{{process}}: {{cause}}"),),
+        (Query(C["idle_ratio"], "{{process}}: {{cause}}"),),
     ),
     Panel(
         "What each process does",
@@ -285,7 +270,7 @@ SPEED = (
         "Much verifying or run_ahead and little generating: run-ahead is too long. Much "
         "transferring_weights: look at the weights panel.",
         "percentunit",
-        (_query(_summed(C["activity"].rate, "process", "kind") + " > 0", "{{process}}: {{kind}}"),),
+        (Query(_summed(C["activity"].rate, "process", "kind") + " > 0", "{{process}}: {{kind}}"),),
     ),
     Panel(
         "Use of slots",
@@ -309,8 +294,8 @@ SPEED = (
         "run waits for.",
         "s",
         (
-            _query(f"{C['phase']} > 0", "{{process}}: {{kind}}"),
-            _query(f"{C['phase_median']} > 0", "{{process}}: {{kind}}, median"),
+            Query(f"{C['phase']} > 0", "{{process}}: {{kind}}"),
+            Query(f"{C['phase_median']} > 0", "{{process}}: {{kind}}, median"),
         ),
     ),
 )
@@ -324,8 +309,8 @@ FLOW = (
         "trainer is the bottleneck.",
         "short",
         (
-            _query(C["samples"], "{{state}}"),
-            _query(_summed(G["samples_held"]), "held by generators"),
+            Query(C["samples"], "{{state}}"),
+            Query(_summed(G["samples_held"]), "held by generators"),
         ),
     ),
     Panel(
@@ -335,9 +320,9 @@ FLOW = (
         "more KV space.",
         "short",
         (
-            _query(G["running"], "{{process}} running"),
-            _query(G["waiting"], "{{process}} waiting"),
-            Query(str(G["kv_used"]), "{{process}} KV space", "percentunit"),
+            Query(G["running"], "{{process}} running"),
+            Query(G["waiting"], "{{process}} waiting"),
+            Query(G["kv_used"], "{{process}} KV space", "percentunit"),
         ),
     ),
     Panel(
@@ -346,8 +331,8 @@ FLOW = (
         "Waiting samples that grow: more rewards.workers, or a faster function.",
         "s",
         (
-            _query(G["reward_time"].quantile(0.5), "median"),
-            _query(G["reward_time"].quantile(0.95), "95 %"),
+            Query(G["reward_time"].quantile(0.5), "median"),
+            Query(G["reward_time"].quantile(0.95), "95 %"),
             Query(_summed(G["rewards_waiting"]), "samples waiting", "short"),
         ),
     ),
@@ -360,7 +345,7 @@ FLOW = (
         "s",
         (
             *(
-                _query(G["environment_time"].where(method=method).quantile(0.95), f"{method}, 95 %")
+                Query(G["environment_time"].where(method=method).quantile(0.95), f"{method}, 95 %")
                 for method in ("reset", "step", "restore")
             ),
             Query(_summed(G["environment_waiting"]), "samples waiting", "short"),
@@ -375,8 +360,8 @@ FLOW = (
         "the length of the engine's steps.",
         "s",
         (
-            _query(T["publish_time"].mean(), "publish"),
-            _query(G["weights_time"].mean(), "pause of a generator"),
+            Query(T["publish_time"].mean(), "publish"),
+            Query(G["weights_time"].mean(), "pause of a generator"),
         ),
     ),
 )
@@ -389,8 +374,8 @@ HEALTH = (
         "the kernel's, for memory.",
         "short",
         (
-            _query(C["generators"], "{{state}}"),
-            _query(C["process_failures"], "{{role}}s that died"),
+            Query(C["generators"], "{{state}}"),
+            Query(C["process_failures"], "{{role}}s that died"),
         ),
     ),
     Panel(
@@ -411,11 +396,11 @@ HEALTH = (
                 f"{_summed(G['rewards_failed'].rate)} or 0 * {_summed(G['slots'])}",
                 "rewards failed",
             ),
-            _query(_summed(C["frames_refused"].rate), "frames refused"),
-            _query(_summed(T["checkpoints_failed"].rate), "checkpoints failed"),
-            _query(_summed(G["redeliveries"].rate), "sent again"),
-            _query(_summed(T["unlogged_samples"].rate), "not logged"),
-            _query(_summed(C["samples_ended"].where(outcome="failed").rate), "of failed groups"),
+            Query(_summed(C["frames_refused"].rate), "frames refused"),
+            Query(_summed(T["checkpoints_failed"].rate), "checkpoints failed"),
+            Query(_summed(G["redeliveries"].rate), "sent again"),
+            Query(_summed(T["unlogged_samples"].rate), "not logged"),
+            Query(_summed(C["samples_ended"].where(outcome="failed").rate), "of failed groups"),
         ),
     ),
     Panel(

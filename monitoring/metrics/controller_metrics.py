@@ -1,7 +1,4 @@
-"""The Prometheus metrics of the run as a whole, which the controller exports.
-
-`asyncrl.monitoring.metrics.metrics` describes how metrics are declared.
-"""
+"""The Prometheus metrics of the run as a whole, exported by the controller; see `metrics`."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from prometheus_client import Gauge, Histogram
 
 from asyncrl.monitoring.metrics.instruments import By, Total, counter, gauge, histogram
 from asyncrl.monitoring.metrics.process_metrics import ProcessMetrics
-from asyncrl.monitoring.records.phases import ENOUGH
+from asyncrl.monitoring.records.spans import ENOUGH
 from asyncrl.wire.records.evaluations import EvaluationRecord, accuracy_of
 from asyncrl.wire.records.step import Measured, OnPolicySteps, StepMetrics
 from asyncrl.wire.records.wrong_policy import Cause
@@ -59,8 +56,7 @@ class ControllerMetrics(ProcessMetrics):
         lambda step: step.time,
     )
     step_median: Gauge = gauge(
-        "asyncrl_step_median_seconds",
-        "Median of the last steps' times; 0 until there were five.",
+        "asyncrl_step_median_seconds", "Median of the last steps' times; 0 until there were five."
     )
     reward_mean: Gauge = _step_gauge(
         "asyncrl_reward_mean",

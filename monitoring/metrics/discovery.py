@@ -1,10 +1,8 @@
-"""Lists a run's metrics endpoints for Prometheus, while processes come and go.
+"""Lists a run's metrics endpoints for Prometheus in `RUNS/prometheus-NAME.json`.
 
-`RUNS/prometheus-NAME.json` is a file for Prometheus's service discovery (`file_sd_configs`), which
-watches it. It is replaced atomically and removed when the run ends.
-
-A process of another node is listed under that node's address, if `monitoring.host` lets it listen
-there. With a loopback address it is not listed: it would count as down.
+Prometheus's service discovery (`file_sd_configs`) watches the file, which is replaced atomically
+and removed when the run ends. A process of another node is listed under that node's address; with a
+loopback address in `monitoring.host` it is left out, since it would count as down.
 """
 
 from __future__ import annotations
@@ -25,11 +23,7 @@ _EVERY_ADDRESS = ("0.0.0.0", "::", "")  # noqa: S104 - to recognise it, not to b
 
 
 def targets_file(run_folder: Path) -> Path:
-    """The targets file of the run in this folder; `RUNS/prometheus-*.json` are those of all runs.
-
-    >>> str(targets_file(Path("runs/first")))
-    'runs/prometheus-first.json'
-    """
+    """The targets file of the run in this folder."""
     return run_folder.parent / f"prometheus-{run_folder.name}.json"
 
 
@@ -52,23 +46,17 @@ class Target(NamedTuple):
 
 
 def target_groups(run: str, host: str, targets: Mapping[str, Target]) -> list[dict[str, object]]:
-    """One group with a single target for each process, labelled with the run.
-
-    The label `instance` is the name of the process, which stays when its port changes. If `host` is
-    every address, the node's address stands in, and the machine's name on the controller's node.
+    """One group with a single target for each process, labelled with the run and its name.
 
     >>> target_groups("r", "127.0.0.1", {"generator-0": Target(9101)})[0]["targets"]
     ['127.0.0.1:9101']
     """
     groups: list[dict[str, object]] = []
     for name, target in sorted(targets.items()):
-        reached = target.host(host)
-        if reached is None:
-            continue
-        address = f"[{reached}]" if ":" in reached else reached
-        groups.append(
-            {"targets": [f"{address}:{target.port}"], "labels": {"run": run, "instance": name}}
-        )
+        if reached := target.host(host):
+            address = f"[{reached}]" if ":" in reached else reached
+            labels = {"run": run, "instance": name}
+            groups.append({"targets": [f"{address}:{target.port}"], "labels": labels})
     return groups
 
 
@@ -94,22 +82,18 @@ class Targets:
         self._has_failed = False
 
     def update(self, targets: Mapping[str, Target]) -> None:
-        """List the controller and these processes, by name, if the file does not do so already.
-
-        If the disk refuses the file, that is logged once, and retried.
-        """
+        """List the controller and these processes; a failing disk is logged once, and retried."""
         everyone = self._own | dict(targets)
         if self._written == everyone:
             return
         groups = target_groups(self._run, self._host, everyone)
         try:
             write_atomically(self._path, json.dumps(groups, indent=1) + "\n")
+            self._written = everyone
         except OSError as error:
             if not self._has_failed:
                 logger.warning("cannot write %s: %s", self._path, error.strerror)
             self._has_failed = True
-            return
-        self._written = everyone
 
     def remove(self) -> None:
         """Remove the file after the run, so that Prometheus drops its processes."""

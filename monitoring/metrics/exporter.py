@@ -25,7 +25,6 @@ class Exporter:
     """The actual port, even if port 0 was requested."""
     _server: MetricsServer = field(repr=False)
     _thread: threading.Thread = field(repr=False)
-    _closed: bool = False
 
     @property
     def url(self) -> str:
@@ -35,12 +34,10 @@ class Exporter:
 
     def close(self) -> None:
         """Stop serving and free the port. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join(CLOSE_SECONDS)
 
 
 def start_exporter(registry: CollectorRegistry, host: str, port: int) -> Exporter:

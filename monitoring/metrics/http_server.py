@@ -1,10 +1,9 @@
 """Serves one WSGI application by threads, on a port that may be sent anything.
 
-This is the server of `prometheus_client.start_wsgi_server` with bounds on the number of connections
-and on their time, so that a scanner or a slow client takes a bounded number of threads, and with
-nothing written to the user's terminal. On a loopback address, a request for another machine's name
-is refused: a site whose name was made to point to 127.0.0.1 (DNS rebinding) reaches servers on
-loopback, and still sends its own name as `Host`.
+It bounds the number of connections and their time, so that a scanner or a slow client takes a
+bounded number of threads, and it writes nothing to the terminal. On a loopback address, a request
+for another machine's name is refused: a site whose name was made to point to 127.0.0.1 (DNS
+rebinding) reaches servers on loopback, and still sends its own name as `Host`.
 """
 
 from __future__ import annotations
@@ -31,15 +30,12 @@ Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
 MAX_CONNECTIONS = 32
 """Most connections at once; further ones are closed."""
 CONNECTION_SECONDS = 10.0
-"""A connection is closed after so long, by which time Prometheus has given up as well."""
+"""Longest life of a connection; Prometheus gives up earlier."""
+METHODS = ("GET", "HEAD", "OPTIONS")
 
 
 def means_this_machine(host: str) -> bool:
-    """Return True if a Host header is a loopback address or `localhost`, with any port.
-
-    >>> means_this_machine("localhost:9100"), means_this_machine("127.0.0.1.example.org")
-    (True, False)
-    """
+    """Return True if a Host header is a loopback address or `localhost`, with any port."""
     try:
         return is_loopback((urlsplit(f"//{host}").hostname or "").lower())
     except ValueError:
@@ -47,11 +43,7 @@ def means_this_machine(host: str) -> bool:
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """Serves `application` on `host:port`; port 0 takes any free one.
-
-    Raises:
-        OSError: the address cannot be used.
-    """
+    """Serves `application` on `host:port`; port 0 takes any free one. Raises OSError."""
 
     daemon_threads = True
     block_on_close = False  # a connection's thread ends by its own deadline
@@ -61,13 +53,13 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, address = found[0][0], found[0][4]
         self._deadlines: dict[Any, float] = {}
-        """Of the connections that are open, by their socket."""
+        """Deadline of each open connection, by its socket."""
         super().__init__(address, _Connection)  # type: ignore[arg-type]
         here = is_loopback(self.server_name)
         self.set_app(_asked_as_this_machine(application) if here else application)
 
     def server_bind(self) -> None:
-        """Take the address, without HTTPServer's question to DNS for the name of this machine."""
+        """Bind the address, without HTTPServer's DNS lookup of this machine's name."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
@@ -83,9 +75,8 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             self.socket.shutdown(socket.SHUT_RDWR)
         super().shutdown()
 
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is a place for one more connection."""
-        del client_address
+    def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002
+        """Return True if one more connection fits."""
         if len(self._deadlines) >= MAX_CONNECTIONS:
             return False
         self._deadlines[request] = time.monotonic() + CONNECTION_SECONDS
@@ -97,29 +88,42 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """End what its thread reads or writes in connections whose time is up."""
+        """Shut down the connections whose time is up."""
         now = time.monotonic()
         for request, deadline in self._deadlines.copy().items():
             if deadline < now:
                 with contextlib.suppress(OSError):
                     request.shutdown(socket.SHUT_RDWR)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
         """Log a connection's error; the default prints a traceback."""
-        del request
         log.debug("the connection from %s ended", client_address, exc_info=sys.exc_info())
 
 
 class _Connection(WSGIRequestHandler):
     """Reads one request, writes its answer, and nothing to the terminal."""
 
-    default_request_version = "HTTP/1.0"  # what cannot be read is answered with a status line too
+    default_request_version = "HTTP/1.0"  # so that an unreadable request gets a status line
+
+    def parse_request(self) -> bool:
+        """Refuse malformed headers with 400, and other methods than `METHODS` with 405."""
+        if not super().parse_request():
+            return False
+        if self.headers.defects:
+            self.send_error(400, "Malformed header")
+        elif self.command not in METHODS:
+            self.send_response(405)
+            self.send_header("Allow", ", ".join(METHODS))
+            self.end_headers()
+        else:
+            return True
+        return False
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class's name
         """Log nothing."""
 
     def get_stderr(self) -> TextIO:
-        """Where the traceback of an answer goes that could not be made."""
+        """Discard the traceback of an application that raised."""
         return io.StringIO()
 
 

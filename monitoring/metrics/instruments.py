@@ -82,27 +82,24 @@ class By(Generic[T]):
     def __init__(self, spec: MetricSpec, make: Callable[..., T]) -> None:
         self._spec = spec
         self._make = make
-        self._made: dict[tuple[str, ...], T] = {
-            (value,): make(value) for value in spec.values or ()
-        }
+        self._made: dict[tuple[str, ...], T] = {(one,): make(one) for one in spec.values or ()}
 
     def of(self, value: str, *second: str) -> T:
         """The metric with this label value, or these two. Raises ValueError if not declared."""
         if (value, *second) not in self._made:
             if self._spec.values is not None:
-                known = ", ".join(self._spec.values)
                 raise ValueError(
-                    f"{self._spec.name}: {self._spec.label}={value!r} is none of {known}"
+                    f"{self._spec.name}: {self._spec.label}={value!r} is not declared, only "
+                    f"{', '.join(self._spec.values)}"
                 )
             self._made[value, *second] = self._make(value, *second)
         return self._made[value, *second]
 
 
 def new_registry() -> CollectorRegistry:
-    """Create a registry for this process, with its CPU time, memory and open files.
+    """Create a registry with this process's CPU time, memory and open files.
 
-    The client library's `_created` series are turned off for the whole process: they double the
-    number of series, and nothing here reads them.
+    The library's `_created` series, which would double the number of series, are turned off.
     """
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
@@ -112,14 +109,13 @@ def new_registry() -> CollectorRegistry:
 
 def build(spec: MetricSpec, registry: CollectorRegistry, process: str) -> Any:
     """Build the metric that `spec` declares, or `By` of it. Raises ValueError if it exists."""
-    labels = ["process", *(name for name in (spec.label, spec.second_label) if name is not None)]
+    labels = ["process", *filter(None, (spec.label, spec.second_label))]
     family: Counter | Gauge | Histogram
-    if spec.kind == "counter":
-        family = Counter(spec.name, spec.help, labels, registry=registry)
-    elif spec.kind == "gauge":
-        family = Gauge(spec.name, spec.help, labels, registry=registry)
-    else:
+    if spec.kind == "histogram":
         family = Histogram(spec.name, spec.help, labels, registry=registry, buckets=spec.buckets)
+    else:
+        kind = Counter if spec.kind == "counter" else Gauge
+        family = kind(spec.name, spec.help, labels, registry=registry)
 
     def child(*values: str) -> Any:
         made = family.labels(process, *values)

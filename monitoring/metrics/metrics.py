@@ -98,10 +98,6 @@ class RelayMetrics(CommonMetrics):
         "asyncrl_relay_failing_nodes", "Of these, nodes whose files could not be copied last time."
     )
 
-    def watch_gathered(self, waiting: Callable[[], int]) -> None:
-        """Measure the waiting frames whenever the metrics are read."""
-        self.waiting.set_function(waiting)
-
 
 __all__ = [
     "ROLES",
@@ -114,12 +110,6 @@ __all__ = [
     "all_specs",
     "new_registry",
 ]
-
-# ruff: noqa: RUF009 - the calls below make dataclass fields; ruff cannot see that through a helper
-
-
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
 
 
 def _learner_gauge(name: str, text: str, value: Callable[[LearnerMetrics], Measured]) -> Any:
@@ -361,7 +351,9 @@ class TrainerMetrics(ProcessMetrics):
     zero_variance: Gauge = _learner_gauge(
         "asyncrl_zero_variance_groups_ratio",
         "Share of the last step's groups whose advantages are all 0: they teach nothing.",
-        lambda step: _share(step.batch.zero_variance_groups, step.batch.groups),
+        lambda step: (
+            step.batch.zero_variance_groups / step.batch.groups if step.batch.groups else None
+        ),
     )
     truncated: Gauge = _learner_gauge(
         "asyncrl_truncated_samples_ratio",
@@ -411,16 +403,9 @@ class TrainerMetrics(ProcessMetrics):
                 self.algorithm.of(signal).set(value)
 
 
-ROLES: tuple[type[CommonMetrics], ...] = (
-    ControllerMetrics,
-    GeneratorMetrics,
-    TrainerMetrics,
-    RelayMetrics,
-)
+ROLES = (ControllerMetrics, GeneratorMetrics, TrainerMetrics, RelayMetrics)
 
 
 def all_specs() -> Iterator[tuple[type[CommonMetrics], MetricSpec]]:
     """Every declared metric with its role; those of base classes come with each role."""
-    for role in ROLES:
-        for _, spec in specs_of(role):
-            yield role, spec
+    return ((role, spec) for role in ROLES for _, spec in specs_of(role))

@@ -1,8 +1,5 @@
 """The use of an engine's slots, in slot-seconds, recorded in `RUN/slots/PROCESS.jsonl`.
 
-A generator with 2 of 64 slots in use is busy on its timeline and still mostly idle, so its slots
-are counted too: a slot that is empty for a second is one slot-second of `idle`.
-
 >>> full = SlotPiece(start=0.0, end=2.0, slots=4, used={"primary": 4.0})
 >>> tail = SlotPiece(start=2.0, end=4.0, slots=4, used={"primary": 1.0})
 >>> slot_shares([full, tail], 0.0, 4.0)
@@ -67,23 +64,17 @@ class SlotPiece(msgspec.Struct, frozen=True):
 
 
 class SlotLog:
-    """Collects the use of slots and appends it to `path` in pieces.
-
-    Without a path nothing is written. `observe` is called with each piece as it is written.
-    """
+    """Appends the use of slots to `path`, if given; `observe` gets each piece as it is written."""
 
     def __init__(
         self, path: Path | None, observe: Callable[[SlotPiece], None] | None = None
     ) -> None:
-        self._writer = None if path is None else RetryingJsonlWriter(path)
+        self._writer = None if path is None else RetryingJsonlWriter[SlotPiece](path)
         self._observe = observe
         self._piece: SlotPiece | None = None
 
     def add(self, start: float, end: float, slots: int, used: Mapping[str, int]) -> None:
-        """Add the number of slots per use from `start` to `end` (Unix times).
-
-        Raises ValueError if more slots are used than there are, or a number is below 0.
-        """
+        """Add the slots per use from `start` to `end` (Unix times). Raises ValueError."""
         if sum(used.values()) > slots or any(count < 0 for count in used.values()):
             raise ValueError(
                 f"slots in use {dict(used)} of an engine with {slots} slots: counts must be 0 or "
@@ -93,23 +84,28 @@ class SlotLog:
             return
         new = SlotPiece(start, end, slots, {use: float(n) for use, n in used.items() if n})
         last = self._piece
-        if last is None:
-            self._piece = new
-        elif (
-            new.slots == last.slots
+        if (
+            last is not None
+            and new.slots == last.slots
             and new.start - last.end < 0.002
             and (new.used == last.used or last.seconds < PIECE_SECONDS)
         ):
             self._piece = _joined(last, new)
         else:
-            self._write(last)
+            self.flush()
             self._piece = new
 
     def flush(self) -> None:
         """Write what was collected."""
-        if self._piece is not None:
-            self._write(self._piece)
-            self._piece = None
+        piece, self._piece = self._piece, None
+        if piece is None:
+            return
+        if self._writer is not None:
+            rounded = {use: round(slots, 3) for use, slots in piece.used.items()}
+            start, end = round(piece.start, 4), round(piece.end, 4)
+            self._writer.append(SlotPiece(start, end, piece.slots, rounded))
+        if self._observe is not None:
+            self._observe(piece)
 
     def close(self) -> None:
         """Write everything and close the file. Idempotent."""
@@ -118,35 +114,19 @@ class SlotLog:
             self._writer.close()
             self._writer = None
 
-    def _write(self, piece: SlotPiece) -> None:
-        if self._writer is not None:
-            rounded = {use: round(slots, 3) for use, slots in piece.used.items()}
-            self._writer.append(
-                [SlotPiece(round(piece.start, 4), round(piece.end, 4), piece.slots, rounded)]
-            )
-        if self._observe is not None:
-            self._observe(piece)
-
 
 def _joined(first: SlotPiece, second: SlotPiece) -> SlotPiece:
     if first.used == second.used:
         return SlotPiece(first.start, second.end, first.slots, first.used)
-    seconds = second.end - first.start
-    uses = {**first.used, **second.used}
-    mean = {
-        use: (first.used.get(use, 0.0) * first.seconds + second.used.get(use, 0.0) * second.seconds)
-        / seconds
-        for use in uses
-    }
-    # A gap between them (at most 2 ms) counts as idle.
+    mean: dict[str, float] = {}
+    for use in first.used | second.used:
+        slot_seconds = sum(one.used.get(use, 0.0) * one.seconds for one in (first, second))
+        mean[use] = slot_seconds / (second.end - first.start)  # a gap (2 ms at most) counts as idle
     return SlotPiece(first.start, second.end, first.slots, mean)
 
 
 def slot_shares(pieces: Iterable[SlotPiece], start: float, end: float) -> dict[str, float]:
-    """Share of the slot-seconds of `[start, end)` by use; empty if nothing is recorded.
-
-    Ordered as `SlotUse`, without uses that did not occur.
-    """
+    """Share of the slot-seconds of `[start, end)` by use that occurred, in `SlotUse`'s order."""
     totals: dict[str, float] = {}
     for piece in pieces:
         inside = min(piece.end, end) - max(piece.start, start)

@@ -1,19 +1,15 @@
-"""The Prometheus metrics of every process, and of every process with a timeline.
-
-`asyncrl.monitoring.metrics.metrics` has those of each role.
-"""
+"""The Prometheus metrics of every process, and of every process with a timeline."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from prometheus_client import CollectorRegistry, Gauge
 
 from asyncrl.monitoring.metrics.instruments import By, Total, build, counter, gauge, specs_of
-from asyncrl.monitoring.records.phases import Phases
-from asyncrl.monitoring.records.spans import RecentIdle, Span, SpanKind
+from asyncrl.monitoring.records.spans import Phases, RecentIdle, Span, SpanKind
 from asyncrl.wire.records.step import LearnerMetrics
 from asyncrl.wire.transport.decoding import Reason
 
@@ -60,14 +56,8 @@ class CommonMetrics:
 
     @classmethod
     def register(cls, registry: CollectorRegistry, process: str) -> Self:
-        """Create this role's metrics in `registry`, labelled with the process's name.
-
-        Raises ValueError if the registry already has metrics of these names.
-        """
-        made: dict[str, Any] = {}
-        for name, spec in specs_of(cls):
-            made[name] = build(spec, registry, process)
-        return cls(**made)
+        """Create metrics labelled with the process's name. Raises ValueError if they exist."""
+        return cls(**{name: build(spec, registry, process) for name, spec in specs_of(cls)})
 
     def set_gauges(self, record: LearnerMetrics) -> None:
         """Set the gauges that read a step's record; one whose value is None keeps its last."""

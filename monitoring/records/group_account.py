@@ -1,17 +1,8 @@
 """Checks that a run trained on each group exactly once or reported it failed.
 
-Reads metrics.jsonl only: `python -m asyncrl.monitoring.records.group_account RUN` prints the
-account of a run's folder and exits with 1 if a group was lost or trained on twice. A resumed run
-drops the records of the steps that it repeats, so the account is over the steps that led to the
-current policy.
-
->>> from asyncrl.wire.records.step import StepGroups
->>> steps = [
-...     StepMetrics(step=0, time=1.0, groups=StepGroups(trained=(0, 1))),
-...     StepMetrics(step=1, time=2.0, groups=StepGroups(trained=(1, 3), failed=(2,))),
-... ]
->>> account_of(steps, groups_per_step=2)
-GroupAccount(trained=4, failed=(2,), lost=(), twice=(1,), without_signal=0)
+`python -m asyncrl.monitoring.records.group_account RUN` reads the run's metrics.jsonl and exits
+with 1 if a group was lost or trained on twice. A resumed run drops the records of the steps that it
+repeats, so the account is over the steps that led to the current policy.
 """
 
 from __future__ import annotations
@@ -50,8 +41,13 @@ class GroupAccount(NamedTuple):
 def account_of(steps: Sequence[StepMetrics], groups_per_step: int | None) -> GroupAccount:
     """Account for the groups of steps 0 to the last recorded one; a missing step's are lost.
 
-    With `scheduler.dynamic_sampling`, `groups_per_step` is None and the last record has the number
-    of groups.
+    `groups_per_step` is None with `scheduler.dynamic_sampling`: the last record has the number.
+
+    >>> from asyncrl.wire.records.step import StepGroups
+    >>> first = StepMetrics(step=0, time=1.0, groups=StepGroups(trained=(0, 1)))
+    >>> second = StepMetrics(step=1, time=2.0, groups=StepGroups(trained=(1, 3), failed=(2,)))
+    >>> account_of([first, second], groups_per_step=2)
+    GroupAccount(trained=4, failed=(2,), lost=(), twice=(1,), without_signal=0)
     """
     trained = [group for step in steps for group in step.groups.trained]
     failed = [group for step in steps for group in step.groups.failed]
@@ -81,11 +77,7 @@ def totals_of(steps: Sequence[StepMetrics]) -> GroupTotals:
 
 
 def read_account(run: Path) -> GroupAccount:
-    """Account for the run in a folder, by its metrics.jsonl and config.yaml.
-
-    Raises RecordError for a damaged record, OSError or ValueError if config.yaml is missing or
-    unusable.
-    """
+    """Account for a run's folder. Raises RecordError; OSError or ValueError for config.yaml."""
     path = run / "config.yaml"
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -94,7 +86,7 @@ def read_account(run: Path) -> GroupAccount:
         if scheduler.get("dynamic_sampling", {}).get("enabled", False):
             groups_per_step = None
     except (yaml.YAMLError, ValueError, TypeError, LookupError, RecursionError) as error:
-        raise ValueError(f"{path} does not say scheduler.groups_per_step") from error
+        raise ValueError(f"{path} lacks a number for scheduler.groups_per_step") from error
     return account_of(read_metrics(run / "metrics.jsonl"), groups_per_step)
 
 

@@ -1,9 +1,8 @@
 """JSON Lines files that stay readable when their writer is killed.
 
-A writer passes each batch of whole lines to the operating system in one call, so a killed process
-leaves at most one incomplete line, at the end. Opening the file for writing removes it; readers
-ignore it. A disk that is full or hangs delays lines but neither ends nor stops the process. Numbers
-that JSON lacks (nan, infinities) are written as null.
+Whole lines are passed to the operating system, so a killed process leaves at most one incomplete
+line, at the end; the next writer removes it and readers ignore it. Numbers that JSON lacks (nan,
+infinities) are written as null.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import logging
 import numbers
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import msgspec
 
@@ -26,10 +25,7 @@ from asyncrl.monitoring.errors import RecordError
 
 
 class DiskThread:
-    """Makes one call at a time on a separate thread, so that the caller need not wait for it.
-
-    The thread is a daemon: a call that never returns does not keep the process from ending.
-    """
+    """Makes one call at a time on a daemon thread, so that a hanging disk cannot stop callers."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -74,7 +70,7 @@ def _plain_number(value: Any) -> Any:
 
 
 class JsonlWriter:
-    """Appends objects to `path`, creating its folder if there is none."""
+    """Appends objects to `path`, in a folder that it creates."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,11 +79,8 @@ class JsonlWriter:
         self._encoder = msgspec.json.Encoder(enc_hook=_plain_number)
         self._file = path.open("ab")
 
-    def append(self, records: Iterable[object]) -> None:
-        """Write one line per record and pass them to the operating system.
-
-        Raises ValueError if the writer was closed; OSError if the disk is full or gone.
-        """
+    def append(self, *records: object) -> None:
+        """Write one line per record and flush. Raises ValueError if closed, or OSError."""
         data = b"".join(self._encoder.encode(record) + b"\n" for record in records)
         if data:
             self._file.write(data)
@@ -98,13 +91,12 @@ class JsonlWriter:
         self._file.close()
 
 
-class RetryingJsonlWriter:
-    """A `JsonlWriter` for records whose loss is worse than a delay.
+class RetryingJsonlWriter(Generic[T]):
+    """Appends records whose loss is worse than a delay.
 
     If the disk is full, unwritable or hangs, lines stay in memory, up to `keep_bytes`, and are
-    written before the next ones. The beginning and the end of such a period are logged. A write
-    that takes longer than `patience_seconds` hangs: it is waited for once, and until it returns,
-    lines are kept without waiting.
+    written before the next ones; the beginning and the end of such a period are logged. A write
+    that takes longer than `patience_seconds` hangs: it is waited for once.
     """
 
     def __init__(
@@ -123,10 +115,10 @@ class RetryingJsonlWriter:
         self._closed = False
         self._write()
 
-    def append(self, records: Iterable[object]) -> None:
+    def append(self, *records: T) -> None:
         """Write one line per record, or keep it. Raises ValueError if the writer was closed."""
         if self._closed:
-            raise ValueError(f"{self.path} was closed")
+            raise ValueError(f"the writer of {self.path} is closed")
         for record in records:
             line = self._encoder.encode(record) + b"\n"
             if len(self._waiting) + len(line) > self._keep_bytes and self._failing:
@@ -232,15 +224,10 @@ def _remove_incomplete_line(path: Path) -> None:
 
 
 def read_jsonl(path: Path, kind: type[T]) -> list[T]:
-    """Read all lines of `path` as `kind`, without an incomplete last line.
-
-    Raises FileNotFoundError, or RecordError for any other line that cannot be decoded.
-    """
-    records: list[T] = []
-    for one in _decoded(path, kind):
-        if isinstance(one, RecordError):
-            raise one
-        records.append(one)
+    """Read the whole lines of `path` as `kind`. Raises FileNotFoundError, RecordError."""
+    records, errors = read_undamaged(path, kind)
+    if errors:
+        raise errors[0]
     return records
 
 
@@ -248,32 +235,28 @@ def read_undamaged(path: Path, kind: type[T]) -> tuple[list[T], list[RecordError
     """Read like `read_jsonl`, but return undecodable lines as errors; raises FileNotFoundError."""
     records: list[T] = []
     errors: list[RecordError] = []
-    for one in _decoded(path, kind):
-        if isinstance(one, RecordError):
-            errors.append(one)
-        else:
-            records.append(one)
-    return records, errors
-
-
-def _decoded(path: Path, kind: type[T]) -> Iterator[T | RecordError]:
-    """Yield the contents of each line, or its error, without an incomplete last line."""
     decoder = msgspec.json.Decoder(kind)
     with path.open("rb") as file:
         for number, line in enumerate(whole_lines(file), start=1):
-            if not line.strip():
-                continue
             try:
-                yield decoder.decode(line)
+                if line.strip():
+                    records.append(decoder.decode(line))
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                yield RecordError(path, number, str(error))
+                errors.append(RecordError(path, number, str(error)))
+    return records, errors
+
+
+def undamaged(lines: bytes, kind: type[T]) -> Iterator[T]:
+    """Decode lines; damaged ones are left out, as the run reports them when it reads the file."""
+    decoder = msgspec.json.Decoder(kind)
+    for line in lines.split(b"\n"):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            if line.strip():
+                yield decoder.decode(line)
 
 
 def whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines up to the first one without its newline.
-
-    That one is still being written: the next read would return its second half as a line.
-    """
+    """Yield the lines up to the first one without its newline, which is still being written."""
     for line in file:
         if not line.endswith(b"\n"):
             return
@@ -281,11 +264,7 @@ def whole_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def read_tail(path: Path, kind: type[T], max_bytes: int) -> list[T]:
-    """Read the last whole lines of `path`, at most `max_bytes`, without damaged ones.
-
-    Empty if there is no such file.
-    """
-    decoder = msgspec.json.Decoder(kind)
+    """Read the last whole, undamaged lines in `max_bytes`; empty without the file."""
     try:
         with path.open("rb") as file:
             start = max(0, file.seek(0, 2) - max_bytes - 1)
@@ -296,9 +275,4 @@ def read_tail(path: Path, kind: type[T], max_bytes: int) -> list[T]:
     whole = data.rpartition(b"\n")[0]
     if start:
         whole = whole.partition(b"\n")[2]  # the first line may have lost its start
-    records: list[T] = []
-    for line in whole.split(b"\n"):
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-            if line.strip():
-                records.append(decoder.decode(line))
-    return records
+    return list(undamaged(whole, kind))

@@ -1,12 +1,7 @@
-"""`metrics.jsonl`: one `StepMetrics` a line, readable during the run.
+"""Readers and writers of `metrics.jsonl` and `evaluations.jsonl`.
 
 A resumed run trains the steps after its last checkpoint again, and appends them. Readers take the
-newest record of each step and drop what it superseded:
-
-    >>> steps = [StepMetrics(step=0, time=1.0), StepMetrics(step=1, time=2.0)]
-    >>> resumed = StepMetrics(step=1, time=9.0)
-    >>> [one.time for one in drop_superseded([*steps, resumed])]
-    [1.0, 9.0]
+newest record of each step.
 """
 
 from __future__ import annotations
@@ -18,20 +13,8 @@ from asyncrl.monitoring.records.jsonl import RetryingJsonlWriter, read_jsonl
 from asyncrl.wire.records.evaluations import EvaluationRecord
 from asyncrl.wire.records.step import StepMetrics
 
-
-class EvaluationsLog:
-    """Appends a line per evaluation to `path`."""
-
-    def __init__(self, path: Path) -> None:
-        self._writer = RetryingJsonlWriter(path)
-
-    def append(self, record: EvaluationRecord) -> None:
-        """Write one result."""
-        self._writer.append([record])
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        self._writer.close()
+EvaluationsLog = RetryingJsonlWriter[EvaluationRecord]
+MetricsLog = RetryingJsonlWriter[StepMetrics]
 
 
 def read_evaluations(path: Path) -> list[EvaluationRecord]:
@@ -42,26 +25,6 @@ def read_evaluations(path: Path) -> list[EvaluationRecord]:
         return []
     newest = {one.step: one for one in records}
     return [newest[step] for step in sorted(newest)]
-
-
-class MetricsLog:
-    """Appends a line per step to `path`."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._writer = RetryingJsonlWriter(path)
-
-    def append(self, step: StepMetrics) -> None:
-        """Write one step's record."""
-        self._writer.append([step])
-
-    def flush(self) -> bool:
-        """Try to write waiting lines; return True if none is left."""
-        return self._writer.flush()
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        self._writer.close()
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:

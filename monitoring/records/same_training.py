@@ -1,14 +1,8 @@
 """Checks that two runs trained on the same samples and have the same weights, bit for bit.
 
-`python -m asyncrl.monitoring.records.same_training RUN OTHER` compares, from the runs' folders, the
-records of all steps without what depends on the clock, and the weights of the checkpoints that both
-have. It exits with 1 at the first difference. Runs with `run.repeatable: true` and equal settings
-are the same in this sense.
-
->>> early = StepMetrics(step=0, time=1.0, wall_seconds=0.5)
->>> late = StepMetrics(step=0, time=9.0, wall_seconds=7.5)
->>> without_times(early) == without_times(late)
-True
+`python -m asyncrl.monitoring.records.same_training RUN OTHER` compares the records of all steps
+without what depends on the clock, and the weights of the checkpoints that both have. It exits with
+1 at the first difference. Runs with `run.repeatable: true` and equal settings are the same.
 """
 
 from __future__ import annotations
@@ -62,15 +56,12 @@ def read_steps(run: Path) -> list[StepMetrics]:
     """Read the records of a run's folder. Raises ValueError if there are none."""
     steps = read_metrics(run / "metrics.jsonl")
     if not steps:
-        raise ValueError(f"{run} has no steps")
+        raise ValueError(f"metrics.jsonl in {run} is missing or empty")
     return steps
 
 
 def difference(run: Path, other: Path) -> str | None:
-    """Describe the first difference between two runs' folders, if there is one.
-
-    Raises RecordError, ValueError for a run without records, or OSError.
-    """
+    """Describe the first difference between two runs. Raises RecordError, ValueError, OSError."""
     steps, others = read_steps(run), read_steps(other)
     for mine, theirs in zip(steps, others, strict=False):
         if without_times(mine) != without_times(theirs):

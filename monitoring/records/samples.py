@@ -1,12 +1,4 @@
-"""`samples.jsonl`: a few trajectories of a run, for people to read.
-
->>> record = SampleRecord(
-...     step=3, prompt="1+1=", tokens=["2", "<eos>"], provenance=["drafted", "sampled"],
-...     segments=[SampleSegment(3, 0, 2)], reward=1.0, answer="2", logprobs=[-0.1, -0.01],
-... )
->>> record.count("drafted")
-1
-"""
+"""`samples.jsonl`: a few trajectories of a run, for people to read."""
 
 from __future__ import annotations
 
@@ -83,19 +75,12 @@ class SampleRecord(msgspec.Struct, frozen=True):
         return None
 
 
-class SampleLog:
+class SampleLog(RetryingJsonlWriter[SampleRecord]):
     """Appends trajectories to `path`."""
-
-    def __init__(self, path: Path) -> None:
-        self._writer = RetryingJsonlWriter(path)
 
     def append(self, *records: SampleRecord) -> None:
         """Write the records; lone surrogates, which UTF-8 cannot encode, become question marks."""
-        self._writer.append([_writable(record) for record in records])
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        self._writer.close()
+        super().append(*map(_writable, records))
 
 
 def _writable(record: SampleRecord) -> SampleRecord:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -24,6 +26,11 @@ UNACCOUNTED = "unaccounted"
 """Cause of the idle time that no span covers."""
 ABSENT_SECONDS = 1.0
 """A longer time without a span of any process means that none existed."""
+_GAP = 0.05
+"""Longest gap between two pieces of one phase, in seconds."""
+_REMEMBERED = 51
+ENOUGH = 5
+"""Ended phases of a kind that a median needs."""
 
 
 class SpanKind(StrEnum):
@@ -106,10 +113,7 @@ def clip(spans: Iterable[Span], start: float, end: float) -> list[Span]:
 
 
 def flatten(spans: Iterable[Span]) -> list[Span]:
-    """Remove overlaps: keep at each moment the running span of the first kind in `SpanKind`.
-
-    Cost: O(n log n + n m) for n spans of which at most m run at once.
-    """
+    """Remove overlaps: keep at each moment the running span of the first kind in `SpanKind`."""
     ordered = sorted(spans, key=lambda span: span.start)
     edges = sorted({edge for span in ordered for edge in (span.start, span.end)})
     running: list[Span] = []
@@ -132,11 +136,9 @@ def flatten(spans: Iterable[Span]) -> list[Span]:
 
 
 def absent_seconds(lanes: Iterable[Iterable[Span]], start: float, end: float) -> float:
-    """Seconds of `[start, end)` in which no process of a run existed.
+    """Seconds of `[start, end)` in which no process of a run existed; 0 if no span lies in it.
 
-    These are the times longer than `ABSENT_SECONDS` that no span of any process covers, such as
-    those between the end of a run and its resumption; a live process records what it waits for. 0
-    if no span lies in that time at all, since nothing is known then.
+    These are the gaps longer than `ABSENT_SECONDS`: a live process records what it waits for.
 
     >>> stopped = [Span("training", 0, 10), Span("training", 70, 100)]
     >>> absent_seconds([stopped, [Span("decoding", 5, 15)]], 0, 100)
@@ -156,8 +158,8 @@ def idle_by_cause(
 ) -> dict[str, float]:
     """Share of `[start, end)` in which a process waited, by cause, largest first.
 
-    Time that no span covers counts as idle, with cause `UNACCOUNTED`; `absent` seconds
-    (`absent_seconds`) do not count. Raises ValueError if nothing is left of the time.
+    Time that no span covers is `UNACCOUNTED`; `absent` seconds do not count. Raises ValueError if
+    nothing is left of the time.
     """
     whole = end - start - absent
     if not whole > 0:
@@ -184,10 +186,7 @@ def idle_ratio(spans: Iterable[Span], start: float, end: float) -> float:
 
 
 class RecentIdle:
-    """Idle shares over the last `seconds`, updated with each piece of a timeline.
-
-    Pieces must not overlap, as on generators' and trainers' timelines. Each costs amortised O(1).
-    """
+    """Idle shares over the last `seconds`, updated with each piece of a timeline; none overlap."""
 
     def __init__(self, seconds: float = 60.0) -> None:
         self._seconds = seconds
@@ -198,8 +197,7 @@ class RecentIdle:
     def add(self, span: Span) -> dict[str, float]:
         """Add a piece; return the idle share of the time that ends with it, by cause.
 
-        Until `seconds` have passed, that time begins with the first piece. Causes without a share
-        left stay in the result with 0. Time that no piece covers is `UNACCOUNTED`.
+        Causes without a share left stay in the result with 0.
         """
         self._spans.append(span)
         self._count(span, 1.0)
@@ -220,6 +218,37 @@ class RecentIdle:
         self._covered += sign * span.seconds
         if span.kind == SpanKind.WAITING:
             self._idle[span.cause] = self._idle.get(span.cause, 0.0) + sign * span.seconds
+
+
+@dataclass(slots=True)
+class Phases:
+    """Follows a timeline whose pieces do not overlap: a phase is a row of equal pieces.
+
+    >>> phases = Phases()
+    >>> for n in range(6):
+    ...     _ = phases.add(Span("training", 3.0 * n, 3.0 * n + 2.0, {"step": n}))
+    >>> phases.present.seconds, phases.usual("training")
+    (2.0, 2.0)
+    """
+
+    present: Span | None = None
+    _ended: dict[str, deque[float]] = field(default_factory=dict)
+
+    def add(self, piece: Span) -> Span | None:
+        """Add a piece of the timeline; return the phase that it ends, if any."""
+        before = self.present
+        if before is not None and continues(before, piece, _GAP):
+            self.present = join(before, piece)
+            return None
+        self.present = piece
+        if before is not None:
+            self._ended.setdefault(before.kind, deque(maxlen=_REMEMBERED)).append(before.seconds)
+        return before
+
+    def usual(self, kind: str) -> float | None:
+        """Median of the last phases of a kind, in seconds; None until there were `ENOUGH`."""
+        ended = self._ended.get(kind, ())
+        return median(ended) if len(ended) >= ENOUGH else None
 
 
 def read_spans(path: Path, gap: float = 0.002) -> list[Span]:

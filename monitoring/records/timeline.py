@@ -1,14 +1,7 @@
 """Records a process's activity over time, in `RUN/timeline/PROCESS.jsonl`.
 
-    timeline = Timeline(run_dir / "timeline" / "trainer.jsonl", "trainer")
-    with timeline.waiting("trajectories", step=3):
-        ...
-    with timeline.span("training", step=3):
-        ...
-
-Spans are kept in memory and written at bounded intervals, at `flush` and at `close`. An open span
-is written up to that moment and continues as a new one, which readers join again, so a killed
-process loses at most one interval. Equal spans that follow each other become one.
+An open span is written up to the moment of a flush and continues as a new one, which readers join
+again, so a killed process loses at most one interval.
 """
 
 from __future__ import annotations
@@ -20,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from asyncrl.monitoring.records.jsonl import RetryingJsonlWriter
@@ -40,9 +32,8 @@ class Clock:
 class Timeline:
     """The timeline of one process. Thread-safe.
 
-    Appends to `path`, if given. `process` is named as in its metrics ("controller", "generator-0").
-    Spans are written when one is recorded `flush_seconds` or more after the last write. Equal spans
-    at most `merge_gap` seconds apart become one. `observe` gets each piece when it is written.
+    It appends to `path`, if given, at most every `flush_seconds`. Equal spans at most `merge_gap`
+    seconds apart become one. `observe` gets each piece when it is written.
     """
 
     def __init__(
@@ -67,7 +58,7 @@ class Timeline:
         self._merge_gap = merge_gap
         self._observe = observe
         self._lock = threading.RLock()
-        self._writer = None if path is None else RetryingJsonlWriter(path)
+        self._writer = None if path is None else RetryingJsonlWriter[Span](path)
         self._buffer: list[Span] = []
         self._open: dict[int, tuple[str, float, dict[str, Any]]] = {}
         self._opened = 0
@@ -84,10 +75,7 @@ class Timeline:
 
     @contextmanager
     def span(self, kind: SpanKind | str, **args: Any) -> Iterator[None]:
-        """Record the time inside the block, even if it raises.
-
-        Raises ValueError for an unknown kind and for `waiting` (use the method of that name).
-        """
+        """Record the time inside the block, even if it raises. Raises ValueError for odd kinds."""
         name, args = _checked(kind, args)
         with self._lock:
             self._opened += 1
@@ -107,10 +95,7 @@ class Timeline:
         return self.span(SpanKind.WAITING, **{"for": cause}, **args)
 
     def record(self, kind: SpanKind | str, start: float, end: float, **args: Any) -> None:
-        """Record a span that is already over; `start` and `end` are readings of `now`.
-
-        Raises ValueError as `span`, or if `end` is before `start`.
-        """
+        """Record a past span, by readings of `now`. Raises ValueError for odd kinds or times."""
         name, args = _checked(kind, args)
         if end < start:
             raise ValueError(
@@ -159,7 +144,7 @@ class Timeline:
         self._flushed_at = now
         pieces, self._buffer = self._buffer, []
         if self._writer is not None:
-            self._writer.append(pieces)
+            self._writer.append(*pieces)
         if self._observe is not None:
             for piece in pieces:
                 self._observe(piece)
@@ -167,12 +152,7 @@ class Timeline:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 
@@ -181,9 +161,7 @@ def _checked(kind: SpanKind | str, args: dict[str, Any]) -> tuple[str, dict[str,
         name = SpanKind(kind).value
     except ValueError:
         known = ", ".join(one.value for one in SpanKind)
-        raise ValueError(f"unknown kind of span {kind!r}; known are {known}") from None
-    if "for_" in args:
-        args["for"] = args.pop("for_")
+        raise ValueError(f"unknown kind of span {kind!r}; use one of {known}") from None
     if name == SpanKind.WAITING and not args.get("for"):
         raise ValueError("a waiting span needs a cause: timeline.waiting('weights')")
     return name, args

@@ -1,17 +1,8 @@
-"""`samples/000001.jsonl` and so on: every sample that a run has trained on, once.
+"""`samples/000001.jsonl` and so on: every sample that a run has trained on, once, by step.
 
-The files hold the samples in the order of their steps. When a file is full the next number begins,
-and the oldest files are removed when all together exceed a limit. The trainer is the only writer;
-its ranks from 1 on write the samples that they trained on to `samples/rank-1/` and so on. It drops
-the records of steps that it repeats before it adds any (`truncate`).
-
->>> record = TrainedSample(
-...     step=3, group=24, sample=0, prompt_id="p7", prompt="1+1=", response="2", reward=1.0,
-...     finish_reason="stop", generator="generator-0", prompt_length=4, response_length=2,
-...     segments=[SampleSegment(3, 0, 2)], sampled=1, drafted=0, verified=1,
-... )
->>> record.sampled + record.drafted + record.verified == record.response_length
-True
+When a file is full the next number begins, and the oldest files are removed when all together
+exceed a limit. The trainer is the only writer; its ranks from 1 on write to `samples/rank-1/` and
+so on. It drops the records of steps that it repeats before it adds any (`truncate`).
 """
 
 from __future__ import annotations
@@ -84,11 +75,7 @@ class TrainedSample(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SampleFiles:
-    """Appends records to the newest file of a folder; opens the next one when it is full.
-
-    The folder is created with the first record. When all files exceed `limit_bytes`, the oldest are
-    removed.
-    """
+    """Appends records to a folder's newest file; removes the oldest beyond `limit_bytes` in all."""
 
     def __init__(self, folder: Path, *, limit_bytes: int) -> None:
         self._folder = folder
@@ -97,16 +84,12 @@ class SampleFiles:
         self._writer: JsonlWriter | None = None
 
     def append(self, records: Sequence[TrainedSample]) -> None:
-        """Write records and pass them to the operating system.
-
-        Raises OSError if the disk is full or gone. Some of the records may have been written; the
-        next call writes after the last whole line.
-        """
+        """Write and flush records. Raises OSError; some may be written then, in whole lines."""
         try:
             if self._writer is None:
                 files = sample_files(self._folder)
                 self._writer = JsonlWriter(files[-1] if files else self._path(1))
-            self._writer.append(records)
+            self._writer.append(*records)
             if self._writer.path.stat().st_size >= self._file_bytes:
                 self._writer.close()
                 self._writer = JsonlWriter(self._path(_number(self._writer.path) + 1))
@@ -174,8 +157,7 @@ def truncate(folder: Path, *, before_step: int) -> None:
 def copy_later(folder: Path, target: Path, *, from_step: int) -> None:
     """Copy the files with records of `from_step` and later steps to the folder `target`.
 
-    A file that `truncate` removes gets a second name there (a hard link) if the disk supports it.
-    Raises OSError.
+    A file that `truncate` removes is hard-linked if the disk supports it. Raises OSError.
     """
     for own in _folders_of_ranks(folder):
         copy_later(own, target / own.name, from_step=from_step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import yaml
+from asyncrl.wire.records.on_policy import OnPolicySteps, is_on_policy
 
 from asyncrl.monitoring.config import MonitoringConfig
 from asyncrl.monitoring.errors import RecordError, ReportError
@@ -71,6 +73,17 @@ class RunData:
             return self.result.tokens
         return self.steps[-1].tokens if self.steps else TokenCounts()
 
+    @property
+    def steps_done(self) -> int:
+        """Number of optimizer steps, as far as recorded."""
+        if self.result is not None:
+            return self.result.steps
+        return self.steps[-1].step + 1 if self.steps else 0
+
+    def on_policy_steps(self) -> OnPolicySteps:
+        """Count the steps by whether they were exactly on-policy."""
+        return OnPolicySteps.of(Counter(map(is_on_policy, self.steps)), self.steps_done)
+
     def accuracies(self) -> tuple[float | None, float | None]:
         """Held-out accuracy before and after training, 0 to 1, if measured."""
         if self.result is None:
@@ -78,16 +91,9 @@ class RunData:
         return self.result.accuracy_before, self.result.accuracy_after
 
     def trials(self) -> tuple[float, float] | None:
-        """Number of independent samples behind the accuracies before and after training, if known.
-
-        Samples of one prompt count for fewer than there are.
-        """
-        known = self.begun if self.result is None else self.result
-        drawn = float(known.evaluation_samples)
-        if not drawn:
-            return None
-        before, after = (self._trials(when, drawn) for when in ("before", "after"))
-        return before, after
+        """Independent samples behind the accuracies before and after training, if known."""
+        drawn = float(self.evaluation_samples)
+        return (self._trials("before", drawn), self._trials("after", drawn)) if drawn else None
 
     def _trials(self, when: str, drawn: float) -> float:
         for record in reversed(self.evaluations):
@@ -99,16 +105,17 @@ class RunData:
         return drawn
 
     @property
+    def evaluation_samples(self) -> int:
+        """Held-out samples behind each accuracy; 0 if unknown."""
+        return (self.begun if self.result is None else self.result).evaluation_samples
+
+    @property
     def held_out(self) -> str:
-        """Text on the number of held-out samples behind the accuracies; empty if unknown."""
-        known = self.begun if self.result is None else self.result
-        samples = known.evaluation_samples
-        if not samples:
-            return ""
+        """Text on the number of held-out samples behind the accuracies, which must be known."""
         main = next((one.main for one in self.evaluations if one.main is not None), None)
         several = main is not None and main.samples > main.prompts
         prompts = f" of {main.prompts:,} prompts" if main is not None and several else ""
-        return f"{samples:,} held-out samples{prompts}"
+        return f"{self.evaluation_samples:,} held-out samples{prompts}"
 
     def setting(self, path: str, default: Any = None) -> Any:
         """The setting at a dotted path, such as `run.steps`."""
@@ -133,13 +140,10 @@ class RunData:
 
 
 def load_run(run_dir: Path) -> RunData:
-    """Read the files that exist; `RunData.notes` explains unreadable ones.
-
-    Raises ReportError if `run_dir` is not a directory, or contains none of the files of a run.
-    """
+    """Read the files that exist; `notes` names unreadable ones. Raises ReportError if not a run."""
     if not run_dir.is_dir():
         raise ReportError(
-            f"there is no run directory {run_dir}; `ls {run_dir.parent}` lists the runs"
+            f"run directory {run_dir} does not exist; `ls {run_dir.parent}` lists the runs"
         )
     known = ("config.yaml", "metrics.jsonl", "result.json", "timeline")
     if not any((run_dir / name).exists() for name in known):

@@ -1,19 +1,18 @@
 """Draws each process's activity over time: one lane per process over a window of time.
 
-A lane with few spans is drawn span by span. A lane with many is cut into slices; in each slice the
-height of a colour is the share of time of that kind, so that short spans stay visible. A strip
-under a generator's lane shows the use of its engine's slots.
+A lane with many spans is cut into slices; in each slice the height of a colour is the share of time
+of that kind. A strip under a generator's lane shows the use of its engine's slots.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.monitoring.metrics.occupancy import SlotPiece, SlotUse
 from asyncrl.monitoring.records.spans import Span, SpanKind, clip, flatten
-from asyncrl.monitoring.report.markup import Child, Markup, element
+from asyncrl.monitoring.report.markup import Child, Markup, element, legend
 from asyncrl.monitoring.report.plots import SLICES, Box, stacked_slices
 from asyncrl.monitoring.terminal.formatting import duration, number, percent
 
@@ -45,26 +44,32 @@ def use_in_slices(
 
     A part without any record is empty. Otherwise the shares add up to 1 minus the idle share.
     """
-    size = (end - start) / slices
-    used: list[dict[str, float]] = [{} for _ in range(slices)]
     recorded = [0.0] * slices
+    used: list[dict[str, float]] = [{} for _ in range(slices)]
     for piece in pieces:
-        if piece.end <= start or piece.start >= end or piece.slots <= 0:
-            continue
-        first = max(0, int((piece.start - start) / size))
-        last = min(slices - 1, int((piece.end - start) / size))
-        for index in range(first, last + 1):
-            left = max(piece.start, start + index * size)
-            seconds = min(piece.end, start + (index + 1) * size) - left
-            if seconds > 0:
+        if piece.slots > 0:
+            for index, seconds in _by_slice(piece, start, end, slices):
                 recorded[index] += seconds
                 for use, slots in piece.used.items():
                     share = slots / piece.slots * seconds
                     used[index][use] = used[index].get(use, 0.0) + share
     return [
-        {use: share / seconds for use, share in uses.items()} if seconds else {}
+        {use: share / seconds for use, share in uses.items()}
         for uses, seconds in zip(used, recorded, strict=True)
     ]
+
+
+def _by_slice(
+    piece: Span | SlotPiece, start: float, end: float, slices: int
+) -> Iterator[tuple[int, float]]:
+    """Yield index and seconds of the piece's part in each of `slices` parts of `[start, end)`."""
+    size = (end - start) / slices
+    first = max(0, int((piece.start - start) / size))
+    for index in range(first, min(slices - 1, int((piece.end - start) / size)) + 1):
+        left = max(piece.start, start + index * size)
+        seconds = min(piece.end, start + (index + 1) * size) - left
+        if seconds > 0:
+            yield index, seconds
 
 
 def slot_strip(
@@ -134,16 +139,16 @@ def lanes_drawing(
     steps: Sequence[tuple[int, float]] = (),
     slots: Mapping[str, Sequence[SlotPiece]] | None = None,
 ) -> Markup:
-    """Draw all lanes over one window.
+    """Draw all lanes over one window; `title` is for screen readers.
 
-    `lanes` and `slots` are by process; `steps` are `(step, time)`, the moments at which they
-    finished. `title` is the text for screen readers.
+    `lanes` and `slots` are by process; `steps` are `(step, time)` at which they finished.
     """
     slots = slots or {}
     marks: list[Child] = []
     y = float(TOP)
     for name, spans in lanes.items():
-        marks += [_track(_short(name), _box(y, LANE), "lane"), _lane(spans, window, y)]
+        short = name if len(name) <= 17 else name[:8] + "…" + name[-8:]
+        marks += [_track(short, _box(y, LANE), "lane"), _lane(spans, window, y)]
         y += LANE
         if name in slots:
             box = _box(y + 3, STRIP)
@@ -177,20 +182,11 @@ def kinds_legend(
 ) -> Markup:
     """Colours of the kinds of spans and of slots that occur."""
     seen = {span.kind for spans in lanes.values() for span in spans}
-    known = [kind for kind in SpanKind if kind.value in seen]
-    items = [
-        element("span", element("i", class_=f"swatch k-{kind}"), KIND_NAMES[kind]) for kind in known
-    ]
+    items = {KIND_NAMES[kind]: f"k-{kind}" for kind in SpanKind if kind.value in seen}
     waits = SlotUse.ENVIRONMENT.value
     if any(waits in piece.used for pieces in slots.values() for piece in pieces):
-        words = f"slots: {NAMES[waits]}"
-        items.append(element("span", element("i", class_=f"swatch {STYLES[waits]}"), words))
-    items.append(element("span", element("i", class_="swatch track"), "nothing recorded"))
-    return element("div", items, class_="legend")
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 17 else name[:8] + "…" + name[-8:]
+        items[f"slots: {NAMES[waits]}"] = STYLES[waits]
+    return legend([*items.items(), ("nothing recorded", "track")])
 
 
 def _lane(spans: Sequence[Span], window: Window, y: float) -> Markup:
@@ -235,14 +231,9 @@ def _slices(spans: Sequence[Span], window: Window, y: float) -> Markup:
     kinds = sorted({kind for shares in slices for kind in shares}, key=_order)
 
     def describe(index: int) -> str:
-        shares = slices[index]
-        lines = [
-            f"{KIND_NAMES.get(kind, kind)} {percent(shares[kind])}"
-            for kind in kinds
-            if kind in shares
-        ]
-        length = window.end - window.start
-        at = window.start - window.origin + length * index / SLICES
+        shares = [(kind, slices[index][kind]) for kind in kinds if kind in slices[index]]
+        lines = [f"{KIND_NAMES.get(kind, kind)} {percent(share)}" for kind, share in shares]
+        at = window.start - window.origin + (window.end - window.start) * index / SLICES
         return "\n".join([*lines, f"at {duration(at)}"])
 
     return stacked_slices(slices, {kind: _style(kind) for kind in kinds}, _box(y, LANE), describe)
@@ -256,20 +247,12 @@ def _order(kind: str) -> int:
 def slice_shares(
     spans: Sequence[Span], start: float, end: float, slices: int
 ) -> list[dict[str, float]]:
-    """Kind to its share, for each of `slices` equal parts of `[start, end)`.
-
-    The spans must not overlap (see `flatten`) and must lie inside the window.
-    """
+    """Kind to its share, for each of `slices` equal parts of `[start, end)`, without overlaps."""
     size = (end - start) / slices
     out: list[dict[str, float]] = [{} for _ in range(slices)]
     for span in spans:
-        first = max(0, min(slices - 1, int((span.start - start) / size)))
-        last = max(0, min(slices - 1, int((span.end - start) / size)))
-        for index in range(first, last + 1):
-            left = max(span.start, start + index * size)
-            right = min(span.end, start + (index + 1) * size)
-            if right > left:
-                out[index][span.kind] = out[index].get(span.kind, 0.0) + (right - left) / size
+        for index, seconds in _by_slice(span, start, end, slices):
+            out[index][span.kind] = out[index].get(span.kind, 0.0) + seconds / size
     return out
 
 

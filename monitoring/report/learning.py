@@ -103,8 +103,8 @@ def _incomplete(data: RunData) -> Markup | None:
     named = "; ".join(texts[:_NAMED]) + (f"; so are {more:,} more" if more > 0 else "")
     return element(
         "p",
-        f"The {named}. They have no accuracy: more samples than evaluation.max_unscored_share "
-        "allows have no reward, or all rewards failed.",
+        f"The {named}. Their accuracy is unknown: more samples than evaluation.max_unscored_share "
+        "allows lack a reward, or all rewards failed.",
         class_="note",
     )
 
@@ -114,34 +114,22 @@ def _environment(data: RunData) -> Markup | None:
     if not counts.turns:
         return None
     mean = brief(counts.mean_seconds or 0.0)
-    text = [f"Environments answered {counts.turns:,} turns, in {mean} each on average."]
-    if counts.replayed:
-        text.append(
-            f"{counts.replayed:,} times one was made again and given the accepted turns once more."
-        )
-    if counts.restored:
-        text.append(f"{counts.restored:,} times one went back by its restore.")
-    if counts.started_over:
-        text.append(
-            f"{counted(counts.started_over, 'sample')} started over, because an environment could "
-            "not go back."
-        )
-    if counts.lost:
-        text.append(
-            f"{counts.lost:,} of them because their worker process had ended: if their environment "
-            "answers at random, samples that take long are a little rarer than they should be."
-        )
-    if counts.hanging:
-        text.append(
-            f"{counted(counts.hanging, 'thread')} of environments or agents hung and were left "
-            "behind."
-        )
-    if counts.calls:
-        text.append(
-            f"Turns called tools {counts.calls:,} times, {counts.wrong_calls:,} of them wrongly."
-        )
-    is_wrong = counts.lost or counts.hanging
-    return element("p", " ".join(text), class_="note" if is_wrong else "about")
+    samples, threads = counted(counts.started_over, "sample"), counted(counts.hanging, "thread")
+    sentences = (
+        (counts.turns, f"Environments answered {counts.turns:,} turns, in {mean} each on average."),
+        (counts.replayed, (f"{counts.replayed:,} times one was made again and given the accepted "
+                           "turns once more.")),
+        (counts.restored, f"{counts.restored:,} times one went back by its restore."),
+        (counts.started_over, f"{samples} started over, because an environment could not go back."),
+        (counts.lost, (f"{counts.lost:,} of them because their worker process had ended: if their "
+                       "environment answers at random, samples that take long are a little rarer "
+                       "than they should be.")),
+        (counts.hanging, f"{threads} of environments or agents hung and were left behind."),
+        (counts.calls, (f"Turns called tools {counts.calls:,} times, {counts.wrong_calls:,} of "
+                        "them wrongly.")),
+    )  # fmt: skip
+    text = " ".join(sentence for count, sentence in sentences if count)
+    return element("p", text, class_="note" if counts.lost or counts.hanging else "about")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +139,6 @@ class _Accuracy:
     value: float
     low: float
     high: float
-
-    @property
-    def description(self) -> str:
-        """Value and interval as text."""
-        interval = f"{percent(self.low, 1)} to {percent(self.high, 1)}"
-        return f"{self.name}: {percent(self.value, 1)} ({interval})"
 
 
 def _evaluation(data: RunData) -> Markup:
@@ -178,11 +160,14 @@ def _by_step(data: RunData) -> list[Markup]:
         return []
     steps = [float(one.step) for one in data.evaluations]
     names = list({name: None for one in data.evaluations for name in one.sets})
-    known = [(index, name) for index, name in enumerate(names)]
+    known = list(enumerate(names))
     accuracy = line_plot(
         "Held-out accuracy by step",
         steps,
-        [Series(name, _column(data, name, _accuracy), f"c{1 + i % 6}") for i, name in known],
+        [
+            Series(name, _column(data, name, lambda one: one.accuracy), f"c{1 + i % 6}")
+            for i, name in known
+        ],
         note="Each sample was drawn from the policy of its step alone.",
         y_label="accuracy",
     )
@@ -201,10 +186,6 @@ def _by_step(data: RunData) -> list[Markup]:
         y_label=f"pass@{ks}",
     )
     return [accuracy, passes]
-
-
-def _accuracy(one: SetEvaluation) -> float | None:
-    return one.accuracy
 
 
 def _column(
@@ -234,9 +215,10 @@ def _intervals(accuracies: Sequence[_Accuracy]) -> Markup:
         )
         shape = [element("path", d=bar), element("circle", cx=middle, cy=y, r=6)]
         label = percent(each.value, 1)
+        title = f"{each.name}: {label} ({percent(each.low, 1)} to {percent(each.high, 1)})"
         marks += [
             element("text", each.name, x=LEFT - 12, y=y + 4, class_="lane end"),
-            element("g", element("title", each.description), shape, class_=f"line {each.style}"),
+            element("g", element("title", title), shape, class_=f"line {each.style}"),
             element("text", label, x=middle, y=y - 14, class_="value-label mid"),
         ]
     centre = (LEFT + WIDTH - _RIGHT) / 2

@@ -1,13 +1,7 @@
-"""Writes HTML and SVG so that text cannot become markup.
-
-Every child that is not already `Markup` is escaped, so raw text cannot be added by accident. The
-result is also well-formed XML.
+"""Writes HTML and SVG so that text cannot become markup: all children but `Markup` are escaped.
 
 >>> element("p", "1 < 2 ", element("b", "& true"), class_="note")
 '<p class="note">1 &lt; 2 <b>&amp; true</b></p>'
-
-The document around the report's sections contains no script, and its content security policy
-forbids loading anything. Its style is report.css.
 """
 
 from __future__ import annotations
@@ -60,6 +54,14 @@ def element(tag: str, *children: Child, **attributes: str | float | None) -> Mar
     return Markup(f"<{tag}{opening}>{join(children)}</{tag}>")
 
 
+def legend(items: Iterable[tuple[str, str]], *more: Child) -> Markup:
+    """Explain colours, given names and their CSS classes."""
+    entries = [
+        element("span", element("i", class_=f"swatch {style}"), name) for name, style in items
+    ]
+    return element("div", entries, *more, class_="legend")
+
+
 def join(children: Iterable[Child]) -> Markup:
     """Concatenate the children."""
     return Markup("".join(_rendered(child) for child in children))
@@ -90,11 +92,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-a
 
 def page(title: str, body: Child) -> str:
     """Build a complete document."""
-    style = (
-        resources.files("asyncrl.monitoring.report")
-        .joinpath("report.css")
-        .read_text(encoding="utf-8")
-    )
+    style = resources.files("asyncrl.monitoring.report").joinpath("report.css").read_text("utf-8")
     document = element(
         "html",
         element(

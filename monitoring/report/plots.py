@@ -1,15 +1,11 @@
-"""Plots as inline SVG: lines over steps, stacked bars over steps, stacked shares over time.
-
-Colours are CSS classes (`c1`, `c2`, ...), so a plot follows the reader's light or dark setting.
-Hovering over a step shows its numbers through `<title>`, without a script.
-"""
+"""Plots as inline SVG, coloured by CSS classes (`c1`, `c2`, ...); `<title>` shows the numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from asyncrl.monitoring.report.markup import Child, Markup, element, join
+from asyncrl.monitoring.report.markup import Child, Markup, element, join, legend
 from asyncrl.monitoring.report.series import Values, thin, ticks
 
 SLICES = 238
@@ -32,11 +28,10 @@ def stacked_slices(
     box: Box,
     describe: Callable[[int], str],
 ) -> Markup:
-    """One path per part, and over each slice an invisible band that shows its numbers.
+    """One path per part, and over each slice an invisible band with the text `describe` gives.
 
     Each slice maps parts to shares of it, 0 to 1; an empty one is not drawn. `styles` are CSS
-    classes by part, in the order from the bottom; `describe` gives the text that is shown for a
-    slice.
+    classes by part, in the order from the bottom.
     """
     width = box.width / max(1, len(slices))
     paths: dict[str, list[str]] = {}
@@ -68,8 +63,6 @@ HEIGHT = 236
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 38
 MAX_POINTS = 260
 """Longer runs are drawn as means over neighbouring steps, at most this many."""
-
-Format = Callable[[float], str]
 
 
 def compact(value: float) -> str:
@@ -118,15 +111,11 @@ class Scale:
 
 def figure(title: str, note: str, drawing: Child, series: Sequence[Series] = ()) -> Markup:
     """A drawing with its title, an explanation, and a legend if there are several series."""
-    legend = [
-        element("span", element("i", class_=f"swatch {line.style}"), line.name)
-        for line in series
-        if not line.faint
-    ]
+    colours = [(line.name, line.style) for line in series if not line.faint]
     return element(
         "figure",
         element("figcaption", element("h3", title), element("p", note) if note else None),
-        element("div", legend, class_="legend") if len(legend) > 1 else None,
+        legend(colours) if len(colours) > 1 else None,
         drawing,
     )
 
@@ -142,10 +131,8 @@ def line_plot(
     series: Sequence[Series],
     *,
     note: str = "",
-    x_label: str = "optimizer step",
     y_label: str = "",
     y_limits: tuple[float | None, float | None] = (None, None),
-    form: Format = compact,
 ) -> Markup:
     """Lines over `x`. A limit of the y axis that is None follows the values."""
     x_thin, drawn = _thinned(x, series)
@@ -155,8 +142,8 @@ def line_plot(
     low, high = _limits(min(known), max(known), y_limits)
     scale = Scale(x_thin[0], max(x_thin[-1], x_thin[0] + 1), low, high)
     marks = [_line(scale, x_thin, line) for line in drawn]
-    hover = _hover(scale, x_thin, drawn, form, points=True)
-    return figure(title, note, _svg(scale, title, x_label, y_label, form, [*marks, hover]), series)
+    hover = _hover(scale, x_thin, drawn, points=True)
+    return figure(title, note, _svg(scale, title, y_label, [*marks, hover]), series)
 
 
 def bar_plot(
@@ -165,9 +152,7 @@ def bar_plot(
     layers: Sequence[Series],
     *,
     note: str = "",
-    x_label: str = "optimizer step",
     y_label: str = "",
-    form: Format = compact,
 ) -> Markup:
     """Stacked layers, one bar per `x`. Gaps count as 0."""
     x_thin, drawn = _thinned(x, layers)
@@ -181,8 +166,8 @@ def bar_plot(
     for layer in drawn:
         marks.append(_layer(scale, x_thin, layer, bases, spacing))
         bases = [base + (value or 0.0) for base, value in zip(bases, layer.values, strict=True)]
-    hover = _hover(scale, x_thin, drawn, form, points=False)
-    return figure(title, note, _svg(scale, title, x_label, y_label, form, [*marks, hover]), layers)
+    hover = _hover(scale, x_thin, drawn, points=False)
+    return figure(title, note, _svg(scale, title, y_label, [*marks, hover]), layers)
 
 
 def _thinned(x: Sequence[float], series: Sequence[Series]) -> tuple[list[float], list[Series]]:
@@ -235,9 +220,7 @@ def _layer(
     return element("path", class_=f"area {layer.style}", d="".join(pieces))
 
 
-def _hover(
-    scale: Scale, x: Sequence[float], series: Sequence[Series], form: Format, *, points: bool
-) -> Markup:
+def _hover(scale: Scale, x: Sequence[float], series: Sequence[Series], *, points: bool) -> Markup:
     """Invisible bands, one per x. Pointing at one shows a guide, the points and the numbers."""
     bands = []
     bottom = HEIGHT - BOTTOM
@@ -246,21 +229,16 @@ def _hover(
         right = scale.x((at + x[index + 1]) / 2) if index + 1 < len(x) else WIDTH - RIGHT
         known = [(line, line.values[index]) for line in series]
         text = f"step {step_label(at)}" + "".join(
-            f"\n{line.name}: {form(value)}" for line, value in known if value is not None
+            f"\n{line.name}: {compact(value)}" for line, value in known if value is not None
         )
         dots = [
             element("circle", cx=scale.x(at), cy=scale.y(value), r=3, class_=f"dot {line.style}")
             for line, value in known
             if points and value is not None
         ]
-        bands.append(
-            element(
-                "g",
-                element("title", text),
-                element("rect", x=left, y=TOP, width=max(0.5, right - left), height=bottom - TOP),
-                dots,
-            )
-        )
+        width = max(0.5, right - left)
+        band = element("rect", x=left, y=TOP, width=width, height=bottom - TOP)
+        bands.append(element("g", element("title", text), band, dots))
     return element("g", bands, class_="hover")
 
 
@@ -269,27 +247,18 @@ def step_label(value: float) -> str:
     return f"{value:.0f}" if abs(value - round(value)) < 1e-6 else f"{value:.1f}"
 
 
-def _svg(
-    scale: Scale, title: str, x_label: str, y_label: str, form: Format, marks: Sequence[Child]
-) -> Markup:
-    return element(
-        "svg",
-        _grid(scale, form),
-        join(marks),
-        _axis_labels(x_label, y_label),
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        role="img",
-        aria_label=title,
-    )
+def _svg(scale: Scale, title: str, y_label: str, marks: Sequence[Child]) -> Markup:
+    parts = (_grid(scale), join(marks), _axis_labels(y_label))
+    return element("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title)
 
 
-def _grid(scale: Scale, form: Format) -> Markup:
+def _grid(scale: Scale) -> Markup:
     bottom = HEIGHT - BOTTOM
     marks: list[Child] = []
     for value in ticks(scale.y_low, scale.y_high, 5):
         y = scale.y(value)
         marks.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
-        marks.append(element("text", form(value), x=LEFT - 7, y=y + 3.5, class_="tick end"))
+        marks.append(element("text", compact(value), x=LEFT - 7, y=y + 3.5, class_="tick end"))
     for value in ticks(scale.x_low, scale.x_high, 8):
         if abs(value - round(value)) < 1e-9:
             x = scale.x(value)
@@ -298,9 +267,9 @@ def _grid(scale: Scale, form: Format) -> Markup:
     return join(marks)
 
 
-def _axis_labels(x_label: str, y_label: str) -> Markup:
+def _axis_labels(y_label: str) -> Markup:
     middle = (LEFT + WIDTH - RIGHT) / 2
-    below = element("text", x_label, x=middle, y=HEIGHT - 5, class_="label mid")
+    below = element("text", "optimizer step", x=middle, y=HEIGHT - 5, class_="label mid")
     if not y_label:
         return below
     y = (TOP + HEIGHT - BOTTOM) / 2

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from asyncrl.monitoring.records.samples import SampleRecord, choose_samples
 from asyncrl.monitoring.report.data import RunData
-from asyncrl.monitoring.report.markup import Child, Markup, element
+from asyncrl.monitoring.report.markup import Child, Markup, element, legend
 from asyncrl.monitoring.terminal.formatting import counted, ended, number
 
 PROVENANCE_WORDS = {
@@ -23,14 +23,11 @@ MAX_TOKENS = 2000
 
 def samples_legend(records: Sequence[SampleRecord]) -> Markup:
     """Explain the colours of these records' tokens."""
-    observed = any(record.count("observed") for record in records)
-    items = [
-        element("span", element("i", class_=f"swatch t-{key}"), words)
-        for key, words in PROVENANCE_WORDS.items()
-        if observed or key != "observed"
-    ]
+    items = {words: f"t-{key}" for key, words in PROVENANCE_WORDS.items()}
+    if not any(record.count("observed") for record in records):
+        del items[PROVENANCE_WORDS["observed"]]
     marker = element("span", element("b", "v7", class_="version"), "policy version from here on")
-    return element("div", items, marker, class_="legend")
+    return legend(items.items(), marker)
 
 
 def sample_card(record: SampleRecord) -> Markup:
@@ -38,28 +35,23 @@ def sample_card(record: SampleRecord) -> Markup:
     return element(
         "article",
         element("header", _facts(record)),
-        element("div", element("h4", "Prompt"), element("pre", record.prompt), class_="part"),
-        element("div", element("h4", "Response"), element("pre", *_tokens(record)), class_="part"),
-        None
-        if record.answer is None
-        else element(
-            "div",
-            element("h4", "Reference answer"),
-            element("pre", record.answer),
-            class_="part",
-        ),
+        _part("Prompt", record.prompt),
+        _part("Response", _tokens(record)),
+        None if record.answer is None else _part("Reference answer", record.answer),
         class_="sample",
     )
 
 
+def _part(title: str, text: Child) -> Markup:
+    return element("div", element("h4", title), element("pre", text), class_="part")
+
+
 def _facts(record: SampleRecord) -> list[Child]:
-    good = record.reward is not None and record.reward > 0
+    style = "chip good" if record.reward is not None and record.reward > 0 else "chip bad"
     facts: list[Child] = [
         element("strong", f"step {record.step}"),
         element("span", f"sample {record.sample_id}") if record.sample_id else None,
-        element(
-            "span", f"reward {number(record.reward)}", class_="chip good" if good else "chip bad"
-        ),
+        element("span", f"reward {number(record.reward)}", class_=style),
     ]
     if len(record.rewards) > 1:
         parts = (f"{name} {number(value)}" for name, value in record.rewards.items())
@@ -89,14 +81,8 @@ def _tokens(record: SampleRecord) -> list[Child]:
         if index in record.contexts:
             out.append(element("b", "another context", class_="version"))
         if index in starts:
-            out.append(
-                element(
-                    "b",
-                    f"v{starts[index]}",
-                    class_="version",
-                    title=f"policy version {starts[index]} from here on",
-                )
-            )
+            title = f"policy version {starts[index]} from here on"
+            out.append(element("b", f"v{starts[index]}", class_="version", title=title))
         kind = record.provenance[index]
         out.append(element("span", text, class_=f"t-{kind}", title=_details(record, index)))
     if len(record.tokens) > MAX_TOKENS:

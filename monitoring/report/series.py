@@ -17,10 +17,7 @@ def finite(value: object) -> float | None:
 
 
 def smooth(values: Values, span: float | None = None) -> list[float | None]:
-    """Exponential moving average over `span` points, by default a tenth of them, at least 5.
-
-    It is corrected for its start. Gaps stay gaps.
-    """
+    """Bias-corrected exponential moving average over `span` points (a tenth, at least 5)."""
     decay = 1.0 - 1.0 / (span or max(5.0, len(values) / 10.0))
     total = weight = 0.0
     out: list[float | None] = []
@@ -35,11 +32,7 @@ def smooth(values: Values, span: float | None = None) -> list[float | None]:
 
 
 def growth(values: Values) -> list[float | None]:
-    """Growth of a cumulative number at each step.
-
-    A number that falls restarted from 0 (in a resumed run). A gap leads to gaps for its own step
-    and the next.
-    """
+    """Growth of a cumulative number per step; one that falls restarted from 0, and gaps spread."""
     out: list[float | None] = []
     before: float | None = 0.0
     for value in values:
@@ -78,11 +71,6 @@ def independent_trials(share: float, error: float | None, prompts: int, samples:
 
     Samples of one prompt are alike, so they count for fewer. If the error says nothing (all right,
     all wrong, one prompt), each prompt counts once.
-
-    >>> round(independent_trials(0.415, 0.0441, 62, 248))
-    125
-    >>> independent_trials(1.0, 0.0, 62, 248)
-    62.0
     """
     if samples <= prompts:
         return float(samples)
@@ -104,10 +92,7 @@ def wilson(share: float, trials: float, z: float = 1.96) -> tuple[float, float]:
 def difference_interval(
     before: float, after: float, trials: tuple[float, float], z: float = 1.96
 ) -> tuple[float, float]:
-    """Newcombe's interval (method 10) for after - before, of `z` standard errors.
-
-    `trials` are the independent samples behind each share.
-    """
+    """Newcombe's interval (method 10) for after - before, with `trials` behind each share."""
     low_b, high_b = wilson(before, trials[0], z)
     low_a, high_a = wilson(after, trials[1], z)
     change = after - before

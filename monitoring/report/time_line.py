@@ -1,7 +1,4 @@
-"""The report's timeline: each process's activity over time, and idle shares by cause.
-
-It draws the whole run and a few steps; idle time is that of the training phase.
-"""
+"""The report's timeline: each process's activity over time, and idle shares by cause."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from asyncrl.monitoring.metrics.occupancy import EMPTY, SlotPiece, SlotUse, slot
 from asyncrl.monitoring.records.spans import UNACCOUNTED, Span, absent_seconds, idle_by_cause
 from asyncrl.monitoring.report.data import RunData
 from asyncrl.monitoring.report.lanes import NAMES, STYLES, Window, kinds_legend, lanes_drawing
-from asyncrl.monitoring.report.markup import Child, Markup, element
+from asyncrl.monitoring.report.markup import Child, Markup, element, legend
 from asyncrl.monitoring.report.sections import section
 from asyncrl.monitoring.terminal.formatting import duration, percent
 
@@ -34,11 +31,8 @@ def middle_window(data: RunData, whole: Window) -> Window:
         last = min(len(times) - 1, first + ZOOM_STEPS)
         if times[last] > times[first]:
             margin = 0.04 * (times[last] - times[first])
-            return Window(
-                max(whole.start, times[first] - margin),
-                min(whole.end, times[last] + margin),
-                whole.origin,
-            )
+            start, end = times[first] - margin, times[last] + margin
+            return Window(max(whole.start, start), min(whole.end, end), whole.origin)
     centre, half = (whole.start + whole.end) / 2, (whole.end - whole.start) / 40
     return Window(centre - half, centre + half, whole.origin)
 
@@ -83,13 +77,13 @@ def idle_card(
         idle = min(1.0, sum(causes.values()))
         bar = _bar([("busy", 1.0 - idle, _BUSY), *_parts(causes, styles)])
         lines.append((name, idle, bar, _in_words(causes, {}) or "never idle"))
-    legend = {"busy": _BUSY, **styles}
+    colours = {"busy": _BUSY, **styles}
     if len(named) > len(styles) or UNACCOUNTED in totals:
-        legend["other or unaccounted"] = _OTHER
+        colours["other or unaccounted"] = _OTHER
     return _idle_card(
         "Idle shares",
         f"{period}, by what each process waited for. Unaccounted time is time without a record.",
-        legend,
+        colours,
         ("process", "idle", "busy and idle", "waiting for"),
         lines,
     )
@@ -109,12 +103,12 @@ def slots_card(slots: Mapping[str, Sequence[SlotPiece]], window: Window) -> Mark
         return None
     waits = SlotUse.ENVIRONMENT.value
     used = {use for uses in shares.values() for use in uses}
-    legend = {NAMES[use]: style for use, style in STYLES.items() if use != waits or waits in used}
+    colours = {NAMES[use]: style for use, style in STYLES.items() if use != waits or waits in used}
     return _idle_card(
         "Slots",
         "A generator counts as busy even if only two of its slots generate. So this is the share "
         "of slot time in use over the same time, and what the slots were used for.",
-        legend,
+        colours,
         ("process", "in use", "use of the slots", "share of slot time"),
         lines,
     )
@@ -123,14 +117,10 @@ def slots_card(slots: Mapping[str, Sequence[SlotPiece]], window: Window) -> Mark
 def _idle_card(
     title: str,
     about: str,
-    legend: Mapping[str, str],
+    colours: Mapping[str, str],
     head: Sequence[str],
     lines: Sequence[tuple[str, float, Markup, str]],
 ) -> Markup:
-    colours = [
-        element("span", element("i", class_=f"swatch {style}"), name)
-        for name, style in legend.items()
-    ]
     body = [
         element(
             "tr",
@@ -146,7 +136,7 @@ def _idle_card(
         "div",
         element("h3", title),
         element("p", about, class_="about"),
-        element("div", colours, class_="legend"),
+        legend(colours.items()),
         element("div", element("table", titles, body), class_="wide"),
         class_="card",
     )

@@ -1,13 +1,7 @@
-"""Writes `report.html`: a run on one self-contained page.
-
-`data` reads the run's files. Each part of the page is one module (`learning`, `work`, `time_line`,
-`sections`, `health`), drawn with `plots` and `lanes`; `markup` makes a document of them. The top of
-the report is here. The report of a run that is still running, or that ended early, says so.
-"""
+"""Writes `report.html`, a run on one self-contained page; the top of the page is made here."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +20,7 @@ from asyncrl.monitoring.report.work import work
 from asyncrl.monitoring.terminal.evaluation_text import incomplete
 from asyncrl.monitoring.terminal.formatting import UNKNOWN, count, duration, number, percent
 from asyncrl.wire.records.noise_floor import NoiseFloor
-from asyncrl.wire.records.step import Measured, OnPolicySteps, StepMetrics, is_on_policy
+from asyncrl.wire.records.step import Measured, StepMetrics
 from asyncrl.wire.transport.atomic_files import write_atomically
 
 LENIENT = (
@@ -54,7 +48,7 @@ def headline(data: RunData) -> list[Child]:
 def sentence(data: RunData) -> str:
     """Describe the run in one sentence."""
     before, after = data.accuracies()
-    steps, wall = _steps_done(data), _wall_seconds(data)
+    steps, wall = data.steps_done, _wall_seconds(data)
     extent = f"{steps} optimizer step{'' if steps == 1 else 's'}"
     if wall is not None:
         extent += f" and {duration(wall)}"
@@ -139,12 +133,6 @@ def _main_settings(data: RunData) -> list[Child]:
     ]
 
 
-def _steps_done(data: RunData) -> int:
-    if data.result is not None:
-        return data.result.steps
-    return data.steps[-1].step + 1 if data.steps else 0
-
-
 def _wall_seconds(data: RunData) -> float | None:
     if data.result is not None:
         return data.result.wall_seconds
@@ -162,17 +150,9 @@ def _tile(name: str, value: Child, details: str, *, hero: bool = False) -> Marku
 
 
 def _tiles(data: RunData) -> list[Markup]:
-    return [
-        _accuracy_tile(data),
-        _time_tile(data),
-        _throughput_tile(data),
-        _staleness_tile(data),
-        _verification_tile(data),
-        _reuse_tile(data),
-        _idle_tile(data),
-        *_groups_tile(data),
-        *_noise_floor_tile(data),
-    ]
+    tiles = (_accuracy_tile, _time_tile, _throughput_tile, _staleness_tile, _verification_tile)
+    more = (_reuse_tile, _idle_tile)
+    return [*(tile(data) for tile in tiles + more), *_groups_tile(data), *_noise_floor_tile(data)]
 
 
 def _accuracy_tile(data: RunData) -> Markup:
@@ -193,7 +173,7 @@ def _accuracy_tile(data: RunData) -> Markup:
 
 
 def _time_tile(data: RunData) -> Markup:
-    steps, planned = _steps_done(data), data.setting("run.steps")
+    steps, planned = data.steps_done, data.setting("run.steps")
     details = f"{steps} of {planned} planned steps" if planned else f"{steps} steps"
     each = mean(data.column(lambda step: step.step_seconds))
     if each is not None:
@@ -214,11 +194,11 @@ def _staleness_tile(data: RunData) -> Markup:
     if largest != 0:
         details = f"steps on average, {number(largest, 0)} at most"
         return _tile("staleness", number(average), details)
-    steps = OnPolicySteps.of(Counter(is_on_policy(step) for step in data.steps), _steps_done(data))
+    steps = data.on_policy_steps()
     details = "exactly on-policy: every token follows the trained policy, nothing to correct"
     if steps.no:
         details = (
-            f"by version only: {count(steps.no)} of {count(_steps_done(data))} steps are not "
+            f"by version only: {count(steps.no)} of {count(data.steps_done)} steps are not "
             f"on-policy ({_wrong_or_lenient(data)})"
         )
     elif steps.unknown:
@@ -288,11 +268,7 @@ def _noise_floor_tile(data: RunData) -> list[Markup]:
 
 
 def _idle(data: RunData, role: str, recorded: Callable[[StepMetrics], Measured]) -> float | None:
-    """Mean idle share of the processes of a role in the training phase, as in the table of causes.
-
-    Without timelines it is the `recorded` share of the steps, which for a generator includes the
-    time between two engine steps.
-    """
+    """Mean idle share of a role's processes in the training phase; `recorded` without timelines."""
     lanes = [spans for name, spans in data.timelines.items() if name.startswith(role)]
     if not lanes:
         return mean(data.column(recorded))

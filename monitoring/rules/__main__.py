@@ -1,12 +1,7 @@
 """Print the rules: `python -m asyncrl.monitoring.rules [--faster NUMBER]`.
 
-`--faster` divides all their times by a number, to see alerts within minutes.
-
-    python -m asyncrl.monitoring.rules --faster 30 > rules.yaml
-
-Every duration is divided: `for`, ranges, offsets, and the numbers of seconds in comparisons. Counts
-over an hour become counts over two minutes, so numbers of tokens are divided too. Numbers of events
-(three lost processes) and ratios stay.
+`--faster` divides all their times by a number, to see alerts within minutes: `for`, ranges,
+offsets, and numbers of seconds and of tokens in comparisons. Numbers of events and ratios stay.
 """
 
 from __future__ import annotations
@@ -25,14 +20,11 @@ _TOKENS = re.compile(r"(?<=\[1h\]\)\) > )\d+")
 
 
 def faster(text: str, factor: float) -> str:
-    r"""The rules in `text` with times that are this many times shorter.
+    r"""Divide the times of the rules in `text` by `factor`. Raises ValueError unless it is above 0.
 
     >>> print(faster("expr: increase(asyncrl_steps_total[30m]) > 2\nfor: 5m", 30))
     expr: increase(asyncrl_steps_total[60000ms]) > 2
     for: 10000ms
-
-    Raises:
-        ValueError: the factor is not above 0.
     """
     if not factor > 0:
         raise ValueError(f"rules cannot be made {factor} times faster; give a number above 0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import netrc
 import os
@@ -11,12 +12,6 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SinkKind = Literal["wandb", "tensorboard", "mlflow"]
-
-_MODULES: dict[SinkKind, str] = {
-    "wandb": "wandb",
-    "tensorboard": "tensorboard",
-    "mlflow": "mlflow",
-}
 
 
 class SinkConfig(BaseModel):
@@ -64,28 +59,22 @@ def missing_credentials(config: SinkConfig) -> str | None:
         return None
     if os.environ.get("WANDB_API_KEY"):
         return None
-    try:
-        hosts = netrc.netrc().hosts
-    except (OSError, netrc.NetrcParseError):
-        hosts = {}
     where = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
-    if where in hosts:
-        return None
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        if where in netrc.netrc().hosts:
+            return None
     return (
-        f"monitoring.sinks has wandb, and there is no key for {where}: set WANDB_API_KEY, run "
+        f"monitoring.sinks has wandb, but a key for {where} is missing: set WANDB_API_KEY, run "
         "`wandb login`, or write {kind: wandb, offline: true} and upload later with `wandb sync`"
     )
 
 
 def missing_package(kind: SinkKind) -> str | None:
     """Describe how to install the package of a sink, if it is missing."""
-    try:
-        found = importlib.util.find_spec(_MODULES[kind])
-    except (ImportError, ValueError):
-        found = None
-    if found is not None:
-        return None
+    with contextlib.suppress(ImportError, ValueError):
+        if importlib.util.find_spec(kind) is not None:
+            return None
     return (
         f"monitoring.sinks has {kind}, which is not installed: pip install 'asyncrl[{kind}]', or "
-        "leave the sink out"
+        "remove the sink"
     )

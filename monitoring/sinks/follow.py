@@ -1,7 +1,7 @@
 """The records of a run's files that a sink has not had, and its memory of them.
 
-A resumed run drops the records of steps that it repeats, and writes new ones. So a file may be
-replaced by a shorter one, and its newest records are those with the latest time.
+A resumed run drops the records of steps that it repeats, so a file may become shorter, and its
+newest records are those with the latest time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from asyncrl.monitoring.records.jsonl import undamaged
 from asyncrl.monitoring.records.samples import SampleRecord
 from asyncrl.wire.records.evaluations import EvaluationRecord
 from asyncrl.wire.records.step import StepMetrics
@@ -91,22 +92,11 @@ class _Tail(Generic[T]):
             return [], from_start
         whole = data[: data.rfind(b"\n") + 1]
         self.offset += len(whole)
-        decoder = msgspec.json.Decoder(self.kind)
-        records: list[T] = []
-        for line in whole.split(b"\n"):
-            try:
-                if line.strip():
-                    records.append(decoder.decode(line))
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue  # the run reports it when it reads the file
-        return records, from_start
+        return list(undamaged(whole, self.kind)), from_start
 
 
 def _unseen(records: list[R], from_start: bool, step: int, time: float) -> list[R]:
-    """Records after the last one that the sink has had, if the file was read from its start.
-
-    If the run has dropped that one, those of a later time.
-    """
+    """Records after the last one the sink has had; later ones if the run dropped that."""
     if not from_start:
         return records
     last = [index for index, one in enumerate(records) if (one.step, one.time) == (step, time)]
@@ -148,8 +138,7 @@ class Follower:
             state.forget_from(steps[0].step)
             if state.shown_step > steps[0].step:
                 state.shown_step, state.shown = steps[0].step, []
-        evaluated = state.evaluation, state.evaluation_time
-        evaluations = _unseen(*read, *evaluated)
+        evaluations = _unseen(*read, state.evaluation, state.evaluation_time)
         samples = [one for one in self._samples.new()[0] if self._is_new(one)]
         return News(steps, evaluations, samples)
 

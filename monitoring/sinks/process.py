@@ -33,13 +33,7 @@ _LEFT_OUT = ("step", "time", "groups", "batch/response_lengths")
 
 
 def numbers_of_step(step: StepMetrics) -> dict[str, float]:
-    """Measured numbers of a step under their names in metrics.jsonl, sections joined by slashes.
-
-    >>> from asyncrl.wire.records.step import LearningMetrics, StepMetrics
-    >>> step = StepMetrics(step=3, time=1.0, learning=LearningMetrics(reward_mean=0.5))
-    >>> numbers_of_step(step)["learning/reward_mean"]
-    0.5
-    """
+    """Measured numbers of a step, named as in metrics.jsonl: `learning/reward_mean`."""
     return dict(_numbers("", msgspec.to_builtins(step, str_keys=True)))
 
 
@@ -142,16 +136,9 @@ class Following:
         if self._sink is None:
             settings = yaml.safe_load((self._run / "config.yaml").read_text(encoding="utf-8"))
             first = news.steps[0].step if news.steps else self._state.step + 1
-            self._sink = self._opener(
-                self._config,
-                SinkRun(
-                    name=str(settings["run"]["name"]),
-                    folder=self._run / "sinks" / self._config.kind,
-                    run_id=self._state.run_id,
-                    next_step=first,
-                    settings=settings,
-                ),
-            )
+            folder, name = self._run / "sinks" / self._config.kind, str(settings["run"]["name"])
+            run = SinkRun(name, folder, self._state.run_id, first, settings)
+            self._sink = self._opener(self._config, run)
             self._state.run_id = self._sink.run_id
             self._follower.save(self.state_file)
         return self._sink
@@ -163,10 +150,7 @@ class Following:
 
 
 def follow(following: Following, ended: threading.Event, poll: float = POLL_SECONDS) -> bool:
-    """Send until the run has ended and all is sent; return False if the last attempt failed.
-
-    After a failure the pauses get longer, up to a minute.
-    """
+    """Send until the run has ended; return False if the last attempt failed."""
     backoff = poll
     while not ended.wait(backoff):
         backoff = poll if following.pass_on() else min(MAX_BACKOFF_SECONDS, 2 * backoff)
@@ -174,7 +158,7 @@ def follow(following: Following, ended: threading.Event, poll: float = POLL_SECO
     try:
         following.close()
     except Exception as error:  # noqa: BLE001 - whatever a sink's package raises
-        logger.warning("the sink could not be closed: %s: %s", type(error).__name__, error)
+        logger.warning("cannot close the sink: %s: %s", type(error).__name__, error)
         return False
     return complete
 
@@ -225,15 +209,11 @@ def main(arguments: list[str] | None = None) -> int:
     settings = yaml.safe_load((chosen.run / "config.yaml").read_text(encoding="utf-8"))
     entries = map(SinkConfig.model_validate, settings["monitoring"].get("sinks", []))
     config = next((one for one in entries if one.kind == chosen.kind), None)
-    if config is None:
-        config = SinkConfig.model_validate(chosen.kind)
-    following = Following(chosen.run, config)
+    following = Following(chosen.run, config or SinkConfig.model_validate(chosen.kind))
     ended = threading.Event()
     if chosen.once:
         ended.set()
     else:
-        watch = threading.Thread(
-            target=_watch_input, args=(ended, chosen.finish_seconds), daemon=True
-        )
-        watch.start()
+        waiting = ended, chosen.finish_seconds
+        threading.Thread(target=_watch_input, args=waiting, daemon=True).start()
     return 0 if follow(following, ended) else UNSENT

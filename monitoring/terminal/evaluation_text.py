@@ -11,8 +11,7 @@ from asyncrl.wire.records.evaluations import HELD_OUT, EvaluationRecord, SetEval
 def evaluation_lines(record: EvaluationRecord, *, is_best: bool = False) -> list[str]:
     """Describe an evaluation, a line per set.
 
-    held-out accuracy before training: 0.664 ± 0.058 (256 samples, drawn as in training)
-    held-out accuracy of step 40: 0.711 ± 0.056 (256 samples, ...), the best so far
+    held-out accuracy of step 40: 0.711 ± 0.056 (256 samples, drawn as in training), the best so far
     """
     when = f"of step {record.step}" if record.when == "during" else f"{record.when} training"
     lines = []
@@ -40,10 +39,7 @@ def estimates(one: SetEvaluation) -> str:
 
 
 def incomplete(record: EvaluationRecord | None) -> str | None:
-    """Describe what an evaluation lacks, if it is incomplete.
-
-    evaluation of step 40 is incomplete: 120 of 256 samples have no reward
-    """
+    """Describe what an evaluation lacks: `evaluation of step 40 is incomplete: 120 of 256 ...`."""
     if record is None or record.is_complete:
         return None
     when = f"of step {record.step}" if record.when == "during" else f"{record.when} training"

@@ -42,10 +42,7 @@ def counted(number_of: int, what: str) -> str:
 
 
 def ended(finish_reason: str, *, several_turns: bool) -> str:
-    """Describe how a sample was cut off; empty if it was not.
-
-    With `several_turns` the limit may have been that of turns.
-    """
+    """Describe how a sample was cut off (with `several_turns` by tokens or turns); empty if not."""
     limit = "limit of tokens or turns" if several_turns else "token limit"
     return {"length": f"cut at the {limit}", "deadline": "cut at its deadline"}.get(
         finish_reason, ""
@@ -74,11 +71,7 @@ def brief(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """The last `width` values as bars of eight heights, scaled to the values shown.
-
-    >>> sparkline([0.0, 0.5, 1.0])
-    '▁▅█'
-    """
+    """The last `width` values as bars of eight heights, scaled to the values shown: `▁▅█`."""
     shown = [value for value in values if value == value][-width:]
     if not shown:
         return ""

@@ -1,22 +1,17 @@
-"""The live view of a run: a panel in a terminal, lines anywhere else.
+"""The live view of a run: a panel in a terminal, plain lines anywhere else.
 
-    with LiveView(config.monitoring, total_steps=60, run_name="demo") as live:
-        live.update(RunView(phase="training", step=3, last=record))
-        live.log("checkpoint written")
-
-A stream that is not a terminal gets plain text only: no colours, no cursor movements, no wrapped
-lines. `update` may be called whenever there is news. The panel is redrawn at a fixed rate. Lines
-are printed when a step is finished, when the phase changes, and at least every half minute.
+The panel is redrawn at a fixed rate. Lines are printed when a step is finished, when the phase
+changes, and at least every half minute.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -87,12 +82,9 @@ def _head(view: RunView, total_steps: int) -> RenderableType:
 
 def _progress(view: RunView, total_steps: int) -> RenderableType:
     bar = ProgressBar(
-        total=max(total_steps, 1),
-        completed=min(view.step, total_steps),
-        complete_style="cyan",
-        finished_style="green",
-        style="grey23",
-    )
+        max(total_steps, 1), min(view.step, total_steps),
+        style="grey23", complete_style="cyan", finished_style="green",
+    )  # fmt: skip
     line = Table.grid(expand=True)
     line.add_row(bar)
     return line
@@ -128,17 +120,12 @@ def _numbers(view: RunView, wide: bool) -> RenderableType:
         ("trainer idle", _idle(None if last is None else last.idle.trainer)),
     ]
     grid = Table.grid(expand=True, padding=(0, 2))
-    if wide:
-        for _ in range(2):
-            grid.add_column(style="dim", no_wrap=True, min_width=15)
-            grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        for (name, value), (other_name, other_value) in zip(outcome, flow, strict=True):
-            grid.add_row(name, value, other_name, other_value)
-    else:
-        grid.add_column(style="dim", no_wrap=True)
+    for _ in range(2 if wide else 1):
+        grid.add_column(style="dim", no_wrap=True, min_width=15 if wide else None)
         grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        for name, value in [*outcome, *flow]:
-            grid.add_row(name, value)
+    rows = zip(outcome, flow, strict=True) if wide else ((one,) for one in outcome + flow)
+    for row in rows:
+        grid.add_row(*itertools.chain(*row))
     return grid
 
 
@@ -180,11 +167,7 @@ def _samples(view: RunView) -> Text:
     known = [(value, name) for value, name in parts if value is not None]
     if not known:
         return Text(UNKNOWN)
-    text = Text()
-    for index, (value, name) in enumerate(known):
-        text.append(("  " if index else "") + str(value))
-        text.append(f" {name}", style="dim")
-    return text
+    return Text("  ").join(Text.assemble(str(value), (f" {name}", "dim")) for value, name in known)
 
 
 def _idle(share: float | None) -> Text:
@@ -194,10 +177,7 @@ def _idle(share: float | None) -> Text:
 def _foot(view: RunView) -> list[RenderableType]:
     if not view.waiting_for:
         return []
-    return [
-        Text(),
-        Text.assemble(("waiting: ", "yellow"), (_clean(view.waiting_for), "")),
-    ]
+    return [Text(), Text.assemble(("waiting: ", "yellow"), (_clean(view.waiting_for), ""))]
 
 
 def plain_line(view: RunView, total_steps: int) -> str:
@@ -232,19 +212,10 @@ WIDE_COLUMNS = 92
 """Terminals at least this wide get a panel with two columns of numbers."""
 
 
-class _View(Protocol):
-    def update(self, view: RunView) -> None: ...
-
-    def log(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class LiveView:
     """Shows snapshots of a run as the configuration and the terminal allow.
 
-    `config.live` chooses the view; `total_steps` are those of the whole run; `clock` is monotonic
-    seconds; the panel is redrawn every `refresh_seconds`. The default `console` is standard output.
+    `config.live` chooses the view; `total_steps` are those of the whole run; `clock` is monotonic.
     """
 
     def __init__(
@@ -258,59 +229,42 @@ class LiveView:
     ) -> None:
         console = console or Console()
         terminal = console.is_terminal and not console.is_dumb_terminal
-        self._view: _View
-        if config.live == "off":
-            self._view = _NoView()
-        elif terminal and config.live != "plain":
+        self._view: _PanelView | _PlainView | None = None
+        if config.live != "off" and terminal and config.live != "plain":
             self._view = _PanelView(console, total_steps, run_name, refresh_seconds)
-        else:
+        elif config.live != "off":
             self._view = _PlainView(console, total_steps, run_name, clock)
             if config.live == "rich":
                 self._view.log(
-                    "monitoring.live is rich, but this is no terminal: printing lines instead"
+                    "monitoring.live is rich, but this is not a terminal: printing lines instead"
                 )
 
     def update(self, view: RunView) -> None:
         """Show a newer snapshot."""
-        self._show(lambda: self._view.update(view))
+        self._show(lambda shown: shown.update(view))
 
     def log(self, text: str) -> None:
         """Print a message that stays on the screen, above the panel or as a line."""
-        self._show(lambda: self._view.log(without_controls(text)))
+        self._show(lambda shown: shown.log(without_controls(text)))
 
     def close(self) -> None:
         """Leave the last state on the screen and release the terminal. Idempotent."""
-        self._show(self._view.close)
+        self._show(lambda shown: shown.close())
 
-    def _show(self, show: Callable[[], None]) -> None:
+    def _show(self, show: Callable[[_PanelView | _PlainView], None]) -> None:
         """Show something, unless the terminal or the pipe was closed."""
         try:
-            show()
+            if self._view is not None:
+                show(self._view)
         except OSError as error:
-            logger.warning("the live view ends: its output cannot be written: %s", error)
-            self._view = _NoView()
+            logger.warning("the live view ends: cannot write its output: %s", error)
+            self._view = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
-
-
-class _NoView:
-    def update(self, view: RunView) -> None:
-        pass
-
-    def log(self, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class _PanelView:
@@ -352,7 +306,7 @@ class _PlainView:
     ) -> None:
         self._stream = console.file
         self._total_steps = total_steps
-        self._run_name = without_controls(run_name).replace("\n", " ")
+        self._run_name = _clean(run_name)
         self._clock = clock
         self._phase = ""
         self._step: int | None = None
@@ -362,28 +316,22 @@ class _PlainView:
         phase = re.sub(r"[\d/.%]+", "", view.phase).strip()
         if phase != self._phase:
             self._phase = phase
-            self._line(without_controls(view.phase))
+            self.log(without_controls(view.phase))
         if view.step != self._step:
             first = self._step is None
             self._step = view.step
             if view.step or not first:
-                self._line(plain_line(view, self._total_steps))
+                self.log(plain_line(view, self._total_steps))
         if self._clock() - self._printed_at >= QUIET_SECONDS:
-            self._line(self._still_running(view))
-
-    def log(self, text: str) -> None:
-        self._line(text)
+            text = f"{without_controls(view.phase)}, step {view.step}/{self._total_steps}"
+            if view.waiting_for:
+                text += f": {without_controls(view.waiting_for)}"
+            self.log(text)
 
     def close(self) -> None:
         pass
 
-    def _still_running(self, view: RunView) -> str:
-        text = f"{without_controls(view.phase)}, step {view.step}/{self._total_steps}"
-        if view.waiting_for:
-            text += f": {without_controls(view.waiting_for)}"
-        return text
-
-    def _line(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self._printed_at = self._clock()
         for part in text.splitlines():
             self._stream.write(f"{self._run_name}: {part}\n")

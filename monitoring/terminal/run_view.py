@@ -64,6 +64,7 @@ class RunView:
     def as_status(self) -> dict[str, Any]:
         """The values by their names in `asyncrl status`."""
         last = self.last
+        failed = RewardCounts(failed={} if last is None else last.reward_failures)
         sets = {} if self.evaluation is None else self.evaluation.sets
         return {
             "phase": self.phase,
@@ -87,7 +88,7 @@ class RunView:
             "environment_turns": None if last is None else last.environments.turns or None,
             "environment_seconds": None if last is None else last.environments.mean_seconds,
             "started_over": None if last is None else last.environments.started_over or None,
-            "rewards_failed": None if last is None else _failed(last).failures or None,
+            "rewards_failed": failed.failures or None,
             "reward_failures": {} if last is None else last.reward_failures,
             "generator_idle": None if last is None else last.idle.generator,
             "trainer_idle": None if last is None else last.idle.trainer,
@@ -102,7 +103,3 @@ class RunView:
             "best_accuracy": self.best_accuracy,
             "waiting_for": self.waiting_for,
         }
-
-
-def _failed(step: StepMetrics) -> RewardCounts:
-    return RewardCounts(failed=step.reward_failures)

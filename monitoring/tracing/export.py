@@ -1,10 +1,7 @@
 """Sends spans to an OpenTelemetry collector (OTLP over HTTP), from a separate thread.
 
-put     returns at once; a full queue drops the span, which is counted
-thread  consumes: the queue. produces: requests to the collector, at most one at a time.
-        waits for: BATCH_SECONDS, the collector. bounded by: EXPORT_SECONDS for each batch.
-
-A collector that is dead or slow costs spans and nothing else.
+A full queue drops spans, which are counted; the thread makes one request at a time, of at most
+EXPORT_SECONDS. So a collector that is dead or slow costs spans and nothing else.
 """
 
 from __future__ import annotations
@@ -50,10 +47,9 @@ Outcome = Literal["sent", "dropped"]
 
 
 class SpanExport:
-    """Sends spans of one process, of which `queued` may wait, to the URL `endpoint`.
+    """Sends spans to the URL `endpoint`, with at most `queued` waiting.
 
-    `resource` identifies the process; `count` is called with an outcome and its number of spans,
-    from any thread.
+    `resource` identifies the process; `count` gets outcomes and numbers of spans, from any thread.
     """
 
     def __init__(
@@ -124,10 +120,10 @@ class SpanExport:
         if sent == self._is_broken and self._ends is None:
             self._is_broken = not sent
             if sent:
-                logger.info("%s takes traces again", self._endpoint)
+                logger.info("%s accepts traces again", self._endpoint)
             else:
                 logger.warning(
-                    "%s takes no traces: %s. They are dropped and counted in "
+                    "%s does not accept traces: %s. They are dropped and counted in "
                     "asyncrl_trace_spans_total; training continues",
                     self._endpoint,
                     self._words.first or "no reason given",
@@ -135,10 +131,7 @@ class SpanExport:
 
 
 class _FirstWords(logging.Handler):
-    """Captures the exporter's log messages, which repeat with every batch.
-
-    Its first message names the cause, its last one that it gave up.
-    """
+    """Captures the first message of the exporter's log for a batch, which names the cause."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,12 +150,8 @@ class _Converter(SpanProcessor):
 
     def __init__(self, resource: Mapping[str, str]) -> None:
         self._ids = _Ids()
-        provider = TracerProvider(
-            sampler=ALWAYS_ON,
-            resource=Resource.create(dict(resource)),
-            id_generator=self._ids,
-            shutdown_on_exit=False,
-        )
+        about = Resource.create(dict(resource))
+        provider = TracerProvider(ALWAYS_ON, about, shutdown_on_exit=False, id_generator=self._ids)
         provider.add_span_processor(self)
         self._tracer = provider.get_tracer("asyncrl")
         self._ended: list[ReadableSpan] = []
@@ -181,18 +170,13 @@ class _Converter(SpanProcessor):
         self._ids.trace, self._ids.span = span.trace, span.id
         context = None
         if span.parent is not None:
-            of = SpanContext(
-                span.trace, span.parent, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED)
-            )
+            flags = TraceFlags(TraceFlags.SAMPLED)
+            of = SpanContext(span.trace, span.parent, is_remote=True, trace_flags=flags)
             context = set_span_in_context(NonRecordingSpan(of))
-        made = self._tracer.start_span(
-            span.name,
-            context,
-            attributes=dict(span.attributes),
-            start_time=_nanoseconds(span.start),
-        )
-        for event in span.events:
-            made.add_event(event.name, dict(event.attributes), _nanoseconds(event.time))
+        start, attributes = _nanoseconds(span.start), dict(span.attributes)
+        made = self._tracer.start_span(span.name, context, attributes=attributes, start_time=start)
+        for name, moment, more in span.events:
+            made.add_event(name, dict(more), _nanoseconds(moment))
         if span.failure:
             made.set_status(Status(StatusCode.ERROR, span.failure))
         made.end(_nanoseconds(span.end))

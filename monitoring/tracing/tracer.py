@@ -1,10 +1,4 @@
-"""Records what a process does with traced groups.
-
-    tracer.is_traced(group)                       # ask first: it costs a hash
-    tracer.of_group("train", group, began, ended, {"step": 3})
-    tracer.of_sample("reward", sample, began, ended, {})
-
-A trace has one tree: the group, its samples in it, and the work on each in these.
+"""Records what a process does with traced groups, as a tree: group, its samples, work on each.
 
 The traced groups, and the ids of their traces, follow from the run's trace key and the group's
 number, so all processes agree without messages. A trace is sampled as OpenTelemetry's
@@ -16,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from asyncrl.rollout.trajectory import SampleId
@@ -24,14 +18,8 @@ from asyncrl.rollout.trajectory import SampleId
 Value = str | bool | int | float
 
 
-@dataclass(frozen=True, slots=True)
-class TraceEvent:
-    """An event at one moment of a span."""
-
-    name: str
-    time: float
-    """Unix seconds."""
-    attributes: Mapping[str, Value] = field(default_factory=dict)
+Moment = tuple[str, float, Mapping[str, Value]]
+"""An event of a span: name, time, attributes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +35,8 @@ class TraceSpan:
     """Unix seconds."""
     end: float
     attributes: Mapping[str, Value]
-    events: tuple[TraceEvent, ...] = ()
+    events: tuple[Moment, ...] = ()
+    """Events, with Unix times."""
     id: int | None = None
     failure: str = ""
 
@@ -56,11 +45,8 @@ class TraceSpan:
 class TraceIds:
     """The ids of one run.
 
-    >>> ids = TraceIds("first", 0.5)
-    >>> [group for group in range(8) if ids.is_traced(group)]
+    >>> [group for group in range(8) if TraceIds("first", 0.5).is_traced(group)]
     [0, 1, 5, 6]
-    >>> ids.is_traced(3) == TraceIds("first", 0.5).is_traced(3)
-    True
     """
 
     key: str
@@ -89,19 +75,15 @@ class TraceIds:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "big")
 
 
-Moment = tuple[str, float, Mapping[str, Value]]
-"""An event: name, reading of `time.monotonic`, attributes."""
-
-
 class Sink(Protocol):
-    """Takes spans. `asyncrl.monitoring.tracing.export.SpanExport` is one."""
+    """Takes spans; see `export.SpanExport`."""
 
     def put(self, span: TraceSpan) -> None:
         """Take a span, or drop it; returns at once."""
 
 
 class Tracer:
-    """Makes spans of one process; thread-safe if its sink is. `unix` converts monotonic times."""
+    """Makes spans of one process; thread-safe if its sink is. `unix` converts readings of `now`."""
 
     def __init__(self, ids: TraceIds, sink: Sink, unix: Callable[[float], float]) -> None:
         self._ids = ids
@@ -185,7 +167,7 @@ class Tracer:
                 self._unix(start),
                 self._unix(end),
                 {"asyncrl.group": group, **attributes},
-                tuple(TraceEvent(what, self._unix(when), more) for what, when, more in events),
+                tuple((what, self._unix(when), more) for what, when, more in events),
                 own,
                 failure,
             )

@@ -197,7 +197,7 @@ def test_a_machine_whose_gpu_torch_does_not_see_fails(
 def test_parts_are_chosen_by_name_and_stay_in_order() -> None:
     assert command.chosen(None) == list(PARTS)
     assert [one.name for one in command.chosen("draws, driver")] == ["driver", "draws"]
-    with pytest.raises(UserError, match=r"--only kernal: there is no part .* Did you mean 'kern"):
+    with pytest.raises(UserError, match=r"--only kernal: this is not a part .* Did you mean 'kern"):
         command.chosen("driver,kernal")
 
 

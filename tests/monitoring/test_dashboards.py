@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.monitoring.dashboards.grafana import as_text, dashboard
-from asyncrl.monitoring.dashboards.panels import ROWS, Metrics
+from asyncrl.monitoring.dashboards.panels import ROWS, series_of
 from asyncrl.monitoring.metrics.metrics import GeneratorMetrics, all_specs
 
 FILE = Path(__file__).parents[2] / "monitoring" / "dashboards" / "asyncrl.json"
@@ -45,7 +45,7 @@ def test_queries_use_declared_metrics_of_the_chosen_runs():
     declared |= {f"{name}_{part}" for name in declared for part in ("bucket", "sum", "count")}
     for panel in PANELS:
         for query in panel.queries:
-            names = re.findall(r"(\w+)\{([^}]*)\}", query.expr)
+            names = re.findall(r"(\w+)\{([^}]*)\}", str(query.expr))
             assert names, query.expr
             for name, matchers in names:
                 assert name in declared, query.expr
@@ -53,9 +53,9 @@ def test_queries_use_declared_metrics_of_the_chosen_runs():
 
 
 def test_a_label_that_does_not_exist_is_refused():
-    metrics = Metrics(GeneratorMetrics)
+    metrics = series_of(GeneratorMetrics)
     assert 'reason=~"stop"' in str(metrics["samples_finished"].where(reason="stop"))
-    with pytest.raises(ValueError, match="no label cause"):
+    with pytest.raises(ValueError, match="cause is not a label"):
         metrics["samples_finished"].where(cause="stop")
     for wrong in (metrics["slots"].mean, lambda: metrics["slots"].quantile(0.5)):
         with pytest.raises(ValueError, match="not a histogram"):

@@ -60,7 +60,7 @@ def test_numbers_of_numpy_and_numbers_that_json_has_not(tmp_path):
     path = tmp_path / "m.jsonl"
     step = {"step": 3, "time": np.float32(0.5), "tokens": {"generated": np.int64(7)}}
     with closing(JsonlWriter(path)) as writer:
-        writer.append([step | {"mismatch": {"kl": float("nan"), "abs_mean": float("inf")}}])
+        writer.append(step | {"mismatch": {"kl": float("nan"), "abs_mean": float("inf")}})
     assert read_metrics(path) == [
         StepMetrics(step=3, time=0.5, tokens=TokenCounts(generated=7), mismatch=MismatchMetrics())
     ]
@@ -69,7 +69,7 @@ def test_numbers_of_numpy_and_numbers_that_json_has_not(tmp_path):
 def test_what_is_no_number_is_refused_before_anything_is_written(tmp_path):
     writer = JsonlWriter(tmp_path / "m.jsonl")
     with pytest.raises(TypeError, match="object"):
-        writer.append([{"step": 0}, {"step": 1, "x": object()}])
+        writer.append({"step": 0}, {"step": 1, "x": object()})
     writer.close()
     assert (tmp_path / "m.jsonl").read_bytes() == b""
 
@@ -130,7 +130,7 @@ def test_writing_after_close_is_an_error(tmp_path):
     writer.close()
     writer.close()
     with pytest.raises(ValueError, match="closed"):
-        writer.append([{"a": 1}])
+        writer.append({"a": 1})
 
 
 def test_a_long_cut_line_is_removed(tmp_path):

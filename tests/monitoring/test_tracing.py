@@ -16,8 +16,7 @@ from trace_collector import Collector, collecting
 
 from asyncrl.monitoring.config import TracingConfig
 from asyncrl.monitoring.metrics.metrics import GeneratorMetrics, new_registry
-from asyncrl.monitoring.tracing import export
-from asyncrl.monitoring.tracing.opening import open_tracer
+from asyncrl.monitoring.tracing import export, open_tracer
 from asyncrl.monitoring.tracing.tracer import TraceIds, Tracer
 from asyncrl.rollout.trajectory import SampleId
 
@@ -108,7 +107,7 @@ def test_a_dead_collector_costs_spans_which_are_counted(caplog, monkeypatch):
         traced.closing.close()
     assert traced.counted("sent") == 0
     (said,) = [one.getMessage() for one in caplog.records if one.name == "asyncrl.tracing"]
-    assert "takes no traces" in said
+    assert "does not accept traces" in said
     assert "refused" in said
 
 
@@ -169,5 +168,7 @@ def test_the_sdk_is_imported_by_one_module_and_that_only_when_tracing_is_on():
         return {name for name, text in sources.items() if form.search(text)}
 
     assert importers("opentelemetry", " *") == {"monitoring/tracing/export.py"}
-    assert importers("asyncrl.monitoring.tracing.export", " *") == {"monitoring/tracing/opening.py"}
+    assert importers("asyncrl.monitoring.tracing.export", " *") == {
+        "monitoring/tracing/__init__.py"
+    }
     assert importers("asyncrl.monitoring.tracing.export", "") == set(), "not at the top of a module"

@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.monitoring.config import WebConfig
 from asyncrl.web.guard import Policy
 from asyncrl.web.sections import LiveSections
-from asyncrl.web.server import Parts, serve_from
+from asyncrl.web.server import serve_from
 from asyncrl.web.serving import listen
 from asyncrl.web.step_file import StepFile
 from asyncrl.wire.messages import control
@@ -103,13 +103,13 @@ def serving(run: Path, source: Any, policy: Policy | None = None) -> Iterator[Cl
     """Serve this folder, with this source of the status."""
     listening = listen(WebConfig())
     steps = StepFile(run / "metrics.jsonl")
-    parts = Parts(run, source, LiveSections(run, steps), steps)
+    sections = LiveSections(run, steps)
     allowed = policy or Policy(is_loopback=True, token=TOKEN)
     served: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = []
     begun = threading.Event()
 
     async def work() -> None:
-        task = asyncio.create_task(serve_from(parts, allowed, listening))
+        task = asyncio.create_task(serve_from(run, source, sections, steps, allowed, listening))
         served.append((asyncio.get_running_loop(), task))
         begun.set()
         with contextlib.suppress(asyncio.CancelledError):

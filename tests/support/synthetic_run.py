@@ -91,10 +91,10 @@ def _timelines(folder: Path, steps: int, generators: int, random_: random.Random
     fake = FakeClock(100.0)
     with Timeline(folder / "trainer.jsonl", "trainer", clock=fake.clock(START - 100.0)) as line:
         line.record("starting", 100.0, 100.0 + ready)
-        line.record("waiting", 100.0 + ready, 100.0 + evaluated, for_="evaluation")
+        line.record("waiting", 100.0 + ready, 100.0 + evaluated, **{"for": "evaluation"})
         at = 100.0 + evaluated
         for step in range(steps):
-            line.record("waiting", at, at + wait[step], for_="trajectories", step=step)
+            line.record("waiting", at, at + wait[step], **{"for": "trajectories"}, step=step)
             at += wait[step]
             line.record("training", at, at + train[step], step=step)
             at += train[step]
@@ -102,7 +102,7 @@ def _timelines(folder: Path, steps: int, generators: int, random_: random.Random
             at += 0.08
             ends.append(START - 100.0 + at)
             fake.now = at
-        line.record("waiting", at, at + 9.0, for_="evaluation")
+        line.record("waiting", at, at + 9.0, **{"for": "evaluation"})
     for index in range(generators):
         _generator(folder, f"generator-{index}", ends, ready + index, evaluated, random_)
     return ends
@@ -130,7 +130,9 @@ def _generator(
                 line.record("generating", at, at + busy)
                 line.record("rewarding", at + busy, at + busy + 0.03)
                 at += busy + 0.03
-            line.record("waiting", at, until + 0.02, for_="weights" if step % 3 else "admission")
+            line.record(
+                "waiting", at, until + 0.02, **{"for": "weights" if step % 3 else "admission"}
+            )
             line.record("transferring_weights", until + 0.02, until + 0.07)
             at = until + 0.07
             fake.now = at

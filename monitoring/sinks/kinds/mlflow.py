@@ -40,11 +40,10 @@ class MlflowSink:
             name = config.project or "asyncrl"
             experiment = self._client.get_experiment_by_name(name)
             where = None if config.uri else (run.folder.resolve() / "artifacts").as_uri()
-            number = (
-                self._client.create_experiment(name, artifact_location=where)
-                if experiment is None
-                else experiment.experiment_id
-            )
+            if experiment is None:
+                number = self._client.create_experiment(name, artifact_location=where)
+            else:
+                number = experiment.experiment_id
             self.run_id = str(self._client.create_run(number, run_name=run.name).info.run_id)
             settings = dict(_parameters("", run.settings))
             names = taken_names(settings)
@@ -57,7 +56,7 @@ class MlflowSink:
             try:
                 self._client.log_batch(self.run_id, params=settings[start : start + _PARAMETERS])
             except Exception as error:  # noqa: BLE001 - of a client that is not ours
-                log.warning("MLflow has not taken %d settings: %s", len(settings) - start, error)
+                log.warning("MLflow refused %d settings: %s", len(settings) - start, error)
                 return
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
@@ -74,10 +73,7 @@ class MlflowSink:
         """Do nothing: MLflow keeps all values of a step, in the order of their times."""
 
     def table(self, name: str, samples: list[SampleRecord]) -> None:
-        """Log a file of the samples of each step, in the form of `mlflow.log_table`.
-
-        Samples of one evaluation may come in several calls; the file then has all of them.
-        """
+        """Log a step's samples as a file like `mlflow.log_table`'s, with those of earlier calls."""
         by_step: dict[int, list[list[Any]]] = {}
         for one in samples:
             by_step.setdefault(one.step, []).append(row_of(one))
@@ -105,10 +101,7 @@ def _parameters(outer: str, values: Mapping[str, Any]) -> Iterator[tuple[str, st
 
 
 def taken_names(names: Iterable[str]) -> dict[str, str]:
-    """Map names to unique ones that MLflow takes.
-
-    It refuses a whole call for one `#`, for a name that is not a plain relative path, or for a
-    duplicate.
+    """Map names to unique ones that MLflow takes; one bad name would fail a whole call.
 
     >>> taken_names(["judge#2", "judge_2", "rewards//my/../score"])
     {'judge_2': 'judge_2', 'judge#2': 'judge_2_', 'rewards//my/../score': 'rewards/_/my/_/score'}

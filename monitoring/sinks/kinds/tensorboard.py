@@ -13,8 +13,8 @@ from asyncrl.monitoring.sinks.sink import COLUMNS, SinkRun, row_of
 class TensorBoardSink:
     """Event files in RUN/sinks/tensorboard; those of evaluations in its folder `evaluation`.
 
-    On a session start TensorBoard drops everything from a step on, whatever its name. If a run
-    repeats its steps from index v on, the evaluation of version v stays.
+    On a session start TensorBoard drops everything from a step on. If a run repeats its steps from
+    index v on, the evaluation of version v stays.
     """
 
     run_id = "tensorboard"
@@ -55,9 +55,8 @@ class TensorBoardSink:
         for sample in samples:
             rows = zip(COLUMNS, row_of(sample), strict=True)
             text = "\n".join(["| | |", "|---|---|", *(f"| {k} | {_cell(v)} |" for k, v in rows)])
-            value = Summary.Value(
-                tag=name, metadata=about, tensor=make_tensor_proto([text.encode()])
-            )
+            tensor = make_tensor_proto([text.encode()])
+            value = Summary.Value(tag=name, metadata=about, tensor=tensor)
             event = Event(step=sample.step, summary=Summary(value=[value]))
             self._writer_of(name).add_event(event)
 

@@ -37,10 +37,10 @@ def test_a_group_from_its_first_draw_to_its_step() -> None:
     traces.note(events.StepFinished(2, (4, 5)), [])
     ids = TraceIds("k", 1.0)
     first, second, group = spans
-    assert [event.name for event in first.events] == [
+    assert [name for name, *_ in first.events] == [
         "draw", "finished", "verification ordered", "finished", "delivery ordered",
     ]  # fmt: skip
-    assert [event.attributes.get("asyncrl.tokens") for event in first.events] == [
+    assert [about.get("asyncrl.tokens") for _, _, about in first.events] == [
         None, 9, None, 8, None,
     ]  # fmt: skip
     assert (first.id, second.id) == (ids.sample_span(4, 0), ids.sample_span(4, 1))

@@ -33,7 +33,7 @@ def test_a_run_is_evaluated_with_its_own_configuration_and_overrides(
         parse_config({"run": run}, source="the test"), resume=False, clean=False
     )
     made.close()
-    with pytest.raises(UserError, match=r"mine has no checkpoint yet"):
+    with pytest.raises(UserError, match=r"mine has not written a checkpoint yet"):
         resolve_target("mine", None, [], tmp_path, Console())
     checkpoint, newer = write_whole(made.path / "checkpoints", 3, 4)
     truncate(newer / WEIGHTS)
@@ -60,7 +60,7 @@ def test_what_is_neither_a_run_nor_a_model_is_called_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    said = rf"there is no run 'fisrt' in {tmp_path}; as a model: model.path: 'fisrt' is neither"
+    said = rf"'fisrt' is not a run in {tmp_path}; as a model: model.path: 'fisrt' is neither"
     with pytest.raises(ModelError, match=said):
         resolve_target("fisrt", None, [], tmp_path, Console())
 
@@ -141,7 +141,7 @@ def test_an_engine_that_says_nothing_more_ends_the_evaluation(
     monkeypatch.setattr(command, "load_task", lambda *_, **__: task)
     monkeypatch.setattr(command, "create_engine", lambda *_, **__: engine)
     config = load_config(None, ["evaluation.timeout_seconds=0.05"])
-    with pytest.raises(AsyncrlError, match=r"came back for 0.05 s \(0 of 1 had before\)"):
+    with pytest.raises(AsyncrlError, match=r"finished within 0.05 s \(0 of 1 did before\)"):
         evaluate_model(config, str(tmp_path), Console())
     assert engine.ended == 1
 

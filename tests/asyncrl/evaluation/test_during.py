@@ -144,7 +144,7 @@ def test_a_lost_trainer_ends_the_round_and_it_is_begun_again(tmp_path: Path) -> 
     async def scenario(rounds: Rounds) -> None:
         first = await rounds.published(1)
         rounds.during.rewound(0)
-        assert "step 3 is begun again when the run comes there" in rounds.run.progress.said[-1]
+        assert "step 3 starts again at that step" in rounds.run.progress.said[-1]
         await rounds.returns(first[0], 3, 3, 1.0)
         assert rounds.during.current is None
         rounds.run.fleet.lineage = 1
@@ -164,7 +164,7 @@ def test_a_resumed_run_repeats_what_it_can_and_says_what_it_cannot(tmp_path: Pat
         assert [(one.fixed.policy_version, one.fixed.ahead) for one in asked] == [(6, False)] * 2
         other = Rounds(tmp_path / "other")
         await other.during.begin(7, evaluated=3)
-        assert "step 6 has no result and is given up" in other.run.progress.said[-1]
+        assert "step 6 has no result: the run continues at step 7" in other.run.progress.said[-1]
         settled = Rounds(tmp_path / "settled")
         await settled.during.begin(7, evaluated=6)
         assert settled.run.progress.said == []

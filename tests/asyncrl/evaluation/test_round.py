@@ -8,7 +8,7 @@ from asyncrl.tasks.evaluation_config import EvaluationConfig
 
 def a_round(prompts: int, samples: int = 1) -> EvaluationRound:
     plan = EvaluationPlan((PlannedSet("held_out", prompts, samples),))
-    return EvaluationRound(0, plan, threshold=0.5)
+    return EvaluationRound(0, plan, EvaluationConfig())
 
 
 def test_each_sample_is_assigned_to_one_generator_until_its_slots_are_full() -> None:
@@ -42,7 +42,7 @@ def test_sets_and_their_samples_are_estimated_apart() -> None:
     )
     plan = plan_of(config, {"held_out": 9, "hard": 1})
     assert plan == EvaluationPlan((PlannedSet("held_out", 3, 1), PlannedSet("hard", 1, 2)))
-    current = EvaluationRound(4, plan, threshold=0.5, version=12)
+    current = EvaluationRound(4, plan, EvaluationConfig(), version=12)
     for index in current.deal("a", 9):
         name, _ = plan.place(index)
         current.came_back(index, 1.0 if name == "held_out" or index == 4 else 0.0)
@@ -69,4 +69,5 @@ def test_the_first_sample_of_the_first_prompts_of_each_set_is_shown() -> None:
     plan = EvaluationPlan((PlannedSet("held_out", 6, 2), PlannedSet("hard", 1, 3)))
     shown = {index: name for index in range(plan.total) if (name := plan.shown_of(index))}
     assert shown == {0: "held_out", 2: "held_out", 4: "held_out", 6: "held_out", 12: "hard"}
-    assert plan.shown_of(plan.total) == ""
+    with pytest.raises(IndexError):
+        plan.shown_of(plan.total)

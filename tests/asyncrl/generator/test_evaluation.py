@@ -15,6 +15,7 @@ from reward_pools import running
 
 from asyncrl.evaluation.round import EvaluationPlan, EvaluationRound, PlannedSet
 from asyncrl.monitoring.terminal.evaluation_text import evaluation_lines
+from asyncrl.tasks.evaluation_config import EvaluationConfig
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
 
@@ -109,7 +110,7 @@ def test_a_judge_that_is_killed_in_an_evaluation_leaves_it_incomplete_and_makes_
                 harness.rewards.score = pool.score  # type: ignore[assignment]
                 plan = EvaluationPlan((PlannedSet("held_out", 2 * half, 1),))
                 rounds = [
-                    EvaluationRound(3, plan, threshold=0.5, max_unscored_share=share)
+                    EvaluationRound(3, plan, EvaluationConfig(max_unscored_share=share))
                     for share in (0.49, 0.5)
                 ]
                 for index in range(2 * half):

@@ -44,7 +44,7 @@ def test_evaluations_are_shown_everywhere(tmp_path: Path) -> None:
         results.add(record)
         progress.evaluated(record, is_best=step == 2)
     plan = EvaluationPlan((PlannedSet("held_out", 2, 4),))
-    current = EvaluationRound(7, plan, threshold=0.5, version=6)
+    current = EvaluationRound(7, plan, EvaluationConfig(), version=6)
     trainer = SimpleNamespace(report=None)
     fleet: Any = SimpleNamespace(
         everyone=list, every_generator=[], ranks=[trainer], trainer=trainer, all_ready=True

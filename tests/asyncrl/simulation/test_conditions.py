@@ -182,7 +182,7 @@ def test_groups_fail_when_their_generators_are_lost_too_often():
 
 def test_a_run_that_cannot_go_on_says_so():
     failures = Failures(trainer_per_hour=36000.0, restart_seconds=2000.0)
-    with pytest.raises(UserError, match="finished no step for a day, at step 0"):
+    with pytest.raises(UserError, match="did not finish step 0 within a day"):
         World(setting(failures=failures, slots=2, generators=1)).run(0)
     config = {"on_update": "keep", "max_attempts": 1}
     with pytest.raises(UserError, match=r"run failed: every group of step \d failed"):

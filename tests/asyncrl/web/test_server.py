@@ -185,7 +185,7 @@ def test_orders_without_the_token_go_nowhere_and_no_log_has_it(
     assert client.ask("POST", "/api/orders/stop", b"{}", Content_Type="text/plain").status == 401
     assert source.orders == []
     assert client.order("stop").status == 200
-    assert "order stop of 127.0.0.1" in caplog.text
+    assert "order stop from 127.0.0.1" in caplog.text
     assert TOKEN not in caplog.text
     assert wrong not in caplog.text
 
@@ -347,7 +347,7 @@ def test_the_status_of_an_ended_run_is_that_of_its_result(run: Path) -> None:
     assert status["exactly_on_policy"] is result.exactly_on_policy
     refused = asyncio.run(ended.order(control.StopRequest()))
     assert isinstance(refused, control.Refused)
-    assert "nothing to stop" in refused.reason
+    assert "does not take orders (stop)" in refused.reason
     assert b"<svg" in EndedSections(ended.data).drawn()["timeline"].html
 
 

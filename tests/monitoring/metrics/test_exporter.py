@@ -47,11 +47,8 @@ def test_a_port_in_use_says_which_and_what_to_do():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(
-            PortInUse, match=rf"{port} on 127\.0\.0\.1 is in use.*monitoring\.port"
-        ) as error:
+        with pytest.raises(PortInUse, match=rf"{port} on 127\.0\.0\.1 is in use.*monitoring\.port"):
             start_exporter(new_registry(), "127.0.0.1", port)
-    assert error.value.port == port
 
 
 @pytest.mark.parametrize(("host", "port"), [("192.0.2.1", 0), ("127.0.0.1", 70_000)])

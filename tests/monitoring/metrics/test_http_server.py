@@ -61,6 +61,33 @@ def test_what_is_no_request_is_refused(port, content, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n", b"405"),
+        (b"DELETE / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"405"),
+        (b"GET / HTTP/1.1\r\nHost localhost\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\n: x\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nHost : evil.example\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"200"),
+    ],
+)
+def test_other_methods_and_malformed_headers_never_reach_the_application(content, status):
+    def application(_environ, start):
+        start("200 OK", [])
+        return [b"answered"]
+
+    server = http_server.MetricsServer("127.0.0.1", 0, application)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    answer = ask(server.port, content)
+    server.shutdown()
+    server.server_close()
+    assert answer.startswith(b"HTTP/1.0 " + status)
+    assert (b"answered" in answer) == (status == b"200")
+    assert (b"Allow: GET, HEAD, OPTIONS" in answer) == (status == b"405")
+
+
 def test_huge_heads_are_cut_off(port, capfd):
     for content in (b"GET /" + b"a" * 10_000_000, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 1_000_000):
         assert ask(port, content, close=False)[:10] in (b"HTTP/1.0 4", b"")

@@ -81,7 +81,7 @@ def test_label_values_exist_from_the_start_and_others_are_refused():
     assert 'asyncrl_finished_samples_total{process="p-0",reason="length"} 0.0' in text()
     metrics.samples_finished.of("length").inc(2)
     assert 'reason="length"} 2.0' in text()
-    with pytest.raises(ValueError, match="none of stop, length, abort"):
+    with pytest.raises(ValueError, match="only stop, length, abort"):
         metrics.samples_finished.of("lenght")
 
 

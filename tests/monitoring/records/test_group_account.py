@@ -68,4 +68,4 @@ def test_a_folder_without_a_usable_configuration_is_misuse(
 ) -> None:
     (tmp_path / "config.yaml").write_text(text)
     assert main([str(tmp_path)]) == 2
-    assert "does not say scheduler.groups_per_step" in capsys.readouterr().err
+    assert "lacks a number for scheduler.groups_per_step" in capsys.readouterr().err

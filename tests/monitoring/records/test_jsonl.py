@@ -38,17 +38,17 @@ def test_lines_that_a_full_disk_did_not_take_are_written_when_there_is_room(
 ) -> None:
     path = disk.path / "metrics.jsonl"
     with closing(RetryingJsonlWriter(path)) as writer:
-        writer.append([Line(0)])
+        writer.append(Line(0))
         disk.fill(leave=2_500)
         with caplog.at_level(logging.WARNING):
             for number in range(1, 30):
-                writer.append([Line(number)])
+                writer.append(Line(number))
         whole = numbers(path)
         assert 1 <= len(whole) < 30
         assert len(caplog.records) == 1
         assert f"cannot write {path}: No space left" in caplog.text
         disk.free()
-        writer.append([Line(30)])
+        writer.append(Line(30))
         assert numbers(path) == list(range(31))
         assert "can be written now; 0 lines are lost" in caplog.text
     assert len(caplog.records) == 2
@@ -61,21 +61,21 @@ def test_a_writer_keeps_a_bounded_number_of_lines_and_says_what_is_lost(
     disk.fill(leave=0)
     writer = RetryingJsonlWriter(path, keep_bytes=5_000)
     for number in range(20):
-        writer.append([Line(number)])
+        writer.append(Line(number))
     assert writer.dropped == 16
     writer.close()
     assert "20 lines of" in caplog.text
-    with pytest.raises(ValueError, match="was closed"):
-        writer.append([Line(0)])
+    with pytest.raises(ValueError, match="is closed"):
+        writer.append(Line(0))
 
 
 def test_a_file_that_cannot_be_opened_yet_is_opened_later(disk: SmallDisk) -> None:
     path = disk.path / "timeline" / "trainer.jsonl"
     disk.remount("ro")
     with closing(RetryingJsonlWriter(path)) as writer:
-        writer.append([Line(0)])
+        writer.append(Line(0))
         disk.remount("rw")
-        writer.append([Line(1)])
+        writer.append(Line(1))
     assert numbers(path) == [0, 1]
 
 
@@ -92,7 +92,7 @@ def test_a_disk_that_hangs_is_waited_for_once_and_gets_its_lines_later(
     began = time.monotonic()
     writer = RetryingJsonlWriter(path, patience_seconds=0.2)
     for number in range(100):
-        writer.append([Line(number)])
+        writer.append(Line(number))
     assert asked.is_set()
     assert not writer.flush()
     assert time.monotonic() - began < 30, "it waited for the disk"
@@ -102,7 +102,7 @@ def test_a_disk_that_hangs_is_waited_for_once_and_gets_its_lines_later(
     deadline = time.monotonic() + 60
     while not writer.flush():
         assert time.monotonic() < deadline
-    writer.append([Line(100)])
+    writer.append(Line(100))
     writer.close()
     assert numbers(path) == list(range(101))
     assert "can be written now; 0 lines are lost" in caplog.text
@@ -115,7 +115,7 @@ def test_a_disk_that_never_answers_does_not_hold_up_the_end(
     never = threading.Event()
     monkeypatch.setattr(jsonl, "_remove_incomplete_line", lambda _: never.wait(60))
     writer = RetryingJsonlWriter(tmp_path / "timeline.jsonl", patience_seconds=0.1)
-    writer.append([Line(0)])
+    writer.append(Line(0))
     writer.close()
     assert "1 lines of" in caplog.text
     never.set()

@@ -3,8 +3,7 @@ import re
 from prometheus_client import generate_latest
 
 from asyncrl.monitoring.metrics.metrics import TrainerMetrics, new_registry
-from asyncrl.monitoring.records.phases import ENOUGH, Phases
-from asyncrl.monitoring.records.spans import Span
+from asyncrl.monitoring.records.spans import ENOUGH, Phases, Span
 
 
 def test_pieces_of_one_phase_are_joined_and_others_end_it():

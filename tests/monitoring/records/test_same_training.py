@@ -75,5 +75,5 @@ def test_a_folder_without_a_run_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path), str(run_of(tmp_path / "a", steps()))]) == 2
-    assert "has no steps" in capsys.readouterr().err
+    assert "is missing or empty" in capsys.readouterr().err
     assert main([]) == 2

@@ -93,7 +93,7 @@ def test_observers_see_every_second_once_also_without_a_file(fake):
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (lambda line: line.record("sleeping", 0, 1), "sleeping.*known are training"),
+        (lambda line: line.record("sleeping", 0, 1), "sleeping.*use one of training"),
         (lambda line: line.record("waiting", 0, 1), "needs a cause"),
         (lambda line: line.record("training", 2, 1), "before it starts"),
     ],

@@ -105,7 +105,7 @@ def test_no_control_codes_reach_a_file(mode):
 
 def test_rich_without_a_terminal_says_why_there_are_lines():
     _, stream, _ = plain("rich")
-    assert "this is no terminal" in stream.getvalue()
+    assert "this is not a terminal" in stream.getvalue()
 
 
 def test_off_shows_nothing():
