@@ -237,6 +237,15 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICK if fields else 0.0
 
 
+def own_bytes(pid: int) -> int:
+    """Memory of a process that is no file's; 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Anonymous:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
 def children_by_parent() -> dict[int, list[int]]:
     """All processes of the machine, by the process that started them."""
     children: dict[int, list[int]] = {}

@@ -29,8 +29,7 @@ from asyncrl.monitoring.records.group_account import GroupAccount, read_account
 from asyncrl.steering.control_socket import ask
 from asyncrl.wire.messages import control
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
-from benchmarks.harness import parser_of, pick, report, table
-from benchmarks.watched_run import own_bytes
+from benchmarks.harness import own_bytes, parser_of, pick, report, table
 
 OWN = Path(__file__).parents[1] / "examples" / "your_own"
 SETTINGS = (

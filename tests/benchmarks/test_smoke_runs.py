@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from needed_programs import needs, path_of
 from run_in_threads import ThreadLauncher, as_command
-from smokes import IN_THREADS, ROOT, WATCHERS, smoke
+from smokes import IN_THREADS, ROOT, smoke
 
-from benchmarks import watched_run, watchers, web_watchers
+from benchmarks import watchers
 from benchmarks.tiny_models import smoke_settings
 
 pytestmark = pytest.mark.slow
@@ -50,25 +49,19 @@ def test_with_runs_in_threads(
 def test_watchers_of_one_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both benchmarks of watchers watch a run that trains on until they are done."""
-    with watched_run.watched_run(2, smoke_settings(tmp_path)) as run:
-        for module in (watchers, web_watchers):
-            monkeypatch.setattr(module, "watched_run", lambda *_: contextlib.nullcontext(run))
-        for name in WATCHERS:
-            written = smoke(name, tmp_path / f"{name}.json", capsys)
-            assert {period["watchers"] for period in written["raw"]["periods"]} == {0, 2}
-            assert all(period["steps"] >= 2 for period in written["raw"]["periods"])
+    with watchers.watched_run(2, smoke_settings(tmp_path)) as run:
+        monkeypatch.setattr(watchers, "watched_run", lambda *_: contextlib.nullcontext(run))
+        written = smoke("watchers", tmp_path / "watchers.json", capsys)
+    for periods in written["raw"].values():
+        assert {period["watchers"] for period in periods} == {0, 2}
+        assert all(period["steps"] >= 2 for period in periods)
 
 
 @pytest.mark.usefixtures("_forked_runs")
-@pytest.mark.parametrize(
-    "name", [pytest.param("alerts", marks=needs("prometheus")), "evaluation", "live_audit", "peers"]
-)
+@pytest.mark.parametrize("name", ["live_audit", "peers"])
 def test_with_runs_in_processes(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if name == "alerts":
-        assert path_of("prometheus")
     written = smoke(name, tmp_path / "out.json", capsys)
     # A smoke installs no TRL, which the peers are compared with.
     assert written["raw"]["runs"] if name == "peers" else written["ratios"]

@@ -40,7 +40,6 @@ PARTS = {
     "benchmarks.controller.peers",
     "benchmarks.pipeline.costs",
     "benchmarks.pipeline.overlap",
-    "benchmarks.ranks",
     "benchmarks.trainer.child",
     "benchmarks.weights_nodes",
     "benchmarks.weights_receiver",
