@@ -263,7 +263,6 @@ NOT_RUN: dict[str, str] = {
         python -m benchmarks.engines --quick
         python -m benchmarks.exactness
         python -m benchmarks.exactness --quick
-        python -m benchmarks.exactness_loop
         python -m benchmarks.gpu_plan --json FILE
         python -m benchmarks.hostile --quick
         python -m benchmarks.live_audit --run runs/NAME

@@ -25,7 +25,6 @@ LIGHT = (
     "controller",
     "delivery",
     "exactness",
-    "exactness_loop",
     "gpu_plan",
     "noise_floor",
     "routing",
