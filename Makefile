@@ -148,7 +148,7 @@ test-deploy: $(VENV)/.dev ## Docker Compose and Kubernetes for real, each in a v
 # tests/benchmarks/test_smoke.py compares it with what is there.
 BENCHMARKS := cache scheduler delivery vllm_host torch_host engines exactness rollout pipeline paced peers chaos \
   hostile trainer turns weights controller gpu_plan live_audit mutants noise_floor \
-  rewards_audit routing scaling simulation slow_environments step_audit warm_start watchers soak
+  routing scaling simulation slow_environments warm_start watchers soak
 bench: $(VENV)/.vllm $(VENV)/.bench prometheus ## quick version of every benchmark (hours), JSON into benchmarks/results/local/ (BENCHMARKS="cache turns": some)
 	@mkdir -p benchmarks/results/local
 	failed=; for name in $(BENCHMARKS); do \

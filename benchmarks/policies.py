@@ -317,4 +317,3 @@ SMOKE = Recipe(
     keep=(0, 1),
     max_tokens=8,
 )
-

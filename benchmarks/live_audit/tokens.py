@@ -155,10 +155,10 @@ def visits_of(records: Sequence[TrainedSample]) -> dict[int, int]:
     return found
 
 
-def load(path: str) -> Any:
+def load(path: str, **more: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **more).eval()
 
 
 def distributions(model: Any, contexts: Sequence[Context], config: RunConfig) -> list[Doubles]:

@@ -273,15 +273,12 @@ NOT_RUN: dict[str, str] = {
         python -m benchmarks.peers --quick
         python -m benchmarks.pipeline
         python -m benchmarks.pipeline --quick
-        python -m benchmarks.rewards_audit [--quick] [--json FILE]
         python -m benchmarks.rollout --quick --rows 1,2,8,32,128
         python -m benchmarks.routing
         python -m benchmarks.scheduler
         python -m benchmarks.simulation --quick --json FILE
         python -m benchmarks.slow_environments
         python -m benchmarks.soak --minutes 60
-        python -m benchmarks.step_audit
-        python -m benchmarks.step_audit --quick
         python -m benchmarks.torch_host --quick
         python -m benchmarks.trainer --quick --contenders asyncrl plain
         python -m benchmarks.turns --quick

@@ -40,10 +40,8 @@ LIGHT = (
 """Without a run."""
 IN_THREADS = (
     "pipeline",
-    "rewards_audit",
     "rollout",
     "simulation",
-    "step_audit",
 )
 ELSEWHERE = {
     "mutants": "tests/benchmarks/test_mutants.py runs it on a tree of its own",
