@@ -42,7 +42,6 @@ PARTS = {
     "benchmarks.pipeline.overlap",
     "benchmarks.trainer.child",
     "benchmarks.weights_nodes",
-    "benchmarks.weights_receiver",
     "forked_states",
     "ranked_learner",
     "sharded_learner",

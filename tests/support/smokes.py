@@ -16,8 +16,7 @@ from benchmarks.harness import NO_CLAIM
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = {
     "routing_sglang": "the process of SGLang of `benchmarks.routing --sglang`",
-    "weights_nodes": "a node of `benchmarks.weights --part chain`",
-    "weights_receiver": "a receiver of `benchmarks.weights --part broadcast`",
+    "weights_nodes": "a node or a receiver of `benchmarks.weights --part chain` and `broadcast`",
 }
 """Modules that are started by benchmarks, and by nobody else."""
 LIGHT = (
