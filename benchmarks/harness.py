@@ -147,7 +147,6 @@ def targets_table(
     ratios: Mapping[str, float],
     targets: Mapping[str, float],
     floors: Collection[str],
-    reached: Callable[[str, float], bool],
 ) -> Table:
     """One line for each target: green if reached, red if not or if its ratio is missing.
 
@@ -157,8 +156,9 @@ def targets_table(
     def found(name: str) -> str:
         if name not in ratios:
             return "[bold red]MISSING[/]"
-        colour = "green" if reached(name, ratios[name]) else "bold red"
-        return f"[{colour}]{ratios[name]:.3f}[/]"
+        value, target = ratios[name], targets[name]
+        is_reached = value >= target if name in floors else value <= target
+        return f"[{'green' if is_reached else 'bold red'}]{value:.3f}[/]"
 
     return table(
         "targets",

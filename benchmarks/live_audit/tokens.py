@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -73,11 +73,6 @@ class Tokens:
 
     def __len__(self) -> int:
         return len(self.token)
-
-    def where(self, chosen: Mask) -> Tokens:
-        parts = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "drift"}
-        drift = tuple(one[chosen] for one in self.drift)
-        return Tokens(drift=drift, **{name: part[chosen] for name, part in parts.items()})
 
 
 @dataclass(frozen=True)
