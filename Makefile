@@ -27,7 +27,7 @@ PYTEST := $(KEPT) ASYNCRL_SGLANG_PYTHON="$(abspath $(SGLANG_VENV))/bin/python" $
 OUTCOME := .pytest_cache/outcome.json
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang setup-environments run test rewritten second-try test-busy check lint types format docs site bench locks sbom gpu-bundle test-deploy prometheus chromium alerts grafana-schema clean
+.PHONY: help setup setup-sglang setup-environments run test rewritten second-try test-busy check lint types format docs site bench locks sbom gpu-bundle test-deploy prometheus chromium grafana-schema clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -87,9 +87,6 @@ site: $(VENV)/.dev ## the pages of docs/ as a site that needs no network: site/i
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 	@echo "open site/index.html; the search needs: python3 -m http.server --bind 127.0.0.1 --directory site"
 
-alerts: $(VENV)/.vllm prometheus ## raise each alert by a fault in a real run, half an hour
-	$(VENV)/bin/python -m benchmarks.alerts
-
 grafana-schema: ## check the dashboard against the types that Grafana publishes (npm)
 	bash monitoring/dashboards/check_schema.sh
 
@@ -99,10 +96,8 @@ test-deploy: $(VENV)/.dev ## Docker Compose and Kubernetes for real, each in a v
 
 # tests/benchmarks/test_smoke.py compares it with what is there.
 BENCHMARKS := cache scheduler delivery vllm_host torch_host engines exactness rollout pipeline paced peers chaos \
-  hostile trainer turns vocabulary weights web_watchers alerts controller \
-  evaluation exactness_loop gpu_plan judge_servers live_audit mutants node_files noise_floor policies ranks \
-  rewards_audit routing scaling simulation slow_environments step_audit two_machines warm_start \
-  watchers model_folders soak
+  hostile trainer turns weights controller gpu_plan live_audit mutants noise_floor \
+  routing scaling simulation slow_environments warm_start watchers soak
 bench: $(VENV)/.vllm $(VENV)/.bench prometheus ## quick version of every benchmark (hours), JSON into benchmarks/results/local/ (BENCHMARKS="cache turns": some)
 	@mkdir -p benchmarks/results/local
 	failed=; for name in $(BENCHMARKS); do \

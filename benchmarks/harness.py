@@ -147,7 +147,6 @@ def targets_table(
     ratios: Mapping[str, float],
     targets: Mapping[str, float],
     floors: Collection[str],
-    reached: Callable[[str, float], bool],
 ) -> Table:
     """One line for each target: green if reached, red if not or if its ratio is missing.
 
@@ -157,8 +156,9 @@ def targets_table(
     def found(name: str) -> str:
         if name not in ratios:
             return "[bold red]MISSING[/]"
-        colour = "green" if reached(name, ratios[name]) else "bold red"
-        return f"[{colour}]{ratios[name]:.3f}[/]"
+        value, target = ratios[name], targets[name]
+        is_reached = value >= target if name in floors else value <= target
+        return f"[{'green' if is_reached else 'bold red'}]{value:.3f}[/]"
 
     return table(
         "targets",
@@ -235,6 +235,15 @@ def cpu_seconds(pid: int) -> float:
     """User and system time of a process with all its threads; 0 if it has ended."""
     fields = _stat(pid)
     return (int(fields[11]) + int(fields[12])) / _TICK if fields else 0.0
+
+
+def own_bytes(pid: int) -> int:
+    """Memory of a process that is no file's; 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Anonymous:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def children_by_parent() -> dict[int, list[int]]:

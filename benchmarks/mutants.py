@@ -14,8 +14,7 @@ a time of its own, by which Python knows its bytecode, and numba keeps machine c
 folder, by a digest of all kernels (`asyncrl.rollout.jit`). A mutant of a module from which kernels
 take constants gets an empty folder, because those are not in the digest.
 
-`--tree` takes another checkout, such as an older commit's. There, tests have the names of
-`tests_before` where they were called otherwise, and mutants with `since` are left out.
+`--tree` takes another checkout.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import commit_of, write_json
+from benchmarks.harness import commit_of, console, table, write_json
 
 LIST = Path(__file__).with_suffix(".toml")
 _COPIES = 2
@@ -72,10 +71,6 @@ class Mutant:
     """To a user."""
     tests: tuple[str, ...]
     """Each fails: `tests/...py::test_name`, in at least one of its cases."""
-    tests_before: tuple[str, ...] = ()
-    """Their names in an older checkout, if they were others."""
-    since: str = ""
-    """Why an older checkout cannot have it; empty if it can."""
 
 
 @dataclass(slots=True)
@@ -100,7 +95,7 @@ class NotJudged(Exception):  # noqa: N818 - says what happened
 def mutants(path: Path = LIST) -> list[Mutant]:
     entries = tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]
     for entry in entries:
-        entry |= {key: tuple(entry.get(key, ())) for key in ("tests", "tests_before")}
+        entry["tests"] = tuple(entry["tests"])
     return [Mutant(**entry) for entry in entries]
 
 
@@ -108,12 +103,6 @@ def libraries_of(path: Path) -> list[str]:
     """Modules that many tests of a list import, none of them of the tree."""
     found: list[str] = tomllib.loads(path.read_text(encoding="utf-8")).get("libraries", [])
     return found
-
-
-def of_an_older_tree(all_mutants: Iterable[Mutant]) -> list[Mutant]:
-    """Those that an older checkout can have, with the names of their tests there."""
-    kept = [one for one in all_mutants if not one.since]
-    return [replace(one, tests=one.tests_before or one.tests) for one in kept]
 
 
 def some(all_mutants: list[Mutant], number: int) -> list[Mutant]:
@@ -302,7 +291,7 @@ class Copy:
         return "numba" if shared else f"numba-{mutant.name}"
 
 
-def judge(copy: Copy, part: list[Mutant], console: Console) -> list[Outcome]:
+def judge(copy: Copy, part: list[Mutant], screen: Console) -> list[Outcome]:
     """Outcomes of some mutants, one after another."""
     outcomes = []
     with copy:
@@ -312,12 +301,12 @@ def judge(copy: Copy, part: list[Mutant], console: Console) -> list[Outcome]:
         for mutant in part:
             outcomes.append(copy.run(mutant))
             said = "killed" if outcomes[-1].killed else f"NOT KILLED: {outcomes[-1].problem}"
-            console.print(f"{mutant.name}: {said}", markup=False, highlight=False, soft_wrap=True)
+            screen.print(f"{mutant.name}: {said}", markup=False, highlight=False, soft_wrap=True)
     return outcomes
 
 
 def judge_all(
-    tree: Path, chosen: list[Mutant], libraries: Sequence[str], console: Console
+    tree: Path, chosen: list[Mutant], libraries: Sequence[str], screen: Console
 ) -> list[Outcome]:
     """Outcomes of all chosen mutants, in their order. Raises NotJudged."""
     ordered = sorted(chosen, key=lambda one: one.tests)  # equal numbers of each file's tests
@@ -327,20 +316,21 @@ def judge_all(
     with tempfile.TemporaryDirectory(prefix="asyncrl-mutants-", dir=place) as folder:
         copies = [Copy(tree, Path(folder) / str(i), libraries) for i in range(len(parts))]
         with ThreadPoolExecutor(_COPIES) as pool:
-            found = pool.map(judge, copies, parts, [console] * len(parts))
+            found = pool.map(judge, copies, parts, [screen] * len(parts))
             by_name = {one.mutant.name: one for part in found for one in part}
     return [by_name[one.name] for one in chosen]
 
 
 def table_of(outcomes: list[Outcome]) -> Table:
-    table = Table(title="mutants", show_lines=False)
-    for title in ("mutant", "package", "killed by"):
-        table.add_column(title, overflow="fold")
-    table.add_column("seconds", justify="right")
-    for one in outcomes:
-        by = "\n".join(one.killed_by) if one.killed else f"[bold red]NOT KILLED[/] {one.problem}"
-        table.add_row(one.mutant.name, one.mutant.package, by, f"{one.seconds:.1f}")
-    return table
+    rows = (
+        (
+            one.mutant.name, one.mutant.package,
+            "\n".join(one.killed_by) if one.killed else f"[bold red]NOT KILLED[/] {one.problem}",
+            f"{one.seconds:.1f}",
+        )
+        for one in outcomes
+    )  # fmt: skip
+    return table("mutants", "mutant,package,killed by,seconds", rows, left=("package", "killed by"))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -351,7 +341,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--quick", action="store_true", help=f"{_QUICK} mutants of as many packages"
     )
     how_many.add_argument("--only", metavar="NAME", help="one mutant")
-    parser.add_argument("--tree", metavar="PATH", type=Path, help="another checkout, an older one")
+    parser.add_argument("--tree", metavar="PATH", type=Path, help="another checkout")
     parser.add_argument("--list", metavar="FILE", type=Path, default=LIST, help="other mutants")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
     args = parser.parse_args(arguments)
@@ -360,20 +350,18 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = [one for one in chosen if one.name == args.only]
         if not chosen:
             parser.error(f"there is no mutant {args.only} in {args.list}")
-    if args.tree is not None:
-        chosen = of_an_older_tree(chosen)
     if args.smoke or args.quick:
         chosen = some(chosen, _SMOKE if args.smoke else _QUICK)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    screen = console()
     tree = args.tree or Path(__file__).parents[1]
     try:
-        outcomes = judge_all(tree.resolve(), chosen, libraries_of(args.list), console)
+        outcomes = judge_all(tree.resolve(), chosen, libraries_of(args.list), screen)
     except NotJudged as error:
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        screen.print(str(error), markup=False, highlight=False, soft_wrap=True)
         return 1
-    console.print(table_of(outcomes))
+    screen.print(table_of(outcomes))
     killed = sum(one.killed for one in outcomes)
-    console.print(f"{killed} of {len(outcomes)} killed")
+    screen.print(f"{killed} of {len(outcomes)} killed")
     if args.json:
         raw = {
             "commit": commit_of(tree),

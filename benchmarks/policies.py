@@ -1,8 +1,5 @@
 """Successive policy versions, trained by this project, for benchmarks that need real drift.
 
-    python -m benchmarks.policies [--json FILE]    trains them (minutes, once), and prints how far
-                                                   apart they are
-
 The workload is the built-in task with summands of 4 to 6 digits: some 55 response tokens, twice as
 many as the default 2 to 3 digits give, in the same format. The built-in model is warm-started on
 those digits (`asyncrl.tasks.model.ensure_builtin_model`), taught to vary its answers
@@ -22,7 +19,6 @@ import hashlib
 import itertools
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -49,7 +45,7 @@ from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
 from asyncrl.tasks.prompts import Prompt, Task
 from asyncrl.trainer.checkpoint.export import export
 from asyncrl.trainer.checkpoint.format.files import path_of
-from benchmarks.harness import output_of, parser_of, report, run_command, table
+from benchmarks.harness import output_of, run_command, table
 from benchmarks.tiny_models import SMOKE_START
 
 
@@ -321,16 +317,3 @@ SMOKE = Recipe(
     keep=(0, 1),
     max_tokens=8,
 )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser_of(__doc__, "changes nothing").parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        policies = ensure_policies(SMOKE, Path(folder)) if options.smoke else ensure_policies()
-    raw = {"accuracy": policies.accuracy, "certainty": policies.certainty}
-    report(options, "policies", raw, policies.drift, drift_table(policies))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,15 +6,16 @@ python -m benchmarks.slow_environments --gpus 64 --latency 1   one place
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from asyncrl.simulation.environments import GO_BACK, Environments
 from asyncrl.simulation.network import Network
 from asyncrl.simulation.study import Cluster
-from benchmarks.harness import parser_of, report
+from benchmarks.harness import parser_of, pick, report, table
 
 GPUS = (8, 64, 256, 1024)
 LATENCIES = (0.1, 1.0, 10.0)
@@ -43,17 +44,20 @@ def cluster(gpus: int, latency: float, **changes: Any) -> Cluster:
     return Cluster(**given | changes)
 
 
-def one(gpus: int, latency: float, mode: str, **changes: Any) -> dict[str, Any]:
+def one(gpus: int, latency: float, mode: str, note: str = "", **changes: Any) -> dict[str, Any]:
     found = asdict(cluster(gpus, latency, **changes).simulate(mode))
-    row = {"gpus": gpus, "latency": latency, "mode": mode, **found}
-    print(
-        f"| {gpus:,} | {latency:g} s | {mode} | {found['step_seconds']:.1f} | "
-        f"{found['generator_idle']:.0%} ({found['environment_idle']:.0%}) | "
-        f"{found['slots_used']:.0%} | {found['trainer_idle']:.0%} | {found['regenerated']:.0%} | "
-        f"{found['turns_discarded']:.0%} |",
-        flush=True,
-    )
-    return row
+    return {"gpus": gpus, "latency": latency, "mode": mode, "note": note, **found}
+
+
+def variants() -> Iterator[dict[str, Any]]:
+    """One thing changed, on 64 GPUs."""
+    base = Environments(10.0, turns=TURNS)
+    for name in GO_BACK:
+        changed = replace(base, go_back=name)
+        yield from (one(64, 10.0, mode, name, environments=changed) for mode in MODES[2:])
+    few = "as many samples as slots"
+    yield from (one(64, 10.0, mode, few, sessions=SLOTS) for mode in MODES)
+    yield one(64, 10.0, "verify", "room for the KV of 16 thousand tokens", kv_room=16_384.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,33 +67,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mode", action="append")
     parser.add_argument("--variants", action="store_true", help="one thing changed, on 64 GPUs")
     given = parser.parse_args(arguments)
-    if given.quick:
-        given.gpus = given.gpus or [8, 64]
     if given.smoke:
         given.gpus, given.latency, given.mode = [8], [1.0], ["sync", "verify"]
-    rows = []
-    print(
-        "| GPUs | latency | mode | s/step | gen. idle (env.) | slots | train idle | regen. | lost |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
-    for gpus in [] if given.variants else given.gpus or GPUS:
-        for latency in given.latency or LATENCIES:
-            rows += [one(gpus, latency, mode) for mode in given.mode or MODES]
     if given.variants:
-        base = Environments(10.0, turns=TURNS)
-        for name in GO_BACK:
-            print(f"{name}:")
-            changed = replace(base, go_back=name)
-            rows += [one(64, 10.0, mode, environments=changed) for mode in MODES[2:]]
-        print("at most as many samples as slots:")
-        rows += [one(64, 10.0, mode, sessions=SLOTS) for mode in MODES]
-        print("room for the KV of 16 thousand tokens:")
-        rows.append(one(64, 10.0, "verify", kv_room=16_384.0))
+        rows = list(variants())
+    else:
+        every = given.gpus or pick(given, GPUS, GPUS[:2], GPUS[:1])
+        places = itertools.product(every, given.latency or LATENCIES, given.mode or MODES)
+        rows = [one(*place) for place in places]
+    numbers = (
+        "step_seconds,generator_idle,environment_idle,slots_used,trainer_idle,regenerated,"
+        "turns_discarded"
+    )
+    columns = ("gpus", "latency", "mode", "note", *numbers.split(","))
+    shown = table("simulated", columns, ([row[name] for name in columns] for row in rows))
     seconds = {
         f"step_seconds_{row['gpus']}_{row['latency']:g}_{row['mode']}": row["step_seconds"]
         for row in ([] if given.variants else rows)
     }
-    report(given, "slow_environments", {"rows": rows}, seconds)
+    report(given, "slow_environments", {"rows": rows}, seconds, shown)
     return 0
 
 

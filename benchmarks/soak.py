@@ -29,8 +29,7 @@ from asyncrl.monitoring.records.group_account import GroupAccount, read_account
 from asyncrl.steering.control_socket import ask
 from asyncrl.wire.messages import control
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
-from benchmarks.harness import parser_of, pick, report, table
-from benchmarks.watched_run import own_bytes
+from benchmarks.harness import own_bytes, parser_of, pick, report, table
 
 OWN = Path(__file__).parents[1] / "examples" / "your_own"
 SETTINGS = (
@@ -91,17 +90,6 @@ class Grown:
             )
         return found
 
-    def series(self) -> dict[str, list[tuple[int, float]]]:
-        """Steps and MB of each process that has samples throughout, a hundred points at most."""
-        return {
-            f"{self.names[process]} ({process.pid})": [
-                (one.step, round(one.own_bytes / 1e6, 1))
-                for one in samples[:: max(1, len(samples) // 100)]
-            ]
-            for process, samples in self.samples.items()
-            if len(samples) >= max(map(len, self.samples.values())) // 2
-        }
-
 
 def _median(samples: Sequence[Sample], what: str) -> float:
     return statistics.median(getattr(one, what) for one in samples)
@@ -117,7 +105,6 @@ class Outcome:
     growth: dict[str, tuple[float, float]]
     staleness_max: int = 0
     evaluations: int = 0
-    series: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
     def ratios(self) -> dict[str, float]:
         return {
@@ -270,7 +257,6 @@ def measure(extent: Extent, folder: Path) -> Outcome:
         ended=soak.ended,
         account=read_account(run.path),
         growth=soak.grown.growth(len(steps)),
-        series=soak.grown.series(),
         staleness_max=max(one.staleness.max for one in steps),
         evaluations=(run.path / "evaluations.jsonl").read_text().count("\n"),
     )
@@ -297,7 +283,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "orders": outcome.orders,
             "ended": outcome.ended,
             "growth_mb_and_descriptors": outcome.growth,
-            "steps_and_mb": outcome.series,
         },
     )
     print(*outcome.ended, sep="\n")

@@ -1,4 +1,4 @@
-"""Models and trajectories that are made in a moment."""
+"""Models that are made in a moment."""
 
 from __future__ import annotations
 
@@ -6,18 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.initialization import no_init_weights
 
-from asyncrl.rollout.trajectory import (
-    IntArray,
-    Provenance,
-    SampleId,
-    TrajectoryBuilder,
-    VerifiableTrajectory,
-)
 from asyncrl.tasks.builtin.warm_start_recipe import MINIATURE
 from asyncrl.tasks.model import ensure_builtin_model
 
@@ -113,27 +105,3 @@ def random_qwen3(
                 scale = embedding_scale if "embed" in name else weight_scale
                 parameter.copy_(torch.randn_like(parameter) * scale)
     return model
-
-
-def random_trajectory(
-    rng: np.random.Generator,
-    sample: SampleId,
-    prompt: IntArray,
-    length: int,
-    vocabulary: int,
-    policy_version: int,
-) -> VerifiableTrajectory:
-    """So many random tokens, sampled by a policy to which all are alike."""
-    tokens = rng.integers(3, vocabulary, length).astype(np.int32)
-    logprobs = np.full(length, -np.log(vocabulary), np.float32)
-    builder = TrajectoryBuilder(sample, f"prompt {sample.group}", prompt)
-    builder.append(
-        tokens=tokens,
-        logprobs=logprobs,
-        topk_ids=tokens[:, None],
-        topk_logprobs=logprobs[:, None],
-        noise_seeds=np.zeros(length, np.uint64),
-        provenance=np.full(length, Provenance.SAMPLED, np.uint8),
-        policy_version=policy_version,
-    )
-    return builder.finish("stop")

@@ -1,133 +1,262 @@
-"""What does `asyncrl watch`, many times over, cost training?
+"""What do watchers cost training: `asyncrl watch` and the tabs of the web page, many times over?
 
     python -m benchmarks.watchers [--quick] [--watchers 100] [--json FILE]
 
-One run trains throughout, without its web page; periods without any watcher and with many take
-turns (`benchmarks.watched_run`). A watcher is the connection of `asyncrl watch`: it is sent a view
-once a second, and asks again in time. Compared are wall time per step (mean of the pairs' ratios,
-with its standard error) and CPU time of the controller. The watchers are one process on the same
-cores; what one command in a terminal takes itself, which draws a panel, is measured apart.
+One run trains throughout, and its steps change nothing. Periods without any watcher and with many
+of one kind take turns in random order, so that what else the machine does falls on both alike. A
+`command` is the connection of `asyncrl watch`: it is sent a view once a second, and asks again in
+time. A `page` is what a browser tab is to the server: a stream of events, and each section of the
+report fetched whenever it has changed. Compared are wall time per step (mean of the pairs' ratios,
+with its standard error) and CPU time of the controller and of the web process. The watchers are one
+process of the lowest priority on the same cores.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import pty
+import json
+import random
+import signal
+import statistics
 import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Sequence
+import urllib.parse
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from asyncrl.monitoring.records.metrics_log import read_metrics
 from asyncrl.steering.status_stream import VIEW_SECONDS
 from asyncrl.steering.watching import Watching
-from benchmarks.harness import cpu_seconds, parser_of, pick, report
-from benchmarks.watched_run import (
-    SMOKE,
-    Extent,
-    median_cpu,
-    overhead,
-    periods_in_turns,
-    raw_of,
-    watched_run,
-)
+from benchmarks.harness import cpu_seconds, parser_of, pick, report, run_command
 
-COMMAND_SECONDS = 20.0
-"""How long one command in a terminal is looked at, from its first panel on."""
-FIRST_PANEL_BYTES = 2000
+EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"
+PERIOD_STEPS = 2
+"""A period has so many steps at least."""
+START_SECONDS = 300.0
+KINDS = ("commands", "pages")
+
+
+@contextmanager
+def watched_run(steps: int, more: Sequence[str] = ()) -> Iterator[tuple[Path, int]]:
+    """The run's folder and its controller's process id, after so many steps; both go afterwards."""
+    with tempfile.TemporaryDirectory(prefix="watchers-") as folder:
+        run = Path(folder) / "watched"
+        settings = [
+            f"run.directory={folder}", "run.name=watched", "run.steps=1000000",
+            "trainer.learning_rate=1e-12", "trainer.checkpoint_every=1000000",
+            "evaluation.prompts=1", "monitoring.live=off", *more,
+        ]  # fmt: skip
+        process = subprocess.Popen(run_command(EXAMPLE, settings), stdout=subprocess.DEVNULL)
+        try:
+            _wait_for_steps(run, process, steps)
+            yield run, process.pid
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(120)
 
 
 @dataclass(frozen=True)
-class Command:
-    """One `asyncrl watch` in a terminal."""
+class Extent:
+    """How long it is watched."""
 
-    cpu: float
-    """Share of a core, once it shows the run."""
-    start_cpu_seconds: float
-    """CPU time before that."""
-    resident_bytes: int
-    written_bytes_per_second: float
+    pairs: int
+    """Of a period with watchers and one without."""
+    seconds: float
+    watchers: int
+    steps: int = 15
+    """Before the first period."""
+    settle: float = 3.0
+    """Seconds between a change of the watchers and the period that is measured."""
+
+
+SMOKE = Extent(2, 0.5, 2, steps=2, settle=0.0)
+
+
+@dataclass(frozen=True)
+class Period:
+    watchers: int
+    steps: int
+    step_seconds: float
+    """Mean time from one finished step to the next."""
+    cpu: dict[str, float]
+    """Share of a core, by process."""
+
+
+class Audience:
+    """Watchers in one process of the lowest priority; `code` says `all watch` when they do."""
+
+    def __init__(self, code: str) -> None:
+        command = [sys.executable, "-c", f"import os; os.nice(19); {code}"]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.pid = self._process.pid
+        assert self._process.stdout is not None
+        if (said := self._process.stdout.readline()).strip() != "all watch":
+            raise SystemExit(f"the watchers did not begin: {said!r}")
+
+    def leave(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def periods_in_turns(
+    run: Path, extent: Extent, code: str, pids: Callable[[], dict[str, int]]
+) -> list[Period]:
+    """Measure pairs of periods, with the watchers of this code and without."""
+    chance, periods = random.Random(0), []
+    for _ in range(extent.pairs):
+        for count in chance.sample([0, extent.watchers], 2):
+            audience = Audience(code) if count else None
+            time.sleep(extent.settle)
+            watched = pids() | ({"watchers": audience.pid} if audience else {})
+            before, began = {n: cpu_seconds(pid) for n, pid in watched.items()}, time.monotonic()
+            times = _watch_for(run, extent.seconds)
+            took = time.monotonic() - began
+            cpu = {n: (cpu_seconds(pid) - before[n]) / took for n, pid in watched.items()}
+            seconds = (times[-1] - times[0]) / (len(times) - 1)
+            periods.append(Period(count, len(times), seconds, cpu))
+            if audience is not None:
+                audience.leave()
+            print(json.dumps(asdict(periods[-1])), flush=True)
+    return periods
+
+
+def overhead(periods: Sequence[Period]) -> dict[str, float]:
+    """The step time with watchers over that without: mean over the pairs, and standard error."""
+    turns = [periods[i : i + 2] for i in range(0, len(periods), 2)]
+    pairs = [sorted(turn, key=lambda one: one.watchers) for turn in turns]
+    slower = [with_.step_seconds / without.step_seconds for without, with_ in pairs]
+    return {
+        "step_seconds_with_over_without": statistics.mean(slower),
+        "standard_error": statistics.stdev(slower) / len(slower) ** 0.5,
+    }
+
+
+def median_cpu(periods: Sequence[Period], name: str, *, watched: bool) -> float:
+    """Of a process, over periods with watchers or without."""
+    return statistics.median(one.cpu[name] for one in periods if bool(one.watchers) == watched)
+
+
+def _watch_for(run: Path, seconds: float) -> list[float]:
+    """When steps were finished in the next seconds, or in more until there are `PERIOD_STEPS`."""
+    began, deadline = time.time(), time.monotonic() + seconds + START_SECONDS
+    time.sleep(seconds)
+    while True:
+        times = [one.time for one in read_metrics(run / "metrics.jsonl") if one.time >= began]
+        if len(times) >= PERIOD_STEPS:
+            return times
+        if time.monotonic() > deadline:
+            raise SystemExit(f"no {PERIOD_STEPS} steps within {START_SECONDS:.0f} s")
+        time.sleep(0.1)
+
+
+def _wait_for_steps(run: Path, process: subprocess.Popen[bytes], steps: int) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while len(read_metrics(run / "metrics.jsonl")) < steps:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"the run made no {steps} steps within {START_SECONDS:.0f} s")
+        time.sleep(0.5)
+
+
+def _web_process(run: Path) -> dict[str, int]:
+    """It starts with the first request."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes()
+        except OSError:
+            continue
+        if b"asyncrl.web.process" in command and str(run).encode() in command:
+            return {"web": int(path.parent.name)}
+    return {}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--watchers", type=int)
     options = parser.parse_args(arguments)
-    extent = pick(options, Extent(20, 30.0, 100, 10), Extent(5, 8.0, 100, 10), SMOKE)
+    extent = pick(options, Extent(20, 30.0, 100), Extent(5, 12.0, 100), SMOKE)
     extent = replace(extent, watchers=options.watchers or extent.watchers)
-    with watched_run(extent.steps, ["monitoring.web.enabled=false"]) as (run, controller):
-        code = f"from benchmarks.watchers import watch; watch({str(run)!r}, {extent.watchers})"
-        periods = periods_in_turns(run, extent, code, lambda: {"controller": controller})
-        command = _command(run, 1.0 if options.smoke else COMMAND_SECONDS)
-    on, off = (median_cpu(periods, "controller", watched=one) for one in (True, False))
-    ratios = overhead(periods) | {
-        "more_controller_cpu": on - off,
-        "watchers_cpu": median_cpu(periods, "watchers", watched=True),
-        "one_command_cpu": command.cpu,
-    }
-    report(options, "watchers", raw_of(periods) | {"command": asdict(command)}, ratios)
+    found = {}
+    with watched_run(extent.steps) as (run, controller):
+        for kind in KINDS:
+            code = f"from benchmarks.watchers import {kind}, watch; "
+            code += f"watch({kind}, {str(run)!r}, {extent.watchers})"
+            found[kind] = periods_in_turns(
+                run, extent, code, lambda: {"controller": controller} | _web_process(run)
+            )
+    ratios = {}
+    for kind, periods in found.items():
+        numbers = overhead(periods) | {
+            "controller_cpu_with": median_cpu(periods, "controller", watched=True),
+            "controller_cpu_without": median_cpu(periods, "controller", watched=False),
+        }
+        if kind == "pages":
+            numbers["web_cpu_with"] = median_cpu(periods, "web", watched=True)
+        ratios |= {f"{kind}_{name}": number for name, number in numbers.items()}
+    raw = {kind: [asdict(one) for one in periods] for kind, periods in found.items()}
+    report(options, "watchers", raw, ratios)
     return 0
 
 
-def watch(run: str, count: int) -> None:
+Watcher = Callable[[Path, asyncio.Event], Coroutine[Any, Any, None]]
+
+
+def watch(kind: Watcher, run: str, count: int) -> None:
     """Be that many watchers, for ever. Prints `all watch` when each has had an answer."""
-    asyncio.run(_watch(Path(run), count))
+
+    async def all_of_them() -> None:
+        answered = [asyncio.Event() for _ in range(count)]
+        async with asyncio.TaskGroup() as group:
+            for number, event in enumerate(answered):
+                group.create_task(later(VIEW_SECONDS * number / count, kind(Path(run), event)))
+            for event in answered:
+                await event.wait()
+            print("all watch", flush=True)
+
+    async def later(seconds: float, watcher: Coroutine[Any, Any, None]) -> None:
+        await asyncio.sleep(seconds)
+        await watcher
+
+    asyncio.run(all_of_them())
 
 
-async def _watch(run: Path, count: int) -> None:
-    answered = [asyncio.Event() for _ in range(count)]
-
-    async def one(number: int) -> None:
-        await asyncio.sleep(VIEW_SECONDS * number / count)
-        watching = Watching(run)
-        while await watching.view(print) is not None:
-            answered[number].set()
-        raise SystemExit("the run has ended")
-
-    async with asyncio.TaskGroup() as group:
-        for number in range(count):
-            group.create_task(one(number))
-        for event in answered:
-            await event.wait()
-        print("all watch", flush=True)
+async def commands(run: Path, answered: asyncio.Event) -> None:
+    """One `asyncrl watch`."""
+    watching = Watching(run)
+    while await watching.view(print) is not None:
+        answered.set()
+    raise SystemExit("the run has ended")
 
 
-def _command(run: Path, seconds: float) -> Command:
-    """What one `asyncrl watch` in a terminal takes itself."""
-    ours, theirs = pty.openpty()
-    words = [sys.executable, "-m", "asyncrl", "watch", run.name, "--runs", str(run.parent)]
-    terminal = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
-    process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=terminal)
-    os.close(theirs)
-    written = 0
+async def pages(run: Path, answered: asyncio.Event) -> None:
+    """One tab: the stream, and sections whose version has changed."""
+    place = urllib.parse.urlsplit(json.loads((run / "run.json").read_text())["web"])
+    assert place.hostname is not None
+    assert place.port is not None
 
-    def read() -> None:
-        nonlocal written
-        with contextlib.suppress(OSError):
-            while piece := os.read(ours, 1 << 16):
-                written += len(piece)
+    async def ask(path: str, connection: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=1 << 22)
+        head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: {connection}\r\n\r\n"
+        writer.write(head.encode())
+        await writer.drain()
+        return reader, writer
 
-    threading.Thread(target=read, daemon=True).start()
-    try:
-        deadline = time.monotonic() + 120
-        while written < FIRST_PANEL_BYTES:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("`asyncrl watch` showed no panel")
-            time.sleep(0.1)
-        start, shown = cpu_seconds(process.pid), written
-        time.sleep(seconds)
-        used = cpu_seconds(process.pid) - start
-        pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
-        resident = pages * os.sysconf("SC_PAGE_SIZE")
-        return Command(used / seconds, start, resident, (written - shown) / seconds)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
+    shown = dict[str, str]()
+    reader, writer = await ask("/api/events", "keep-alive")
+    while line := await reader.readline():
+        if line.startswith(b"data: "):
+            answered.set()
+            for name, version in json.loads(line[6:])["sections"].items():
+                if shown.get(name) != version:
+                    section, closing = await ask(f"/api/report/{name}", "close")
+                    await section.read()
+                    closing.close()
+                    shown[name] = version
+    writer.close()
 
 
 if __name__ == "__main__":

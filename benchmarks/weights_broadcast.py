@@ -11,14 +11,10 @@ is what a run on one machine does. NCCL is not measured.
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
-import threading
 import time
 from contextlib import closing
 from typing import Any
 
-import msgspec
 from rich.table import Table
 
 from asyncrl.wire.weights.broadcast.sending import WeightSender
@@ -26,49 +22,31 @@ from asyncrl.wire.weights.layout import SHARED_MEMORY, Outcome, WeightManifest
 from asyncrl.wire.weights.writer import WeightPublisher
 from benchmarks.harness import table
 from benchmarks.weights_chain import memcpy_seconds, versions
-
-_LIMIT_SECONDS = 150.0
+from benchmarks.weights_nodes import Child, Fetch, Role
 
 
 class Receivers:
     """Processes that read what they are told."""
 
     def __init__(self, count: int) -> None:
-        command = [sys.executable, "-m", "benchmarks.weights_receiver"]
-        self._processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            for _ in range(count)
-        ]
-        for process in self._processes:
-            _answer(process)
+        self._children = [Child() for _ in range(count)]
+        self._all_do(Role("reader"))
 
     def seconds(self, manifest: WeightManifest) -> float:
         """Until all have the version in their own memory."""
-        line = msgspec.json.encode(manifest) + b"\n"
         began = time.perf_counter()
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(line)
-            process.stdin.flush()
-        for process in self._processes:
-            _answer(process)
+        self._all_do(Fetch(manifest))
         return time.perf_counter() - began
 
+    def _all_do(self, order: Role | Fetch) -> None:
+        for child in self._children:
+            child.tell(order)
+        for child in self._children:
+            child.answer()
+
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.communicate()
-
-
-def _answer(process: subprocess.Popen[bytes]) -> None:
-    """A process that says nothing in time is killed, which ends the wait for its line."""
-    assert process.stdout is not None
-    late = threading.Timer(_LIMIT_SECONDS, process.kill)
-    late.start()
-    line = process.stdout.readline()
-    late.cancel()
-    if not line:
-        raise RuntimeError(f"a receiver ended, or did not answer in {_LIMIT_SECONDS:g} s")
+        for child in self._children:
+            child.close()
 
 
 def measure_receivers(count: int, nbytes: int, repeats: int) -> dict[str, Any]:

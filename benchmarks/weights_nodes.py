@@ -1,4 +1,4 @@
-"""Nodes of `benchmarks.weights_chain`, each in a process of its own, on loopback TCP.
+"""Nodes of a chain and receivers of broadcasts, each in a process of its own, on loopback TCP.
 
 python -m benchmarks.weights_nodes      a node, told by lines of JSON what to be and to do
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 import msgspec
+import torch
 
 from asyncrl.wire.messages.chain import Parent
 from asyncrl.wire.transport.keys import HubKeys, RunKey
@@ -23,6 +24,7 @@ from asyncrl.wire.weights.chain.node import WeightNode
 from asyncrl.wire.weights.chain.receiving import Timing
 from asyncrl.wire.weights.chain.source import WeightSource
 from asyncrl.wire.weights.layout import SHARED_MEMORY, WeightManifest
+from asyncrl.wire.weights.reader import WeightBuffer
 
 _LIMIT_SECONDS = 150.0
 _ANY = "tcp://127.0.0.1:0"
@@ -36,17 +38,18 @@ class Link(msgspec.Struct, frozen=True):
 
 class Role(msgspec.Struct):
     name: str
-    keys: HubKeys | None
-    folder: str
-    link: Link
+    """`source`, `reader` (into memory of its own), or that of a node."""
+    keys: HubKeys | None = None
+    folder: str = ""
+    link: Link = Link()
 
 
 class Fetch(msgspec.Struct):
     """A version to bring, or for the source to serve."""
 
     manifest: WeightManifest
-    parents: list[Parent]
-    deltas: bool
+    parents: list[Parent] = []
+    deltas: bool = False
 
 
 class Answer(msgspec.Struct):
@@ -65,6 +68,14 @@ def _serve(lines: IO[bytes], answers: IO[bytes]) -> None:
         answers.flush()
 
     role = msgspec.json.decode(lines.readline(), type=Role)
+    if role.name == "reader":
+        torch.set_num_threads(1)
+        buffer = WeightBuffer()
+        answer(Answer())
+        for line in lines:
+            buffer.read(msgspec.json.decode(line, type=Fetch).manifest)
+            answer(Answer())
+        return
     pace = role.link.bytes_per_second
     node: WeightSource | WeightNode
     if role.name == "source":
@@ -91,23 +102,53 @@ def _serve(lines: IO[bytes], answers: IO[bytes]) -> None:
     node.close()
 
 
+class Child:
+    """A process that does what it is told."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.weights_nodes"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._orders, self._answers = self._process.stdin, self._process.stdout
+
+    def tell(self, message: msgspec.Struct) -> None:
+        self._orders.write(msgspec.json.encode(message) + b"\n")
+        self._orders.flush()
+
+    def answer(self) -> Answer:
+        """A process that says nothing in time is killed, which ends the wait for its line."""
+        late = threading.Timer(_LIMIT_SECONDS, self._process.kill)
+        late.start()
+        line = self._answers.readline()
+        late.cancel()
+        if not line:
+            raise RuntimeError(f"a process ended, or did not answer in {_LIMIT_SECONDS:g} s")
+        return msgspec.json.decode(line, type=Answer)
+
+    def close(self) -> None:
+        self._orders.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._answers.close()
+
+
 class Nodes:
     """A source and a chain of receivers."""
 
     def __init__(self, count: int, link: Link, folder: str) -> None:
         key = RunKey.new() if link.encrypted else None
         self._names = ["source", *(f"node-{i}" for i in range(count))]
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.weights_nodes"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-            for _ in self._names
-        ]
-        for i, name in enumerate(self._names):
-            self._tell(i, Role(name, None if key is None else key.hub(name), folder, link))
-        addresses = [self._answer(i).address for i in range(count + 1)]
+        self._children = [Child() for _ in self._names]
+        for child, name in zip(self._children, self._names, strict=True):
+            child.tell(Role(name, None if key is None else key.hub(name), folder, link))
+        addresses = [child.answer().address for child in self._children]
         self._parents = [
             [
                 Parent(
@@ -124,44 +165,18 @@ class Nodes:
         self, manifest: WeightManifest, count: int, *, deltas: bool = False
     ) -> tuple[float, list[Answer]]:
         """Seconds until the first `count` receivers have a version, and what each says."""
-        self._tell(0, Fetch(manifest, [], deltas))
-        self._answer(0)
+        source, *receivers = self._children[: count + 1]
+        source.tell(Fetch(manifest, deltas=deltas))
+        source.answer()
         began = time.perf_counter()
-        for i in range(1, count + 1):
-            self._tell(i, Fetch(manifest, self._parents[i], deltas))
-        answers = [self._answer(i) for i in range(1, count + 1)]
+        for child, parents in zip(receivers, self._parents[1:], strict=False):
+            child.tell(Fetch(manifest, parents, deltas))
+        answers = [child.answer() for child in receivers]
         return time.perf_counter() - began, answers
 
     def close(self) -> None:
-        for process in self._processes:
-            if process.stdin is not None:
-                process.stdin.close()
-        for process in self._processes:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
-
-    def _tell(self, i: int, message: msgspec.Struct) -> None:
-        pipe = self._processes[i].stdin
-        assert pipe is not None
-        pipe.write(msgspec.json.encode(message) + b"\n")
-        pipe.flush()
-
-    def _answer(self, i: int) -> Answer:
-        """A process that says nothing in time is killed, which ends the wait for its line."""
-        process = self._processes[i]
-        assert process.stdout is not None
-        late = threading.Timer(_LIMIT_SECONDS, process.kill)
-        late.start()
-        line = process.stdout.readline()
-        late.cancel()
-        if not line:
-            raise RuntimeError(f"{self._names[i]} ended, or did not answer in {_LIMIT_SECONDS} s")
-        return msgspec.json.decode(line, type=Answer)
+        for child in self._children:
+            child.close()
 
 
 @contextmanager

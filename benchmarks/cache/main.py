@@ -328,10 +328,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "not_measured" in raw:
         print(MISSING)
     known = {name: target for name, target in TARGETS.items() if name in ratios}
-    limits = targets_table(ratios, known, known.keys() - {"bytes_vs_arctic"}, reached)
+    limits = targets_table(ratios, known, known.keys() - {"bytes_vs_arctic"})
     report(options, "cache", raw, ratios, *tables(raw), limits)
     return 0
-
-
-def reached(name: str, value: float) -> bool:
-    return value <= TARGETS[name] if name.startswith("bytes") else value >= TARGETS[name]

@@ -42,9 +42,9 @@ from asyncrl.wire import RunKey
 from asyncrl.wire.messages import control
 from asyncrl.wire.sockets import identify
 from asyncrl.wire.transport.keys import LineKeys
+from benchmarks.harness import own_bytes
 from benchmarks.hostile.frames import Frames
 from benchmarks.hostile.victim import CONTROLLER, Order
-from benchmarks.watched_run import own_bytes
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 300.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,9 +19,10 @@ from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.prompts import Task
 from asyncrl.trainer.checkpoint.export import export
 from asyncrl.trainer.checkpoint.format.files import path_of
-from benchmarks.live_audit import independence, reference, statements
+from benchmarks.live_audit import games, gradients, independence, reference, statements
+from benchmarks.live_audit.rewards import Auditor
 from benchmarks.live_audit.statements import Statement
-from benchmarks.live_audit.tokens import Tokens, tokens_of
+from benchmarks.live_audit.tokens import tokens_of
 
 FALSE_ALARM = 1e-4
 """Probability that the audit of a right run fails, divided among its statements (Bonferroni)."""
@@ -43,6 +44,8 @@ class Report:
     """Tokens by provenance, and others."""
     worst_logprob: float
     """Largest difference of a recorded and the recomputed log-probability, in nats."""
+    gradients: dict[str, float]
+    """Largest relative difference of any step, by what was computed again; without it: why."""
     statements: list[Statement]
     faults: list[str]
 
@@ -71,49 +74,6 @@ class Report:
         return own | more | {"fine": self.is_fine, "limit": self.limit}
 
 
-@dataclass(frozen=True)
-class Material:
-    """A run as it is on the disk, and its tokens."""
-
-    name: str
-    records: list[TrainedSample]
-    tokens: Tokens
-    config: RunConfig
-    task: Task
-    models: dict[int, str]
-    """A Hugging Face directory for each step."""
-
-    @property
-    def stops(self) -> tuple[int, ...]:
-        return tuple(self.task.stop_tokens)
-
-
-def read(run: Path, scratch: Path) -> Material:
-    """Read a run and compute the distributions of its tokens."""
-    config = load_config(run / "config.yaml")
-    if (why := refusal(config)) is not None:
-        raise NotAuditableError(f"{run}: {why}")
-    key = ("step", "group", "sample")
-    records = sorted(
-        read_trained_samples(run / "samples"), key=lambda one: [getattr(one, k) for k in key]
-    )
-    first = resolve_model(config.model, None)
-    models = {step: str(scratch / f"{step}") for step in sorted({one.step for one in records})}
-    for step, place in models.items():
-        if step == 0:
-            models[0] = first
-        elif not (saved := path_of(run / "checkpoints", step)).is_dir():
-            raise NotAuditableError(
-                f"{run}: there is no checkpoint of version {step}. Every version is needed: "
-                "trainer.checkpoint_every=1 and trainer.keep_checkpoints=1000000"
-            )
-        elif not Path(place).exists():
-            export(saved, Path(place))
-    turns = config.environment.name is not None
-    task = load_task(config.task, first, config.run.seed, whole_rows=turns)
-    return Material(run.name, records, tokens_of(records, models, config), config, task, models)
-
-
 def refusal(config: RunConfig) -> str | None:
     """Why nothing can be said about such a run; None if something can."""
     scheduler = config.scheduler
@@ -133,30 +93,52 @@ def refusal(config: RunConfig) -> str | None:
     return None
 
 
-def audit(run: Path, *, seed: int = 0, plain: bool = True) -> Report:
-    """Read a run and test it; `plain`: also against plain sampling, if it has one turn."""
+def audit(run: Path, *, seed: int = 0) -> Report:
+    """Read a run, compute the distributions of its tokens and its gradients, and test it."""
+    config = load_config(run / "config.yaml")
+    if (why := refusal(config)) is not None:
+        raise NotAuditableError(f"{run}: {why}")
+    key = ("step", "group", "sample")
+    records = sorted(
+        read_trained_samples(run / "samples"), key=lambda one: [getattr(one, k) for k in key]
+    )
+    initial = resolve_model(config.model, None)
+    turns = config.environment.name is not None
+    task = load_task(config.task, initial, config.run.seed, whole_rows=turns)
     with TemporaryDirectory(prefix="asyncrl-audit-") as scratch:
-        return judge(read(run, Path(scratch)), seed=seed, plain=plain)
-
-
-def judge(one: Material, *, seed: int = 0, plain: bool = True) -> Report:
-    tokens, records, config = one.tokens, one.records, one.config
-    n = config.scheduler.groups_per_step
-    found = statements.sums(tokens, one.stops, {})
+        models = {one.step: str(Path(scratch) / f"{one.step}") for one in records} | {0: initial}
+        for step, place in models.items():
+            if step and not (saved := path_of(run / "checkpoints", step)).is_dir():
+                raise NotAuditableError(
+                    f"{run}: there is no checkpoint of version {step}. Every version is needed: "
+                    "trainer.checkpoint_every=1 and trainer.keep_checkpoints=1000000"
+                )
+            if step:
+                export(saved, Path(place))
+        tokens = tokens_of(records, models, config)
+    stops = tuple(task.stop_tokens)
+    found = statements.sums(tokens, stops)
     found += statements.uniformity(tokens, seed)
-    found += independence.correlations(tokens, seed, n)
+    found += independence.correlations(tokens, seed, config.scheduler.groups_per_step)
     found += independence.repetitions(tokens)
     found.append(independence.shared_numbers(tokens))
-    found += reference.statements(records, config, one.task)
-    score = _arithmetic(one)
-    if plain and config.environment.name is None:
-        found += reference.compare(records, one.models, config, one.stops, score, seed)
-    wrong = reference.faults(
-        records, tokens, config, one.stops, None if score is None else _own(score)
-    )
+    found += reference.statements(records, config, task)
+    wrong = reference.faults(records, tokens, config, stops)
+    wrong += _wrong_rewards(records, config, task)
+    computed: dict[str, float] = {}
+    if (why := gradients.why_not(config)) is None:
+        computed = gradients.worst_differences(run, records, initial, config)
+    else:
+        print(f"no gradient is computed again: {why}")
+    wrong += [
+        f"{what} is {gap:.2g} from what the samples give"
+        for what, gap in computed.items()
+        if not gap <= gradients.CLOSE
+    ]
     with np.errstate(invalid="ignore"):
         worst = float(np.abs(tokens.recorded - reference.recomputed(tokens)).max())
-    return Report(one.name, len(records), len(tokens), _counts(records), worst, found, wrong)
+    counts = _counts(records)
+    return Report(run.name, len(records), len(tokens), counts, worst, computed, found, wrong)
 
 
 def _counts(records: Sequence[TrainedSample]) -> dict[str, int]:
@@ -171,23 +153,18 @@ def _counts(records: Sequence[TrainedSample]) -> dict[str, int]:
     return found
 
 
-def _arithmetic(one: Material) -> reference.Score | None:
-    """The built-in task's reward of a text; None for other tasks."""
-    if [f.name for f in one.config.rewards.functions] != ["arithmetic"]:
-        return None
-    examples = {prompt.prompt_id: prompt.example for prompt in one.task.train}
+def _wrong_rewards(records: Sequence[TrainedSample], config: RunConfig, task: Task) -> list[str]:
+    """Of the built-in task by its text, of games that can be played again by their turns."""
+    wrong: Sequence[object] = ()
+    name = (config.environment.name or "").rpartition(":")[2]
+    if [one.name for one in config.rewards.functions] == ["arithmetic"]:
+        examples = {prompt.prompt_id: prompt.example for prompt in task.train}
 
-    def score(record: TrainedSample, text: list[int]) -> float:
-        response = one.task.tokenizer.decode(text, skip_special_tokens=True)
-        return arithmetic("", response, examples[record.prompt_id])
+        def score(one: TrainedSample) -> float:
+            text = task.tokenizer.decode(one.response_tokens or [], skip_special_tokens=True)
+            return arithmetic("", text, examples[one.prompt_id])
 
-    return score
-
-
-def _own(score: reference.Score) -> reference.Reward:
-    return lambda record: score(record, record.response_tokens or [])
-
-
-def forget_versions(run: Path) -> None:
-    """Remove the checkpoints of an audited run."""
-    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+        wrong = [one for one in records if abs(one.reward - score(one)) > 1e-6]
+    elif name in games.PLAYED_AGAIN:
+        wrong = asyncio.run(Auditor(config, task).wrong(records))
+    return [f"{len(wrong)} rewards are not those of the text that was trained on"] if wrong else []

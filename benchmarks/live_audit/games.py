@@ -1,7 +1,12 @@
-"""Environments of audited runs: guessing with hints that lie by chance, and in new conversations.
+"""Environments of audited runs; import-light, since workers load this file.
 
-Chances are the process's own, so that an answer that is asked for twice differs: an observation
-that is exchanged after the policy has gone on would be seen.
+Guessing with hints that lie by chance, and in new conversations: chances are the process's own, so
+that an answer that is asked for twice differs, and an observation that is exchanged after the
+policy has gone on would be seen.
+
+The built-in games with failures that follow from what was said, and a reward in every turn: the
+reward of a sample differs for nearly any two responses, and a reward or a failure that belongs to a
+turn that verification has discarded shows. These can be played again.
 """
 
 from __future__ import annotations
@@ -10,6 +15,8 @@ import random
 import re
 from typing import Any
 
+from asyncrl.environments.calculator import Calculator
+from asyncrl.environments.guessing import Guessing
 from asyncrl.environments.protocol import Action, StepResult
 
 NUMBER = re.compile(r"\d{1,9}")
@@ -67,3 +74,52 @@ class Conversations(Recorded):
         return StepResult(
             f"guess the number from 0 to {high}.", done=done, new_conversation=not done
         )
+
+
+FATAL = "7"
+"""A turn with this digit makes the environment raise."""
+PER_CHARACTER = 0.01
+"""Reward of a turn, for each character of it."""
+
+
+def _strained(text: str) -> None:
+    if FATAL in text:
+        raise ValueError(f"a turn with a {FATAL}")
+
+
+def _shaped(result: StepResult, text: str) -> StepResult:
+    more = PER_CHARACTER * len(text.strip())
+    return StepResult(result.observation, result.done, result.reward + more)
+
+
+class BrittleGuessing(Guessing):
+    def step(self, action: Action) -> StepResult:
+        _strained(action.text)
+        return _shaped(super().step(action), action.text)
+
+
+class RestoredGuessing(BrittleGuessing):
+    replay = None  # type: ignore[assignment]  # another way than its base
+
+    def snapshot(self) -> Any:
+        """The number, and how many guesses were wrong."""
+        return self._number, self._wrong
+
+    def restore(self, state: Any) -> None:
+        self._number, self._wrong = state
+
+
+class PlainGuessing(BrittleGuessing):
+    """Cannot go back: its samples start over."""
+
+    replay = None  # type: ignore[assignment]  # another way than its base
+
+
+class BrittleCalculator(Calculator):
+    def step(self, action: Action) -> StepResult:
+        _strained(action.text)
+        return _shaped(super().step(action), action.text)
+
+
+PLAYED_AGAIN = ("BrittleGuessing", "RestoredGuessing", "PlainGuessing", "BrittleCalculator")
+"""Of an answer and what was before it, always the same."""

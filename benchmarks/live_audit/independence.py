@@ -37,14 +37,12 @@ Key = tuple[int, ...]
 def correlations(tokens: Tokens, seed: int, groups_per_step: int) -> list[Statement]:
     """Of normal scores at places that a reused seed would give the same number."""
     scores = norm.ppf(np.clip(transforms(tokens, seed, by_probability=True), 1e-12, 1 - 1e-12))
-    keys = list(
-        zip(*(getattr(tokens, one).tolist() for one in ("group", "index", "context", "offset")),
-            strict=True)
-    )  # fmt: skip
-    turns = list(
-        zip(*(getattr(tokens, one).tolist() for one in ("group", "index", "turn", "turn_offset")),
-            strict=True)
-    )  # fmt: skip
+    keys, turns = (
+        list(
+            zip(*(getattr(tokens, one).tolist() for one in ("group", "index", *place)), strict=True)
+        )
+        for place in (("context", "offset"), ("turn", "turn_offset"))
+    )
     earlier = _previous_visit(tokens)
     found = [_siblings(tokens, scores)]
 
@@ -104,8 +102,8 @@ def repetitions(tokens: Tokens) -> list[Statement]:
     """
     found = []
     for name, known in (
-        ("an earlier visit", _continuations(tokens, _visit_before)),
-        ("an earlier sibling", _continuations(tokens, _sibling_before)),
+        ("an earlier visit", _continuations(tokens, of_siblings=False)),
+        ("an earlier sibling", _continuations(tokens, of_siblings=True)),
     ):
         chosen = np.array([bool(one) for one in known])
         mass = np.array(
@@ -127,27 +125,19 @@ def repetitions(tokens: Tokens) -> list[Statement]:
     return found
 
 
-def _visit_before(step: int, group: int, index: int, other: tuple[int, int, int]) -> bool:
-    del group, index
-    return other[0] < step
-
-
-def _sibling_before(step: int, group: int, index: int, other: tuple[int, int, int]) -> bool:
-    del step
-    return other[1] == group and other[2] < index
-
-
-def _continuations(
-    tokens: Tokens, counts: Callable[[int, int, int, tuple[int, int, int]], bool]
-) -> list[frozenset[int]]:
-    """`[N]` the tokens that followed the same prefix in samples that count."""
-    after: defaultdict[int, list[tuple[int, tuple[int, int, int]]]] = defaultdict(list)
+def _continuations(tokens: Tokens, *, of_siblings: bool) -> list[frozenset[int]]:
+    """`[N]` the tokens that followed the same prefix in earlier siblings, or in earlier steps."""
+    after: defaultdict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
     found = []
     columns = (tokens.prefix, tokens.token, tokens.step, tokens.group, tokens.index)
     for prefix, token, step, group, index in zip(*(one.tolist() for one in columns), strict=True):
         known = after[prefix]
-        found.append(frozenset(t for t, other in known if counts(step, group, index, other)))
-        known.append((token, (step, group, index)))
+        if of_siblings:
+            counted = (t for t, _, other, place in known if other == group and place < index)
+        else:
+            counted = (t for t, earlier, _, _ in known if earlier < step)
+        found.append(frozenset(counted))
+        known.append((token, step, group, index))
     return found
 
 

@@ -27,7 +27,7 @@ of p. Long ones that are missing, for instance, leave stop tokens that come too 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,9 +158,9 @@ def _between(values: Integers, low: int, high: int) -> Mask:
     return np.asarray((values >= low) & (values <= high))
 
 
-def sums(tokens: Tokens, stops: Sequence[int], extra: Mapping[str, Mask]) -> list[Statement]:
-    """All functions over all selections, and over `extra` ones."""
-    chosen = {**dict(selections(tokens)), **extra}
+def sums(tokens: Tokens, stops: Sequence[int]) -> list[Statement]:
+    """All functions over all selections."""
+    chosen = dict(selections(tokens))
     found = []
     for what, differences in functions(tokens, stops).items():
         for which, mask in chosen.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -73,11 +73,6 @@ class Tokens:
 
     def __len__(self) -> int:
         return len(self.token)
-
-    def where(self, chosen: Mask) -> Tokens:
-        parts = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "drift"}
-        drift = tuple(one[chosen] for one in self.drift)
-        return Tokens(drift=drift, **{name: part[chosen] for name, part in parts.items()})
 
 
 @dataclass(frozen=True)
@@ -155,10 +150,10 @@ def visits_of(records: Sequence[TrainedSample]) -> dict[int, int]:
     return found
 
 
-def load(path: str) -> Any:
+def load(path: str, **more: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **more).eval()
 
 
 def distributions(model: Any, contexts: Sequence[Context], config: RunConfig) -> list[Doubles]:

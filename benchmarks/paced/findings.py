@@ -45,7 +45,7 @@ def _modes(findings: Findings, setting: Paced) -> Table:
 
 
 def _targets(findings: Findings) -> Table:
-    made = targets_table(findings.ratios(), TARGETS, FLOORS, reached)
+    made = targets_table(findings.ratios(), TARGETS, FLOORS)
     for run, reason in findings.failed.items():
         made.add_row(run, "", f"[bold red]{reason}[/]")
     return made
@@ -165,7 +165,3 @@ def label(setting: Paced) -> str:
     if setting.scale.dilation != base.scale.dilation:
         parts.append(f"dilation {setting.scale.dilation:g}")
     return " ".join(parts)
-
-
-def reached(name: str, value: float) -> bool:
-    return value >= TARGETS[name] if name in FLOORS else value <= TARGETS[name]

@@ -72,7 +72,7 @@ def _modes(findings: Findings, ran: list[str]) -> Table:
 
 
 def _targets(findings: Findings) -> Table:
-    made = targets_table(findings.ratios(), TARGETS, FLOORS, reached)
+    made = targets_table(findings.ratios(), TARGETS, FLOORS)
     difference, found = findings.accuracy_difference(RUN_AHEAD), "[bold red]MISSING[/]"
     if difference is not None:
         colour = "green" if difference.within_noise else "bold red"
@@ -226,7 +226,3 @@ def _difference(pairs: Sequence[tuple[float, float]], evaluated: int) -> Differe
     (a, b) = pairs[0]
     margin = 1.96 * math.sqrt((a * (1 - a) + b * (1 - b)) / evaluated)
     return Difference(mean, mean - margin, mean + margin, "evaluation samples, one seed")
-
-
-def reached(name: str, value: float) -> bool:
-    return value >= TARGETS[name] if name in FLOORS else value <= TARGETS[name]

@@ -62,7 +62,7 @@ def _targets(findings: Findings) -> Table:
         for name, target in TARGETS.items()
         if findings.missing.get(name.partition("_b")[0]) != LEFT_OUT
     }
-    return targets_table(findings.ratios(), asked, TARGETS.keys() - CEILINGS, reached)
+    return targets_table(findings.ratios(), asked, TARGETS.keys() - CEILINGS)
 
 
 TARGETS = {
@@ -265,7 +265,3 @@ class Findings:
                     for name in at.passes
                 }
         return out
-
-
-def reached(name: str, value: float) -> bool:
-    return value < TARGETS[name] if name in CEILINGS else value >= TARGETS[name]

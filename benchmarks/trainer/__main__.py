@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ratios |= ratios_of(workload.name, raw[workload.name], peak)
     ratios |= of_targets(ratios)
     shown = [table_of(workload.name, raw[workload.name], peak) for workload in chosen]
-    shown.append(targets_table(ratios, TARGETS, FLOORS, reached))
+    shown.append(targets_table(ratios, TARGETS, FLOORS))
     report(options, "trainer", raw, ratios, *shown)
     return 0
 
@@ -301,10 +301,6 @@ def of_targets(ratios: dict[str, float]) -> dict[str, float]:
         if source in ratios:
             found[target] = ratios[source]
     return found
-
-
-def reached(name: str, value: float) -> bool:
-    return value >= TARGETS[name] if name in FLOORS else value <= TARGETS[name]
 
 
 def table_of(name: str, found: dict[str, Any], peak: float) -> Table:

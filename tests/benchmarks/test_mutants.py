@@ -115,17 +115,6 @@ def test_tests_that_fail_without_a_fault_or_are_not_there_prove_nothing(
     assert "pytest ended with 4" in capsys.readouterr().out
 
 
-def test_an_older_tree_has_other_names_and_lacks_what_is_new() -> None:
-    old = mutants.Mutant("old", "p", "f.py", "a", "b", "h", ("t::new",), ("t::before",))
-    same = mutants.Mutant("same", "p", "f.py", "a", "b", "h", ("t::both",))
-    new = mutants.Mutant("new", "p", "f.py", "a", "b", "h", ("t::new",), since="the test is new")
-    found = mutants.of_an_older_tree([old, same, new])
-    assert [(one.name, one.tests) for one in found] == [
-        ("old", ("t::before",)),
-        ("same", ("t::both",)),
-    ]
-
-
 def test_some_are_of_different_packages() -> None:
     assert len({one.package for one in mutants.some(MUTANTS, 10)}) == 10
     assert len(mutants.some(MUTANTS, 2)) == 2

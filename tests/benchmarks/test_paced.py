@@ -26,7 +26,7 @@ from asyncrl.wire.records.step import BatchMetrics, StalenessMetrics, StepMetric
 from benchmarks.paced import main as paced_main
 from benchmarks.paced import pace as paced_pace
 from benchmarks.paced.child import RECORDS, PacedCore
-from benchmarks.paced.findings import Findings, Result, reached, tables
+from benchmarks.paced.findings import Findings, Result, tables
 from benchmarks.paced.main import simulate
 from benchmarks.paced.model import Lengths, make_model
 from benchmarks.paced.pace import PacedDevice, Scale, Work, cost_of_environment, pace_variable
@@ -311,9 +311,6 @@ def test_ratios_targets_and_tables() -> None:
     assert found["paced_sync_over_verify_2g"] == 2.5
     assert found["sim_vs_paced_2g"] == pytest.approx(0.1)
     assert "paced_verify_over_keep4_2g" not in found
-    assert reached("paced_sync_over_verify", 1.8)
-    assert not reached("sim_vs_paced", 0.06)
-    assert not reached("paced_staleness_max", 1.0)
     console = Console(width=170, record=True, file=io.StringIO())
     for table in tables(findings):
         console.print(table)

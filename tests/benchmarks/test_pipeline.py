@@ -29,7 +29,7 @@ from benchmarks.pipeline import main as pipeline
 from benchmarks.pipeline import overlap
 from benchmarks.pipeline import run as pipeline_run
 from benchmarks.pipeline.costs import Costs
-from benchmarks.pipeline.findings import Findings, reached, tables
+from benchmarks.pipeline.findings import Findings, tables
 from benchmarks.pipeline.model import ModelRecipe, Muser, ensure_model
 from benchmarks.pipeline.run import (
     CONFIG,
@@ -182,9 +182,6 @@ def test_ratios_by_hand() -> None:
     # One seed: 1.96 standard errors of the two shares of 100 samples each.
     margin = 1.96 * np.sqrt((0.7 * 0.3 + 0.6 * 0.4) / 100)
     assert ratios["accuracy_difference_low"] == pytest.approx(-0.1 - margin)
-    assert reached("sync_over_verify", 2.5)
-    assert not reached("sync_over_verify", 1.4)
-    assert not reached("generator_idle", 0.2)
     json.dumps(findings.raw())
     assert [table.row_count > 0 for table in tables(findings)] == [True] * 3
 

@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from needed_programs import needs, path_of
 from run_in_threads import ThreadLauncher, as_command
-from smokes import IN_THREADS, ROOT, WATCHERS, smoke
+from smokes import IN_THREADS, ROOT, smoke
 
-from benchmarks import watched_run, watchers, web_watchers
+from asyncrl.config.run_config import load_config
+from asyncrl.monitoring.records.trained_samples import read_trained_samples
+from benchmarks import watchers
+from benchmarks.live_audit import gradients
 from benchmarks.tiny_models import smoke_settings
 
 pytestmark = pytest.mark.slow
@@ -50,28 +53,35 @@ def test_with_runs_in_threads(
 def test_watchers_of_one_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both benchmarks of watchers watch a run that trains on until they are done."""
-    with watched_run.watched_run(2, smoke_settings(tmp_path)) as run:
-        for module in (watchers, web_watchers):
-            monkeypatch.setattr(module, "watched_run", lambda *_: contextlib.nullcontext(run))
-        for name in WATCHERS:
-            written = smoke(name, tmp_path / f"{name}.json", capsys)
-            assert {period["watchers"] for period in written["raw"]["periods"]} == {0, 2}
-            assert all(period["steps"] >= 2 for period in written["raw"]["periods"])
+    with watchers.watched_run(2, smoke_settings(tmp_path)) as run:
+        monkeypatch.setattr(watchers, "watched_run", lambda *_: contextlib.nullcontext(run))
+        written = smoke("watchers", tmp_path / "watchers.json", capsys)
+    for periods in written["raw"].values():
+        assert {period["watchers"] for period in periods} == {0, 2}
+        assert all(period["steps"] >= 2 for period in periods)
 
 
 @pytest.mark.usefixtures("_forked_runs")
-@pytest.mark.parametrize(
-    "name", [pytest.param("alerts", marks=needs("prometheus")), "evaluation", "live_audit", "peers"]
-)
-def test_with_runs_in_processes(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A smoke installs no TRL, which is compared with."""
+    assert smoke("peers", tmp_path / "out.json", capsys)["raw"]["runs"]
+
+
+@pytest.mark.usefixtures("_forked_runs")
+def test_an_audit_finds_a_run_right_and_a_gradient_of_other_rewards_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if name == "alerts":
-        assert path_of("prometheus")
-    written = smoke(name, tmp_path / "out.json", capsys)
-    # A smoke installs no TRL, which the peers are compared with.
-    assert written["raw"]["runs"] if name == "peers" else written["ratios"]
+    written = smoke("live_audit", tmp_path / "out.json", capsys, "--keep", str(tmp_path / "kept"))
+    found = written["raw"]["failing guesses"]
+    assert found["faults"] == []
+    assert 0 < found["gradients"]["weights"] < gradients.CLOSE
+    run = tmp_path / "kept" / found["run"]
+    config = load_config(run / "config.yaml")
+    records = list(read_trained_samples(run / "samples"))
+    first = [one for one in records if one.step == 0]
+    first[0] = msgspec.structs.replace(first[0], reward=first[0].reward + 0.5)
+    wrong = gradients.worst_differences(run, first, str(config.model.path), config)
+    assert min(wrong["reward"], wrong["weights"], wrong["exp_avg"]) > gradients.CLOSE
 
 
 @pytest.mark.usefixtures("_forked_runs")

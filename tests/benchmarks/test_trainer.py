@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.trainer.__main__ import Workload, costs_of, of_targets, ratios_of, reached
+from benchmarks.trainer.__main__ import Workload, costs_of, of_targets, ratios_of
 
 WORKLOAD = Workload("w", 100, hidden=192, layers=2, prompt=3, longest=8, tokens=1)
 
@@ -34,6 +34,4 @@ def test_ratios_leave_the_first_step_out_and_the_worst_speed_counts() -> None:
         "mfu_vs_peak": pytest.approx(0.8),
         "peak_memory_vs_plain": 0.75,
     }
-    assert reached("mfu_vs_peak", 0.8)
-    assert not reached("peak_memory_vs_plain", 0.75)
     assert ratios_of("small", {"costs": costs}, 5.0) == {}

@@ -332,7 +332,7 @@ def test_actions_name_settings_that_exist() -> None:
 
 @needs_promtool
 def test_rules_with_shorter_times_are_the_same_rules(tmp_path: Path) -> None:
-    """What `benchmarks.alerts` sees within minutes is what users see within hours."""
+    """What one sees within minutes is what users see within hours."""
     text = RULES.read_text()
     quick = faster(text, 60)
     lasting = re.compile(r"(?:for: |\[|offset )(\d+)(ms|[smhd])")

@@ -252,7 +252,6 @@ NOT_RUN: dict[str, str] = {
     """,
     "minutes, for a measurement; its --smoke is run by tests/benchmarks": """
         python -m benchmarks.NAME --quick --json FILE
-        python -m benchmarks.alerts
         python -m benchmarks.cache
         python -m benchmarks.chaos
         python -m benchmarks.chaos --cluster
@@ -262,41 +261,29 @@ NOT_RUN: dict[str, str] = {
         python -m benchmarks.delivery --quick
         python -m benchmarks.delivery --quick --part intake
         python -m benchmarks.engines --quick
-        python -m benchmarks.evaluation --quick
         python -m benchmarks.exactness
         python -m benchmarks.exactness --quick
-        python -m benchmarks.exactness_loop
         python -m benchmarks.gpu_plan --json FILE
         python -m benchmarks.hostile --quick
-        python -m benchmarks.judge_servers
         python -m benchmarks.live_audit --run runs/NAME
-        python -m benchmarks.model_folders
         python -m benchmarks.mutants
-        python -m benchmarks.node_files
         python -m benchmarks.noise_floor --quick
         python -m benchmarks.paced --modes 'sync,keep(4),verify' --generators 1
         python -m benchmarks.paced --quick
         python -m benchmarks.peers --quick
         python -m benchmarks.pipeline
         python -m benchmarks.pipeline --quick
-        python -m benchmarks.ranks
-        python -m benchmarks.rewards_audit [--quick] [--json FILE]
         python -m benchmarks.rollout --quick --rows 1,2,8,32,128
         python -m benchmarks.routing
         python -m benchmarks.scheduler
         python -m benchmarks.simulation --quick --json FILE
         python -m benchmarks.slow_environments
         python -m benchmarks.soak --minutes 60
-        python -m benchmarks.step_audit
-        python -m benchmarks.step_audit --quick
         python -m benchmarks.torch_host --quick
         python -m benchmarks.trainer --quick --contenders asyncrl plain
         python -m benchmarks.turns --quick
-        python -m benchmarks.two_machines [--quick]
         python -m benchmarks.vllm_host --quick
-        python -m benchmarks.vocabulary --quick
         python -m benchmarks.watchers --quick
-        python -m benchmarks.web_watchers --quick
         python -m benchmarks.weights --part broadcast --quick --json FILE
         python -m benchmarks.weights --part chain --quick --json FILE
         python -m benchmarks.weights --quick

@@ -1,7 +1,7 @@
 """What the tests of the whole loop state of samples, whichever engine drew them.
 
-The modes are those of the benchmark, but with policies as far apart as can be: a sample then shows
-as much as eight do with the benchmark's policies.
+Policies are as far apart as can be: a sample then shows as much as eight do with those of
+`whole_loop.modes`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from functools import cache
 from typing import Any
 
 from false_alarms import Claims
-
-from benchmarks.exactness_loop import statements
-from benchmarks.exactness_loop.modes import (
+from whole_loop import statements
+from whole_loop.modes import (
     MODES,
     PROMPTS,
     Mode,
@@ -22,8 +21,8 @@ from benchmarks.exactness_loop.modes import (
     ResponseSpace,
     make_policies,
 )
-from benchmarks.exactness_loop.outcome import Delivered
-from benchmarks.exactness_loop.statements import TOLERANCE, Finding
+from whole_loop.outcome import Delivered
+from whole_loop.statements import TOLERANCE, Finding
 
 
 def far_apart(name: str, **changes: Any) -> Mode:

@@ -16,8 +16,7 @@ from benchmarks.harness import NO_CLAIM
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = {
     "routing_sglang": "the process of SGLang of `benchmarks.routing --sglang`",
-    "weights_nodes": "a node of `benchmarks.weights --part chain`",
-    "weights_receiver": "a receiver of `benchmarks.weights --part broadcast`",
+    "weights_nodes": "a node or a receiver of `benchmarks.weights --part chain` and `broadcast`",
 }
 """Modules that are started by benchmarks, and by nobody else."""
 LIGHT = (
@@ -25,12 +24,8 @@ LIGHT = (
     "controller",
     "delivery",
     "exactness",
-    "exactness_loop",
     "gpu_plan",
-    "model_folders",
-    "node_files",
     "noise_floor",
-    "ranks",
     "routing",
     "scaling",
     "scheduler",
@@ -44,24 +39,17 @@ LIGHT = (
 """Without a run."""
 IN_THREADS = (
     "pipeline",
-    "policies",
-    "rewards_audit",
     "rollout",
     "simulation",
-    "step_audit",
-    "vocabulary",
 )
 ELSEWHERE = {
     "mutants": "tests/benchmarks/test_mutants.py runs it on a tree of its own",
     "engines": "engine starts: tests/engine/remote runs both real engines",
-    "judge_servers": "a start of vLLM's server",
     "vllm_host": "two starts of vLLM",
     "soak": "a run of several processes; tests/benchmarks/test_soak.py has its arithmetic",
-    "two_machines": "Ray on two machines of namespaces: tests/asyncrl/run/test_two_machines.py",
 }
 """Not run, with the reason; each has its `--smoke`."""
-WATCHERS = ("watchers", "web_watchers")
-PROCESSES = ("alerts", "chaos", "evaluation", "hostile", "live_audit", "paced", "peers")
+PROCESSES = ("chaos", "hostile", "live_audit", "paced", "peers", "watchers")
 
 
 def benchmark_names() -> list[str]:

@@ -17,16 +17,9 @@ import pytest
 import torch
 from false_alarms import Claims, is_caught, lacking
 from suite_outcome import not_judged
-
-from asyncrl.generator.evaluation import Evaluation
-from asyncrl.rollout.trajectory import Provenance, Trajectory
-from asyncrl.tasks.sample_requests import sample_seed
-from asyncrl.wire.messages import from_generator as fg
-from asyncrl.wire.messages import to_generator as tg
-from asyncrl.wire.weights.writer import WeightPublisher
-from benchmarks.exactness_loop.engines import slow_down, torch_engine
-from benchmarks.exactness_loop.member import EngineClock, FakeLine, generator_process
-from benchmarks.exactness_loop.modes import (
+from whole_loop.engines import slow_down, torch_engine
+from whole_loop.member import EngineClock, FakeLine, generator_process
+from whole_loop.modes import (
     MODES,
     PROMPTS,
     SPACE,
@@ -34,7 +27,14 @@ from benchmarks.exactness_loop.modes import (
     make_policies,
     settings_of,
 )
-from benchmarks.exactness_loop.statements import Verdict, compare
+from whole_loop.statements import Verdict, compare
+
+from asyncrl.generator.evaluation import Evaluation
+from asyncrl.rollout.trajectory import Provenance, Trajectory
+from asyncrl.tasks.sample_requests import sample_seed
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.weights.writer import WeightPublisher
 
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 

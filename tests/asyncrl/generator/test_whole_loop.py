@@ -1,9 +1,9 @@
 """What the loop delivers to the trainer on the torch engine, against enumerated distributions.
 
 Scheduler, generator process, engine and cache are real and run in one event loop. The trainer
-alternates between two fixed policies and publishes in the middle of rollouts. See
-`benchmarks.exactness_loop.main` for the statements and `benchmarks.exactness_loop.harness` for the
-loop, `loop_claims` for how samples are judged and `false_alarms` for the p-value that fails.
+alternates between two fixed policies and publishes in the middle of rollouts. See `whole_loop` for
+the statements and `whole_loop.harness` for the loop, `loop_claims` for how samples are judged and
+`false_alarms` for the p-value that fails.
 
 Seeds are fixed and drafts do not depend on the clock, but which samples an update finds in
 generation does. So tests draw until there are enough of those (`draw_until`, `assert_caught`).
@@ -23,14 +23,14 @@ import torch
 from false_alarms import Claims, assert_caught, draw_until, is_caught, lacking
 from loop_claims import assert_exact, distributions_of, far_apart, found, policies_of
 from suite_outcome import not_judged
+from whole_loop import engines, statements
+from whole_loop.modes import PROMPTS, SPACE, Mode, settings_of
+from whole_loop.outcome import Delivered, Outcome
 
 from asyncrl.engine.torch.core import DecodeCore
 from asyncrl.engine.torch.engine import TorchEngine
 from asyncrl.rollout.trajectory import KeptTokens, Trajectory
 from asyncrl.wire.messages.unfinished_samples import UnfinishedSample
-from benchmarks.exactness_loop import engines, statements
-from benchmarks.exactness_loop.modes import PROMPTS, SPACE, Mode, settings_of
-from benchmarks.exactness_loop.outcome import Delivered, Outcome
 
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 

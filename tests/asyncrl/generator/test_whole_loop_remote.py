@@ -21,12 +21,12 @@ from false_alarms import Claims, assert_caught, draw_until, lacking
 from loop_claims import assert_exact, far_apart, found, policies_of
 from served_sglang import REAL_SGLANG, forked
 from served_vllm import REAL_VLLM
+from whole_loop import engines
+from whole_loop.modes import settings_of
+from whole_loop.outcome import Outcome
 
 from asyncrl.engine.protocol import Engine
 from asyncrl.engine.remote.client.engine import RemoteEngine
-from benchmarks.exactness_loop import engines
-from benchmarks.exactness_loop.modes import settings_of
-from benchmarks.exactness_loop.outcome import Outcome
 
 pytestmark = pytest.mark.statistics
 

@@ -36,6 +36,7 @@ from watched_page import (
     survives_kills_of_its_page,
     the_page_has_ended,
 )
+from watching_prometheus import Prometheus, watching
 
 from asyncrl.config.run_config import load_config
 from asyncrl.launch.identity import status_of
@@ -46,7 +47,6 @@ from asyncrl.monitoring.records.metrics_log import read_evaluations
 from asyncrl.monitoring.records.trained_samples import read_trained_samples
 from asyncrl.runs.directory import RunDirectory, read_state
 from asyncrl.tasks.builtin.warm_start_recipe import AGENT_RECIPE
-from benchmarks.watching_prometheus import Prometheus, watching
 
 pytestmark = pytest.mark.slow
 

@@ -32,7 +32,7 @@ from asyncrl.tasks.model import ensure_builtin_model
 from asyncrl.tasks.model_tokenizer import load_tokenizer
 from asyncrl.wire.messages import control
 from asyncrl.wire.records.step import RunResult
-from benchmarks.rewards_audit.main import Auditor
+from benchmarks.live_audit.rewards import Auditor
 from benchmarks.tiny_models import SMOKE_START
 
 pytestmark = pytest.mark.slow

@@ -30,7 +30,7 @@ from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
 from asyncrl.wire.records.reward_counts import RewardCounts
 from asyncrl.wire.records.step import TokenCounts
-from benchmarks.exactness_loop.outcome import LoopSettings, reward_of
+from whole_loop.outcome import LoopSettings, reward_of
 
 
 class EngineClock:
@@ -66,7 +66,7 @@ class FakeLine:
         """Pass a message to the other side."""
         self._on_send(message)
 
-    def send_soon(self, message: Any, *, urgent: bool | None = None) -> None:  # noqa: ARG002
+    def send_soon(self, message: Any, *, urgent: bool | None = None) -> None:
         """Pass a message to the other side."""
         self._on_send(message)
 

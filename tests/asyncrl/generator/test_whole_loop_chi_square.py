@@ -1,10 +1,9 @@
-"""The chi-square test of the whole-loop benchmark."""
+"""The chi-square test of the whole loop."""
 
 from __future__ import annotations
 
 import numpy as np
-
-from benchmarks.exactness_loop.statements import ALARM, compare
+from whole_loop.statements import ALARM, compare
 
 
 def test_exact_draws_pass_at_the_nominal_rate_and_a_small_shift_fails() -> None:

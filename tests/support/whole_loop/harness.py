@@ -46,8 +46,8 @@ from asyncrl.wire.messages.frames import decode_trajectory
 from asyncrl.wire.messages.to_generator import ToGenerator
 from asyncrl.wire.weights.layout import WeightManifest
 from asyncrl.wire.weights.writer import WeightPublisher
-from benchmarks.exactness_loop.member import EngineClock, Member, Turnover
-from benchmarks.exactness_loop.outcome import Delivered, LoopSettings, Outcome
+from whole_loop.member import EngineClock, Member, Turnover
+from whole_loop.outcome import Delivered, LoopSettings, Outcome
 
 _POLL_SECONDS = 0.001
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from scipy.stats import chi2
 
-from benchmarks.exactness_loop.modes import Doubles, Mode, ResponseDistributions, Text
-from benchmarks.exactness_loop.outcome import Delivered, reward_of
+from whole_loop.modes import Doubles, Mode, ResponseDistributions, Text
+from whole_loop.outcome import Delivered, reward_of
 
 MIN_EXPECTED = 10.0
 """A cell with a smaller expected count is pooled with others."""

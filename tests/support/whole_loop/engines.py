@@ -18,10 +18,10 @@ from asyncrl.engine.sglang.config import SglangConfig
 from asyncrl.engine.torch.config import TorchConfig
 from asyncrl.engine.vllm.config import VllmConfig
 from asyncrl.wire.weights.writer import published
-from benchmarks.exactness_loop.harness import Harness
-from benchmarks.exactness_loop.modes import PROMPTS, Mode
-from benchmarks.exactness_loop.outcome import LoopSettings, Outcome
 from benchmarks.harness import sglang_python
+from whole_loop.harness import Harness
+from whole_loop.modes import PROMPTS, Mode
+from whole_loop.outcome import LoopSettings, Outcome
 
 _POLL_SECONDS = 0.005
 _RESET_SECONDS = 60.0
@@ -97,7 +97,7 @@ def slow_down(engine: Any, turns: int) -> None:
     times as long. Without this, messages would take longer than whole responses, and updates would
     find no sample in generation.
     """
-    core = engine._core  # noqa: SLF001 - there is no other way to slow it down
+    core = engine._core
     step, loop = core.step, asyncio.get_running_loop()
 
     def step_slowly() -> list[Any]:
@@ -106,7 +106,7 @@ def slow_down(engine: Any, turns: int) -> None:
         return list(step())
 
     core.step = step_slowly
-    core._drafter.planner = FixedBudget(max_step_tokens=4096, max_draft_tokens=4)  # noqa: SLF001
+    core._drafter.planner = FixedBudget(max_step_tokens=4096, max_draft_tokens=4)
 
 
 async def run_on(

@@ -20,7 +20,7 @@ import yaml
 
 from asyncrl.monitoring.rules.__main__ import RULES, faster
 
-MONITORING = Path(__file__).parents[1] / "monitoring"
+MONITORING = Path(__file__).parents[2] / "monitoring"
 WINDOW = "15s"
 """Stands for Grafana's `$__rate_interval`."""
 

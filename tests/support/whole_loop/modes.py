@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.sampling.stopping import StopRule
 from asyncrl.scheduler.config import SchedulerConfig
-from benchmarks.exactness_loop.outcome import LoopSettings
 from benchmarks.tiny_models import random_qwen3
+from whole_loop.outcome import LoopSettings
 
 Text = tuple[int, ...]
 """Response tokens."""

@@ -1,6 +1,0 @@
-"""`python -m benchmarks.rewards_audit`; processes that import this module again load nothing."""
-
-if __name__ == "__main__":
-    from benchmarks.rewards_audit.main import main
-
-    raise SystemExit(main())

@@ -1,1 +1,0 @@
-"""Verification and drawing under a real vocabulary."""
