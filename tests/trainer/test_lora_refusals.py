@@ -127,7 +127,7 @@ def test_of_a_mixture_the_linear_layers_are_adapted(
     assert adapted >= {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert not {one for one in adapted if one in {"experts", "lm_head", "gate_up_proj"}}
     lora = {"rank": 3, "targets": ["up_proj" if name == "qwen3_moe" else "w1"]}
-    with pytest.raises(UserError, match="is (no|not a) layer of"):
+    with pytest.raises(UserError, match=r"is (no|not a) layer of"):
         with_adapter(RunConfig.model_validate({"trainer": {"lora": lora}}), Path(path))
 
 
