@@ -122,7 +122,7 @@ def _panel(panel: Panel, number: int, x: int, y: int) -> Json:
             {
                 "refId": _letter(index),
                 "datasource": _SOURCE,
-                "expr": str(query.expr),
+                "expr": query.expr,
                 "legendFormat": query.legend,
                 "range": True,
             }

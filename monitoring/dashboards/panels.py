@@ -71,11 +71,16 @@ C, G, T = map(series_of, (ControllerMetrics, GeneratorMetrics, TrainerMetrics))
 class Query:
     """One line of a panel, or one line per label value."""
 
-    expr: Series | str
+    series: Series | str
     legend: str
     """May use Grafana's `{{label}}`."""
     unit: str | None = None
     """Unit of a line with its own axis, on the right; by default the panel's."""
+
+    @property
+    def expr(self) -> str:
+        """The line as PromQL."""
+        return str(self.series)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def test_queries_use_declared_metrics_of_the_chosen_runs():
     declared |= {f"{name}_{part}" for name in declared for part in ("bucket", "sum", "count")}
     for panel in PANELS:
         for query in panel.queries:
-            names = re.findall(r"(\w+)\{([^}]*)\}", str(query.expr))
+            names = re.findall(r"(\w+)\{([^}]*)\}", query.expr)
             assert names, query.expr
             for name, matchers in names:
                 assert name in declared, query.expr
