@@ -98,7 +98,7 @@ test-deploy: $(VENV)/.dev ## Docker Compose and Kubernetes for real, each in a v
 BENCHMARKS := cache scheduler delivery vllm_host torch_host engines exactness rollout pipeline paced peers chaos \
   hostile trainer turns weights controller gpu_plan live_audit mutants noise_floor \
   routing scaling simulation slow_environments warm_start watchers soak
-bench: $(VENV)/.vllm $(VENV)/.bench prometheus ## quick version of every benchmark (hours), JSON into benchmarks/results/local/ (BENCHMARKS="cache turns": some)
+bench: $(VENV)/.vllm $(VENV)/.bench ## quick version of every benchmark (hours), JSON into benchmarks/results/local/ (BENCHMARKS="cache turns": some)
 	@mkdir -p benchmarks/results/local
 	failed=; for name in $(BENCHMARKS); do \
 	  $(VENV)/bin/python -m benchmarks.$$name --quick --json benchmarks/results/local/$$name.json || failed="$$failed $$name"; \

@@ -265,6 +265,7 @@ NOT_RUN: dict[str, str] = {
         python -m benchmarks.exactness --quick
         python -m benchmarks.gpu_plan --json FILE
         python -m benchmarks.hostile --quick
+        python -m benchmarks.live_audit
         python -m benchmarks.live_audit --run runs/NAME
         python -m benchmarks.mutants
         python -m benchmarks.noise_floor --quick
