@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             numbers["web_cpu_with"] = median_cpu(periods, "web", watched=True)
         ratios |= {f"{kind}_{name}": number for name, number in numbers.items()}
     raw = {kind: [asdict(one) for one in periods] for kind, periods in found.items()}
-    report(options, "watchers", raw, ratios)
+    report(options, "watchers", {"periods": raw}, ratios)
     return 0
 
 

@@ -56,7 +56,8 @@ def test_watchers_of_one_run(
     with watchers.watched_run(2, smoke_settings(tmp_path)) as run:
         monkeypatch.setattr(watchers, "watched_run", lambda *_: contextlib.nullcontext(run))
         written = smoke("watchers", tmp_path / "watchers.json", capsys)
-    for periods in written["raw"].values():
+    assert written["raw"]["periods"].keys() == set(watchers.KINDS)
+    for periods in written["raw"]["periods"].values():
         assert {period["watchers"] for period in periods} == {0, 2}
         assert all(period["steps"] >= 2 for period in periods)
 
