@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import msgspec
 import yaml
-from asyncrl.wire.records.on_policy import OnPolicySteps, is_on_policy
 
 from asyncrl.monitoring.config import MonitoringConfig
 from asyncrl.monitoring.errors import RecordError, ReportError
@@ -24,7 +23,14 @@ from asyncrl.monitoring.records.spans import Span, read_spans
 from asyncrl.monitoring.report.series import finite, independent_trials
 from asyncrl.wire.messages.control import OrderRecord
 from asyncrl.wire.records.evaluations import EvaluationRecord
-from asyncrl.wire.records.step import Measured, RunResult, StepMetrics, TokenCounts
+from asyncrl.wire.records.step import (
+    Measured,
+    OnPolicySteps,
+    RunResult,
+    StepMetrics,
+    TokenCounts,
+    is_on_policy,
+)
 
 T = TypeVar("T")
 
