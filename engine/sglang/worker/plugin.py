@@ -32,13 +32,17 @@ def register() -> None:
     if MARK_VARIABLE not in os.environ:
         return
     try:
-        from asyncrl.engine.sglang.worker.api import SCHEDULER_NAME, HookRegistry, HookType
-        from asyncrl.engine.sglang.worker.drafts import speculation
-        from asyncrl.engine.sglang.worker.scheduler import ClientScheduler
-
-        HookRegistry.register(SCHEDULER_NAME, ClientScheduler, HookType.REPLACE)
-        speculation.register()
+        _register()
     except BaseException:  # noqa: BLE001 - whatever it was, the process ends with it
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(_FAILED)
+
+
+def _register() -> None:
+    from asyncrl.engine.sglang.worker.api import SCHEDULER_NAME, HookRegistry, HookType
+    from asyncrl.engine.sglang.worker.drafts import speculation
+    from asyncrl.engine.sglang.worker.scheduler import ClientScheduler
+
+    HookRegistry.register(SCHEDULER_NAME, ClientScheduler, HookType.REPLACE)
+    speculation.register()

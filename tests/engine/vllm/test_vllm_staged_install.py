@@ -69,7 +69,7 @@ def test_a_model_whose_loading_leaves_more_than_tensors_is_reloaded(
             served.install(model)
             proved, why = staging_way(served)
             assert not proved
-            assert why.endswith("loading does to model.norm.derived.0")
+            assert why.endswith("loader does to model.norm.derived.0")
             asked = ask(f"reloaded{seed}", seed=seed, max_tokens=30)
             chunks = served.call(collect(served.engine, asked))
             wanted = drawn(model, PROMPT, tokens_of(chunks))
