@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, get_args
 
-from asyncrl.simulation.environments import GO_BACK, Environments
+from asyncrl.simulation.environments import Environments, GoBack
 from asyncrl.simulation.network import Network
 from asyncrl.simulation.study import Cluster
 from benchmarks.harness import parser_of, report
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows += [one(gpus, latency, mode) for mode in given.mode or MODES]
     if given.variants:
         base = Environments(10.0, turns=TURNS)
-        for name in GO_BACK:
+        for name in get_args(GoBack):
             print(f"{name}:")
             changed = replace(base, go_back=name)
             rows += [one(64, 10.0, mode, environments=changed) for mode in MODES[2:]]
