@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 from rich.table import Table
 
 from asyncrl.simulation.fit import Fit, fit_run
-from asyncrl.simulation.study import MODES, Cluster, as_json, cluster, compare
+from asyncrl.simulation.study import MODES, Cluster, cluster, compare
 from asyncrl.simulation.tables import mode_table
 from benchmarks.harness import output_of, parser_of, pick, report, run_command, table
 from benchmarks.tiny_models import smoke_settings
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }.items():
         outcomes = compare(large, MODES)
         shown.append(mode_table(large, outcomes))
-        raw[name] = as_json(outcomes)
+        raw[name] = {mode: asdict(outcome) for mode, outcome in outcomes.items()}
         sync, suffix = outcomes["sync"].step_seconds, "" if name == "token" else f"_{name}"
         for mode, label in (
             ("verify", ""),

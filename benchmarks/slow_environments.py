@@ -10,9 +10,9 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, get_args
 
-from asyncrl.simulation.environments import GO_BACK, Environments
+from asyncrl.simulation.environments import Environments, GoBack
 from asyncrl.simulation.network import Network
 from asyncrl.simulation.study import Cluster
 from benchmarks.harness import parser_of, pick, report, table
@@ -52,7 +52,7 @@ def one(gpus: int, latency: float, mode: str, note: str = "", **changes: Any) ->
 def variants() -> Iterator[dict[str, Any]]:
     """One thing changed, on 64 GPUs."""
     base = Environments(10.0, turns=TURNS)
-    for name in GO_BACK:
+    for name in get_args(GoBack):
         changed = replace(base, go_back=name)
         yield from (one(64, 10.0, mode, name, environments=changed) for mode in MODES[2:])
     few = "as many samples as slots"
