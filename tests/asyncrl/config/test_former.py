@@ -26,7 +26,5 @@ def test_a_key_of_before_may_have_its_one_value(path: str) -> None:
 
 def test_true_is_not_one() -> None:
     assert parse_config(nested("launcher.stop_seconds", 60), source="old") == RunConfig()
-    with pytest.raises(
-        ConfigError, match=r"cache\.calibrate is not a setting any more: it is t"
-    ):
+    with pytest.raises(ConfigError, match=r"cache\.calibrate is not a setting any more: it is t"):
         parse_config(nested("cache.calibrate", 1), source="old")

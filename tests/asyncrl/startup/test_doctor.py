@@ -244,9 +244,7 @@ def test_the_sockets_for_agents_and_their_secret_are_looked_at(tmp_path: Path) -
     same = with_agents(key, f"listen=0.0.0.0:{port}", f"control_port={port}").launcher.agents
     assert checks.agents_sockets(same).text.startswith("an address for agents")
     elsewhere = with_agents(key, f"listen=192.0.2.1:{port}").launcher.agents
-    assert "HOST must be one of this machine's addresses" in (
-        checks.agents_sockets(elsewhere).fix
-    )
+    assert "HOST must be one of this machine's addresses" in (checks.agents_sockets(elsewhere).fix)
 
 
 def test_a_port_whose_connections_were_just_closed_is_free() -> None:
