@@ -54,7 +54,6 @@ def run(*what: str, triton: Path | None = None, **environment: str) -> str:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=400,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
