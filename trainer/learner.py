@@ -82,7 +82,7 @@ def check_reference(directory: Path, models: Models, own: str, saved: str) -> No
     if reference is None or reference.moves or not saved or own == saved:
         return
     if adapter is not None and adapter.config.adapter is None:
-        return  # it is the adapter's model, which `check_base` compares
+        return  # it is the adapter's model, which `restore` compares
     raise CheckpointError(
         f"{directory} belongs to a run that started from other weights than model.path has now, "
         "which would be the reference of its KL penalty; set model.path to the model that the run "

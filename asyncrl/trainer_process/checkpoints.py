@@ -88,7 +88,8 @@ def _note_late_end(ended: asyncio.Future[None]) -> None:
     """Retrieve the error of a late answer, which is awaited nowhere else."""
     if not ended.cancelled():
         logger.info(
-            "the disk has answered for a checkpoint that was given up: %s", ended.exception()
+            "the disk has answered for a checkpoint that was given up: %s",
+            ended.exception() or "it is written",
         )
 
 

@@ -107,12 +107,6 @@ def check_signature(kind: FunctionKind, name: str, function: Any, args: Mapping[
         given = f" with args {sorted(args)}" if args else ""
         # As written: annotations that are strings would be shown in quotes.
         shown = re.sub(r"((?:: |-> ))'([^']*)'", r"\1\2", str(signature))
-        # As written: annotations that are strings would be shown in quotes.
-        shown = re.sub(r"((?:: |-> ))'([^']*)'", r"\1\2", str(signature))
-        # As written: annotations that are strings would be shown in quotes.
-        shown = re.sub(r"((?:: |-> ))'([^']*)'", r"\1\2", str(signature))
-        # As written: annotations that are strings would be shown in quotes.
-        shown = re.sub(r"((?:: |-> ))'([^']*)'", r"\1\2", str(signature))
         raise kind.error(
             f"{kind.noun} {name!r} cannot be called as {kind.signature}{given}: {error}; its "
             f"signature is {shown}"

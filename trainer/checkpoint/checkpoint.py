@@ -117,7 +117,10 @@ def pending(contents: Contents, snapshot: Snapshot | None, world: World) -> Pend
     all_needed = world.gather(f"{needed} {this_machine()}".encode(), "memory of a checkpoint")
     lacking = "" if snapshot is None else snapshot.lacks(_needed_here(all_needed))
     if lacking:
-        logger.warning("training waits until this checkpoint is written: %s", lacking)
+        logger.warning(
+            "trainer.async_checkpoints: training waits until this checkpoint is written: %s",
+            lacking,
+        )
     if world.any(bool(lacking), "whether there is memory for a checkpoint"):
         snapshot = None
     word = world.gather(Place().word.encode(), "the name of a checkpoint")[0].decode()

@@ -169,7 +169,9 @@ class Driver:
                 trouble = _lost(error)
             except RayError as error:
                 self._say(messages.Lost(slot.name, _lost(error)))
-                ray.kill(one)
+                if one is not None:
+                    with contextlib.suppress(Exception):  # it may be gone, and the head too
+                        ray.kill(one)
                 one, worker = None, ""  # another one takes its place
             except (ValueError, TypeError) as error:
                 settings = "launcher.ray.runtime_env or launcher.ray.image"
@@ -184,7 +186,8 @@ class Driver:
                 node, worker, unreachable = where
                 trouble = self._unreachable(slot, unreachable) or self._serve(slot, one)
             time.sleep(AGAIN_SECONDS)
-        self._say(messages.Lost(slot.name, "its room was released"))
+        if slot.name not in self._groups:  # or it was reserved again, and has a new agent
+            self._say(messages.Lost(slot.name, "its room was released"))
 
     def _make(self, slot: Slot, group: PlacementGroup, bundle: int) -> Any:
         """Create an actor, which Ray restarts when its worker or node is lost."""

@@ -46,6 +46,8 @@ NODE_SECONDS = 3.0
 """Time in which the head finds out that a node is gone."""
 SILENT_SECONDS = 20.0
 """Time after which a silent agent is lost, once the head is gone."""
+_LONGEST_LINE = 1 << 24
+"""Bytes; a refusal names the bundles of all processes."""
 _UNAUTHENTICATED = "InvalidAuthToken"
 """Part of the log of a driver that a head refuses; Ray retries without an end."""
 
@@ -76,6 +78,7 @@ class DriverProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C is for the controller
+                limit=_LONGEST_LINE,
             )
         return cls(process, log)
 
@@ -214,7 +217,8 @@ class RayLauncher(AgentsLauncher):
             match message:
                 case messages.Lost(name=name, cause=cause):
                     self.troubles.append(f"{name}: {cause}")
-                    self._agents_lost(cause, partial(_is_of, name))
+                    released = name not in self._fixed | self._joiners  # so nothing failed
+                    self._agents_lost(cause, partial(_is_of, name), node=released)
                 case messages.NodeLeft(node=node):
                     cause = "its node left the Ray cluster"
                     self._agents_lost(cause, partial(_is_on, node), node=True)

@@ -22,7 +22,7 @@ from asyncrl.launch.ray import actor, messages
 from asyncrl.launch.ray.messages import Slot
 
 pytest.importorskip("ray")
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 driver_of_ray = pytest.importorskip("asyncrl.launch.ray.driver")
 
@@ -107,6 +107,28 @@ def test_an_actor_that_ray_does_not_restart_is_made_anew(world: World) -> None:
     (lost,) = world.keep(("n", "w", ""), DIED, DIED, ("n", "another", ""), BROKEN)
     assert lost.cause.startswith("its Ray actor was lost: ActorDiedError")
     assert (world.made, world.killed) == (2, 1)
+
+
+def test_an_actor_that_cannot_be_made_is_tried_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = iter([RayError("the head did not answer")])
+
+    def make(*place: object) -> Any:
+        for error in made:
+            raise error
+        return world._make(*place)
+
+    monkeypatch.setattr(world.driver, "_make", make)
+    (lost,) = world.keep(("n", "w", ""), BROKEN)
+    assert isinstance(lost, messages.Lost)
+    assert (world.made, world.killed) == (1, 0)
+
+
+def test_room_that_is_reserved_again_at_once_keeps_its_new_agent(world: World) -> None:
+    world.driver._groups["generator-0"] = "another group"
+    world.driver._keep(Slot("generator-0", 1), "the released group")
+    assert world.said == []
 
 
 def test_a_node_that_does_not_reach_the_controller_says_so(world: World) -> None:

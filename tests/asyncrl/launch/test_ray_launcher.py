@@ -283,6 +283,19 @@ def test_joiners_get_room_and_give_it_back(tmp_path: Path) -> None:
     with_launcher(tmp_path, check)
 
 
+def test_what_an_agent_hosted_in_released_room_has_not_failed(tmp_path: Path) -> None:
+    async def check(world: Opened) -> None:
+        await world.launcher.make_room([2])
+        world.join("generator-2")
+        hosted = world.start("generator-2")
+        world.launcher.give_room_back(2)
+        world.says(messages.Lost("generator-2", "its Ray actor was lost: killed"))
+        await until(lambda: hosted.exit_code() == -9)
+        assert hosted.lost_with_machine, "a relay there counts against no limit"
+
+    with_launcher(tmp_path, check)
+
+
 def test_a_driver_that_reads_nothing_is_killed_and_blocks_no_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
