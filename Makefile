@@ -90,7 +90,8 @@ site: $(VENV)/.dev ## the pages of docs/ as a site that needs no network: site/i
 grafana-schema: ## check the dashboard against the types that Grafana publishes (npm)
 	bash monitoring/dashboards/check_schema.sh
 
-test-deploy: $(VENV)/.dev ## Docker Compose and Kubernetes for real, each in a verdict: root on Debian 12, nothing else prepared (an hour, 20 GB)
+test-deploy: $(VENV)/.dev ## Slurm, Docker Compose and Kubernetes for real, each in a verdict: root on Debian 12, nothing else prepared (an hour, 20 GB)
+	VENV=$(VENV) bash tests/deploy/slurm.sh
 	SAVE=$(DEPLOY_DIR)/asyncrl.tar DEPLOY_DIR=$(DEPLOY_DIR) bash tests/deploy/compose.sh
 	IMAGE_ARCHIVE=$(DEPLOY_DIR)/asyncrl.tar DEPLOY_DIR= PYTHON="$(abspath $(VENV))/bin/python" bash tests/deploy/kubernetes.sh || [ $$? = 3 ]
 
