@@ -94,8 +94,8 @@ def check_signature(kind: FunctionKind, name: str, function: Any, args: Mapping[
     """Refuse objects that cannot be called as the kind requires. Raises the kind's error."""
     if not callable(function):
         raise kind.error(
-            f"{kind.noun} {name!r} cannot be called as {kind.signature}: it is a "
-            f"{type(function).__name__}"
+            f"{kind.noun} {name!r} cannot be called as {kind.signature}: it is an "
+            f"object of type {type(function).__name__}"
         )
     try:
         signature = inspect.signature(function)

@@ -36,7 +36,7 @@ def test_every_path_is_expanded_or_refused_with_its_key(
         ("${UNSET_HERE}/x", "the environment variable UNSET_HERE is not set"),
         ("$DATA_HERE/x", "dollar sign in a path"),
         ("${AGAIN}/x", "dollar sign in a path"),
-        ("~nobody-of-this-name/x", "~nobody-of-this-name is no user"),
+        ("~nobody-of-this-name/x", "there is no user ~nobody-of-this-name"),
         ("d/" + "ü" * 128, "a file or folder name has at most 255 bytes"),
     ):
         with pytest.raises(ConfigError) as caught:

@@ -150,7 +150,7 @@ def test_a_missing_or_wrong_token_is_found_before_a_run(monkeypatch: pytest.Monk
                 check_rewards(RewardConfig.model_validate({"functions": [function]}))
 
             for given in ({}, {"token_env": "WRONG"}):
-                with pytest.raises(UserError, match=r"trial text has no score.* 401"):
+                with pytest.raises(UserError, match=r"trial text was not scored.* 401"):
                     await asyncio.to_thread(checked, **given)
             await asyncio.to_thread(checked, token_env="RIGHT")
 

@@ -35,7 +35,7 @@ def ordered(path: Path, order: str, step: int, before: Any = UNSET, **arguments:
         order=order, arguments=arguments, step=step, time=0.0, effect="", before=before
     )
     with closing(JsonlWriter(path / "mine" / ORDERS)) as writer:
-        writer.append([record])
+        writer.append(record)
 
 
 def resumed(
