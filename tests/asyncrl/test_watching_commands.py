@@ -49,7 +49,9 @@ def test_logs_of_one_process_and_of_all(runs: Path) -> None:
     everything = call("logs", "first", *place).splitlines()
     assert everything[0] == "generator-0 | engine ready"
     assert everything[-1] == "trainer | three"
-    with pytest.raises(UserError, match=r"does not have a log of process 'trainr'. Did you mean 'trainer'"):
+    with pytest.raises(
+        UserError, match=r"does not have a log of process 'trainr'. Did you mean 'trainer'"
+    ):
         call("logs", "first", "trainr", *place)
     assert "three" in call("logs", "-f", "first", "trainer", *place), "the run is over"
     with (runs / "first" / "logs" / "trainer.log").open("a") as log:
