@@ -108,7 +108,7 @@ def test_layers_and_adapters_that_do_not_fit_are_named(
         with_adapter(config, Path(path))
     file.write_bytes(b"nonsense")
     with pytest.raises(
-        UserError, match=r"adapter_model.safetensors is no safetensors file, or damaged"
+        UserError, match=r"adapter_model.safetensors is not a safetensors file, or is damaged"
     ):
         with_adapter(config, Path(path))
 
@@ -127,7 +127,7 @@ def test_of_a_mixture_the_linear_layers_are_adapted(
     assert adapted >= {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert not {one for one in adapted if one in {"experts", "lm_head", "gate_up_proj"}}
     lora = {"rank": 3, "targets": ["up_proj" if name == "qwen3_moe" else "w1"]}
-    with pytest.raises(UserError, match="is not a layer of"):
+    with pytest.raises(UserError, match="is no layer of"):
         with_adapter(RunConfig.model_validate({"trainer": {"lora": lora}}), Path(path))
 
 
