@@ -14,7 +14,7 @@ from asyncrl.controller.statistics import (
     GenerationTotals,
     RewardTotals,
     RunGroups,
-    StalenessTotals,
+    StepTotals,
     in_flight,
     too_few_groups,
 )
@@ -69,7 +69,7 @@ class Progress:
         self._groups = RunGroups(earlier, config.scheduler.groups_per_step)
         self._seconds_before = earlier[-1].wall_seconds if earlier else 0.0
         self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
-        self._staleness = StalenessTotals(earlier)
+        self._steps = StepTotals(earlier)
         self._scheduler: Scheduler | None = None
         self._phase = "starting"
         self.evaluations: EvaluationResults | None = None
@@ -140,6 +140,8 @@ class Progress:
         self._count()
         self._trained_tokens = self._totals.tokens
         self._reward_totals.summarize()
+        if said := warnings.little_signal(self._steps.signal(), self._step):
+            self.say(said)
         self._phase = "training is over"
 
     def step_finished(self, message: StepFinished) -> None:
@@ -151,11 +153,13 @@ class Progress:
         self._last_step_at, self._last_step = now, step
         self._warn_once("noise floor", warnings.noise_floor(self._config, step.noise_floor))
         self._warn_once("top-K", warnings.small_top_k(self._config, step.tokens))
+        self._warn_once("no signal", warnings.no_signal(self._config, step))
+        self._warn_once("cut", warnings.mostly_cut(self._config, step))
         if said := too_few_groups(step, self._config.scheduler):
             self.say(said)
         self._log.append(step)
         self._rewards.append(step.learning.reward_mean)
-        self._staleness.add(step)
+        self._steps.add(step)
         self._metrics.publish(step)
         self._metrics.count_on_policy(self._on_policy)
         self._metrics.steps.inc()
@@ -198,7 +202,7 @@ class Progress:
                 self._rewards.pop()
         else:
             self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
-        self._staleness.rewind(step)
+        self._steps.rewind(step)
         self._groups.rewind(earlier)
         self._findings.rewind(earlier)
         if self._log.flush():  # the file may have been replaced
@@ -216,7 +220,7 @@ class Progress:
 
     @property
     def _on_policy(self) -> OnPolicySteps:
-        return self._staleness.on_policy(self._step)
+        return self._steps.on_policy(self._step)
 
     def _record(self, message: StepFinished, now: float) -> StepMetrics:
         seconds = max(1e-9, now - self._last_step_at)
@@ -354,7 +358,8 @@ class Progress:
             total_seconds=total_seconds,
             tokens=self._tokens_before + self._trained_tokens,
             groups=self._groups.settled(self._snapshot()),
-            staleness=self._staleness.staleness(),
+            signal=self._steps.signal(),
+            staleness=self._steps.staleness(),
             exactly_on_policy=self._exactly_on_policy(),
             accuracy_before=None if before is None else before.value,
             accuracy_after=None if after is None else after.value,

@@ -18,6 +18,7 @@ from asyncrl.wire.records.step import (
     EngineStats,
     GroupTotals,
     OnPolicySteps,
+    SignalTotals,
     StalenessMetrics,
     StepGroups,
     StepMetrics,
@@ -147,11 +148,11 @@ class GenerationTotals:
         )
 
 
-class StalenessTotals:
-    """Keeps staleness and on-policy flag of each step; `earlier` are those before a resume."""
+class StepTotals:
+    """Keeps a few numbers of each step, for totals; `earlier` are those before a resume."""
 
     def __init__(self, earlier: Iterable[StepMetrics]) -> None:
-        self._steps: dict[int, tuple[StalenessMetrics, bool | None]] = {}
+        self._steps: dict[int, tuple[StalenessMetrics, bool | None, SignalTotals]] = {}
         self._flags: Counter[bool | None] = Counter()
         for one in earlier:
             self.add(one)
@@ -160,21 +161,25 @@ class StalenessTotals:
         """Add a step, in place of an earlier record of it."""
         if (replaced := self._steps.get(step.step)) is not None:
             self._flags[replaced[1]] -= 1
-        self._steps[step.step] = step.staleness, is_on_policy(step)
+        self._steps[step.step] = step.staleness, is_on_policy(step), SignalTotals.of(step)
         self._flags[is_on_policy(step)] += 1
 
     def rewind(self, step: int) -> None:
         """Forget this step and all later ones, which are trained again."""
         self._steps = {index: one for index, one in self._steps.items() if index < step}
-        self._flags = Counter(flag for _, flag in self._steps.values())
+        self._flags = Counter(flag for _, flag, _ in self._steps.values())
 
     def staleness(self) -> StalenessMetrics:
         """Mean of the steps' means, and maximum over all steps."""
-        ages = [age for age, _ in self._steps.values()]
+        ages = [age for age, _, _ in self._steps.values()]
         return StalenessMetrics(
             mean=statistics.fmean(one.mean for one in ages) if ages else 0.0,
             max=max((one.max for one in ages), default=0),
         )
+
+    def signal(self) -> SignalTotals:
+        """Count what the steps could learn from."""
+        return sum((signal for _, _, signal in self._steps.values()), start=SignalTotals())
 
     def on_policy(self, steps: int) -> OnPolicySteps:
         """Count the exactly on-policy steps of a run of this many steps."""

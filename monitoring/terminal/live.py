@@ -10,7 +10,7 @@ import itertools
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Self
 
 from rich import box
@@ -34,6 +34,7 @@ from asyncrl.monitoring.terminal.formatting import (
 )
 from asyncrl.monitoring.terminal.run_view import RunView
 from asyncrl.wire.records.evaluations import EvaluationRecord, accuracy_of
+from asyncrl.wire.records.step import StepMetrics
 
 HIGH_IDLE_SHARE = 0.3
 """Idle shares from this on are shown in a warning colour."""
@@ -112,12 +113,14 @@ def _numbers(view: RunView, wide: bool) -> RenderableType:
         _accuracy(view),
         ("staleness", _staleness(view)),
         ("drafts accepted", _drafts(view)),
+        ("length", _length(last)),
     ]
     flow = [
         ("tokens/s", Text(count(rate), style="bold")),
         ("samples", _samples(view)),
         ("generator idle", _idle(None if last is None else last.idle.generator)),
         ("trainer idle", _idle(None if last is None else last.idle.trainer)),
+        ("without signal", _silent(last)),
     ]
     grid = Table.grid(expand=True, padding=(0, 2))
     for _ in range(2 if wide else 1):
@@ -157,6 +160,20 @@ def _drafts(view: RunView) -> Text:
     )
 
 
+def _length(last: StepMetrics | None) -> Text:
+    if last is None or not last.batch.samples:
+        return Text(UNKNOWN)
+    cut = percent(last.batch.truncated_share)
+    return Text.assemble(count(last.batch.response_length_mean), ("  cut off ", "dim"), cut)
+
+
+def _silent(last: StepMetrics | None) -> Text:
+    if last is None or last.signalless_share is None:
+        return Text(UNKNOWN)
+    style = "yellow" if last.learned_nothing else ""
+    return Text.assemble((percent(last.signalless_share), style), (" of groups", "dim"))
+
+
 def _samples(view: RunView) -> Text:
     parts = (
         (view.samples_running, "running"),
@@ -185,7 +202,8 @@ def plain_line(view: RunView, total_steps: int) -> str:
     parts, last = [f"step {view.step}/{total_steps}"], view.last
     if last is not None:
         parts += [
-            f"reward {last.learning.reward_mean:.3f}",
+            _rewards(last),
+            *_learning(last),
             f"{count(last.tokens_per_second)} tokens/s",
             f"staleness {last.staleness.mean:.2f} (max {last.staleness.max})",
         ]
@@ -201,6 +219,31 @@ def plain_line(view: RunView, total_steps: int) -> str:
     if view.eta_seconds is not None:
         parts.append(f"{duration(view.eta_seconds)} left")
     return " | ".join(parts)
+
+
+def _rewards(step: StepMetrics) -> str:
+    """`reward 0.720`, with the mean of each function if there are several."""
+    text = f"reward {step.learning.reward_mean:.3f}"
+    if len(step.rewards) < 2:
+        return text
+    return f"{text} ({', '.join(f'{_clean(k)} {number(v, 3)}' for k, v in step.rewards.items())})"
+
+
+def _learning(step: StepMetrics) -> Iterator[str]:
+    """What the step learned from; nothing of a step that trained on nothing."""
+    batch, learning = step.batch, step.learning
+    if not batch.samples:
+        return
+    cut, silent = percent(batch.truncated_share), percent(step.signalless_share)
+    yield f"length {count(batch.response_length_mean)}, {cut} cut"
+    yield f"{silent} of groups without signal"
+    numbers = {
+        "entropy": learning.entropy,
+        "KL to behaviour": step.mismatch.kl,
+        "KL to reference": step.algorithm.get("reference_kl"),
+        "grad norm": learning.grad_norm,
+    }
+    yield ", ".join(f"{name} {value:.2g}" for name, value in numbers.items() if value is not None)
 
 
 logger = logging.getLogger(__name__)

@@ -64,12 +64,16 @@ class RunView:
     def as_status(self) -> dict[str, Any]:
         """The values by their names in `asyncrl status`."""
         last = self.last
+        batch = None if last is None or not last.batch.samples else last.batch
         failed = RewardCounts(failed={} if last is None else last.reward_failures)
         sets = {} if self.evaluation is None else self.evaluation.sets
         return {
             "phase": self.phase,
             "step": self.step,
             "reward_mean": None if last is None else last.learning.reward_mean,
+            "response_length": None if batch is None else batch.response_length_mean,
+            "truncated_share": None if batch is None else batch.truncated_share,
+            "signalless_share": None if last is None else last.signalless_share,
             "tokens_per_second": None if last is None else last.tokens_per_second,
             "staleness_mean": None if last is None else last.staleness.mean,
             "staleness_max": None if last is None else last.staleness.max,

@@ -3,6 +3,7 @@
 arithmetic: training, step 7 of 30, torch engine, 2 min 05 s left
 waiting: step 7 waits for 1 sample (1 running, 0 to be started)
 reward 0.412, accuracy before training 0.125
+length 45 tokens, 3% cut off, 25% of groups without signal
 accuracy of step 5 0.250, best 0.281 at step 4, evaluating step 10, 120/256
 staleness 0.00 on average, 0 at most, exactly on-policy so far
 1,234 tokens/s, 35% of tokens drafted, 81% of drafts accepted
@@ -24,6 +25,11 @@ _LINES: tuple[tuple[str, ...], ...] = (
     ("{run}: {phase}", "step {step} of {steps}", "{engine} engine", "{left} left"),
     ("waiting: {waiting_for}",),
     ("reward {reward_mean:.3f}", "accuracy before training {accuracy_before:.3f}"),
+    (
+        "length {response_length:,.0f} tokens",
+        "{truncated_share:.0%} cut off",
+        "{signalless_share:.0%} of groups without signal",
+    ),
     (
         "accuracy of step {accuracy_later} {accuracy:.3f}",
         "{evaluation_incomplete}",

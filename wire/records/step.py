@@ -296,6 +296,24 @@ class StepMetrics(LearnerMetrics, frozen=True):
     trainer's (`run.on_wrong_policy`). Later steps are not exactly on-policy either, until the
     policies agree again. Of many, the last sentence says how many more there were."""
 
+    @property
+    def signalless_share(self) -> Measured:
+        """Share of the groups looked at that teach nothing, 0 to 1; None without any.
+
+        Their samples have equal rewards, or advantages of 0 for another reason. Dynamic sampling
+        leaves them out; otherwise they are trained on.
+        """
+        left_out = len(self.groups.without_signal)
+        looked_at = self.batch.groups + left_out
+        return (self.batch.zero_variance_groups + left_out) / looked_at if looked_at else None
+
+    @property
+    def learned_nothing(self) -> bool:
+        """True if no reward reached the weights: no group had signal, or the gradient was 0."""
+        batch = self.batch
+        silent = batch.zero_variance_groups == batch.groups or self.learning.grad_norm == 0.0
+        return batch.groups > 0 and silent
+
 
 class GroupTotals(Counts, frozen=True, kw_only=True):
     """Groups that a run has settled, including those before a resume."""
@@ -303,6 +321,31 @@ class GroupTotals(Counts, frozen=True, kw_only=True):
     trained: int = 0
     failed: int = 0
     without_signal: int = 0
+
+
+class SignalTotals(Counts, frozen=True, kw_only=True):
+    """What the steps of a run could learn from, including those before a resume."""
+
+    steps_without: int = 0
+    """Steps that learned nothing from their rewards (`StepMetrics.learned_nothing`)."""
+    groups_without: int = 0
+    """Groups trained on whose advantages are all 0; those that dynamic sampling left out are in
+    `groups.without_signal`."""
+    samples: int = 0
+    """Samples trained on."""
+    samples_cut: int = 0
+    """Those of them that the token limit or a deadline cut off."""
+
+    @classmethod
+    def of(cls, step: StepMetrics) -> Self:
+        """Return the totals of one step."""
+        batch = step.batch
+        return cls(
+            steps_without=int(step.learned_nothing),
+            groups_without=batch.zero_variance_groups,
+            samples=batch.samples,
+            samples_cut=round(batch.truncated_share * batch.samples),
+        )
 
 
 class OnPolicySteps(NamedTuple):
@@ -354,6 +397,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens: TokenCounts
     """Counts of all generators in the training phase, including those before a resume."""
     groups: GroupTotals = GroupTotals()
+    signal: SignalTotals = SignalTotals()
     staleness: StalenessMetrics
     exactly_on_policy: bool | None
     """True if every step was, including those before a resume. None: all known steps were, but some

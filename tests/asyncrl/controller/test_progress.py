@@ -28,9 +28,12 @@ from asyncrl.wire.messages.from_trainer import StepFinished
 from asyncrl.wire.records.noise_floor import NoiseFloor
 from asyncrl.wire.records.reward_counts import RewardCounts
 from asyncrl.wire.records.step import (
+    BatchMetrics,
     EngineStats,
     GroupTotals,
     LearnerMetrics,
+    LearningMetrics,
+    SignalTotals,
     StalenessMetrics,
     StepGroups,
     StepMetrics,
@@ -402,3 +405,49 @@ def test_records_that_wait_for_the_disk_are_kept_when_a_trainer_is_replaced(tmp_
     assert not watched.progress.has_waiting_records()
     watched.log.close()
     assert [one.step for one in read_metrics(watched.path)] == [0]
+
+
+SILENT = BatchMetrics(groups=4, zero_variance_groups=4, samples=16)
+MASKED = BatchMetrics(groups=4, samples=16, truncated_share=1.0, response_length_mean=256.0)
+EQUAL = LearningMetrics(reward_mean=0.5, reward_std=0.0, grad_norm=0.0)
+VARIED = LearningMetrics(reward_mean=0.5, reward_std=0.4, grad_norm=0.0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "learning", "words"),
+    [
+        (SILENT, EQUAL, ["none of its 4 groups carries signal (all samples have the reward 0.5)"]),
+        (SILENT, VARIED, ["carries signal (the samples of each have the same reward)"]),
+        (
+            MASKED,
+            VARIED,
+            ["mask_truncated_completions leaves these out", "100% of the samples of step 0 were"],
+        ),
+    ],
+)
+def test_a_run_that_learns_nothing_says_so(
+    tmp_path: Path, batch: BatchMetrics, learning: LearningMetrics, words: list[str]
+) -> None:
+    watched = Watched(tmp_path / "metrics.jsonl", [], trainer={"mask_truncated_completions": True})
+    watched.begin(0)
+    for step in range(2):
+        watched.finish(step, sent(batch=batch, learning=learning), TrainerTimes())
+    watched.progress.training_ends()
+    result = watched.progress.result(None, None, total_seconds=1.0)
+    watched.log.close()
+    said = " ".join(watched.said.getvalue().split())
+    for text in ["step 0 learned nothing from its rewards", *words]:
+        assert said.count(text) == 1
+    assert "2 of 2 steps learned nothing from their rewards" in said
+    silent, cut = 2 * batch.zero_variance_groups, 32 if batch is MASKED else 0
+    expected = SignalTotals(steps_without=2, groups_without=silent, samples=32, samples_cut=cut)
+    assert result.signal == expected
+
+
+def test_steps_with_signal_are_not_warned_about(watched: Watched) -> None:
+    watched.begin(0)
+    batch = BatchMetrics(groups=4, zero_variance_groups=1, samples=16, truncated_share=0.5)
+    watched.finish(0, sent(batch=batch, learning=LearningMetrics(grad_norm=0.1)), TrainerTimes())
+    watched.progress.training_ends()
+    assert "WARNING" not in watched.said.getvalue()
+    assert watched.status()["signalless_share"] == 0.25

@@ -8,8 +8,10 @@ from asyncrl.monitoring.config import MonitoringConfig
 from asyncrl.monitoring.terminal.live import LiveView, panel
 from asyncrl.monitoring.terminal.run_view import RunView
 from asyncrl.wire.records.step import (
+    BatchMetrics,
     IdleShares,
     LearningMetrics,
+    MismatchMetrics,
     StalenessMetrics,
     StepMetrics,
     TokenCounts,
@@ -23,7 +25,17 @@ FULL = RunView(
         time=0.0,
         tokens_per_second=7512.0,
         idle=IdleShares(generator=0.04, trainer=0.37),
-        learning=LearningMetrics(reward_mean=0.72),
+        learning=LearningMetrics(reward_mean=0.72, grad_norm=0.414, entropy=0.53),
+        batch=BatchMetrics(
+            groups=8,
+            zero_variance_groups=2,
+            samples=64,
+            response_length_mean=45.2,
+            truncated_share=0.03,
+        ),
+        mismatch=MismatchMetrics(kl=1.5e-5),
+        algorithm={"reference_kl": 0.01},
+        rewards={"correct": 0.5, "format": 0.22},
         staleness=StalenessMetrics(mean=0.62, max=1),
     ),
     recent_rewards=(0.6, 0.7, 0.72),
@@ -38,7 +50,9 @@ FULL = RunView(
 
 NOT_A_NUMBER = StepMetrics(step=98, time=0.0, learning=LearningMetrics(reward_mean=float("nan")))
 LINE = (
-    "demo: step 30/60 | reward 0.720 | 7,512 tokens/s | staleness 0.62 (max 1) | "
+    "demo: step 30/60 | reward 0.720 (correct 0.500, format 0.220) | length 45, 3% cut | "
+    "25% of groups without signal | entropy 0.53, KL to behaviour 1.5e-05, KL to reference 0.01, "
+    "grad norm 0.41 | 7,512 tokens/s | staleness 0.62 (max 1) | "
     "drafts accepted 81% | reused 44% | idle generator 4% trainer 37% | 2 min 12 s left"
 )
 
@@ -129,6 +143,7 @@ def test_a_terminal_gets_a_panel_with_everything_in_it():
     for words in (
         "demo", "training", "step 30 of 60", "2 min 12 s", "0.72", "▁▇█", "7,512", "at most 1",
         "81%", "share of tokens 44%", "64 running  12 held  8 queued", "4%", "37%", "66.4%",
+        "45  cut off 3%", "25% of groups",
         "waiting: step 30 waits for 3 samples",
     ):  # fmt: skip
         assert words in text
