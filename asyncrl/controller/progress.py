@@ -25,6 +25,7 @@ from asyncrl.monitoring.metrics.controller_metrics import GENERATOR_STATES
 from asyncrl.monitoring.metrics.metrics import ControllerMetrics
 from asyncrl.monitoring.records.metrics_log import MetricsLog
 from asyncrl.monitoring.terminal.evaluation_text import evaluation_lines
+from asyncrl.monitoring.terminal.formatting import counted, duration
 from asyncrl.monitoring.terminal.live import LiveView
 from asyncrl.monitoring.terminal.run_view import RunView
 from asyncrl.scheduler.scheduler import Scheduler
@@ -32,7 +33,7 @@ from asyncrl.scheduler.view import SchedulerView
 from asyncrl.wire.messages.from_trainer import StepFinished
 from asyncrl.wire.records.evaluations import EvaluationRecord, accuracy_of
 from asyncrl.wire.records.noise_floor import NoiseFloor
-from asyncrl.wire.records.reward_counts import RewardCounts
+from asyncrl.wire.records.reward_counts import RewardCounts, RewardWait
 from asyncrl.wire.records.step import (
     EnvironmentCounts,
     IdleShares,
@@ -66,6 +67,8 @@ class Progress:
         self._environment_before = earlier[-1].environments if earlier else EnvironmentCounts()
         self._environment = self._environment_before
         self._in_environments = 0
+        self._reward_wait = RewardWait()
+        self._unrewarded_seconds, self._looked_at = 0.0, 0.0
         self._groups = RunGroups(earlier, config.scheduler.groups_per_step)
         self._seconds_before = earlier[-1].wall_seconds if earlier else 0.0
         self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
@@ -151,6 +154,7 @@ class Progress:
         step = self._record(message, now)
         self._step, self._steps_here = message.step + 1, self._steps_here + 1
         self._last_step_at, self._last_step = now, step
+        self._unrewarded_seconds = 0.0
         self._warn_once("noise floor", warnings.noise_floor(self._config, step.noise_floor))
         self._warn_once("top-K", warnings.small_top_k(self._config, step.tokens))
         self._warn_once("no signal", warnings.no_signal(self._config, step))
@@ -244,6 +248,7 @@ class Progress:
             idle=IdleShares(
                 generator=min(1.0, max(0.0, 1 - recent.busy_share / generators)),
                 trainer=times.wait_seconds / seconds,
+                for_rewards=min(1.0, self._unrewarded_seconds / seconds),
             ),
             times=times,
             rewards=self._reward_totals.named(message.reward_terms),
@@ -267,15 +272,20 @@ class Progress:
             self._warn_once("kept", text)
             counts = [report.environment for report in reports]
             self._environment = sum(counts, start=self._environment_before)
-            here = [one.report for one in self._fleet.generators()]
-            self._in_environments = sum(one.in_environments for one in here if one is not None)
+            here = [one.report for one in self._fleet.generators() if one.report is not None]
+            self._in_environments = sum(one.in_environments for one in here)
+            self._reward_wait = sum((one.reward_wait for one in here), start=RewardWait())
 
     # ---------------------------------------------------------------- what is shown
 
     def show(self, fleet: Fleet, evaluation: EvaluationRound | None) -> None:
         """Refresh the live view."""
         self._fleet = fleet
-        snapshot = self._snapshot()
+        self._count()
+        snapshot, now = self._snapshot(), time.monotonic()
+        if snapshot is not None and snapshot.unrewarded:
+            self._unrewarded_seconds += now - max(self._looked_at, self._last_step_at)
+        self._looked_at = now
         view = self._run_view(fleet, evaluation, snapshot)
         self._view.update(view)
         metrics = self._metrics
@@ -301,7 +311,19 @@ class Progress:
         return self._phase if fleet.all_ready or self._scheduler is not None else "starting"
 
     def _snapshot(self) -> SchedulerView | None:
-        return None if self._scheduler is None else self._scheduler.snapshot()
+        if self._scheduler is None:
+            return None
+        wait = self._reward_wait
+        about = f" ({wait.function}, {duration(wait.seconds)})" if wait.function else ""
+        return self._scheduler.snapshot(wait.samples, about)
+
+    def unrewarded(self) -> tuple[int, str]:
+        """Samples without a reward if the current step lacks nothing else, and the reason."""
+        snapshot = self._snapshot()
+        number = 0 if snapshot is None else snapshot.unrewarded
+        wait = self._reward_wait
+        about = f"; {wait.function} has run for {duration(wait.seconds)}" if wait.function else ""
+        return number, f"the rewards of {counted(number, 'sample')} did not come{about}"
 
     def _run_view(
         self, fleet: Fleet, evaluation: EvaluationRound | None, snapshot: SchedulerView | None

@@ -20,7 +20,7 @@ from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.values import MAX_FLOAT32
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.wire.messages.to_generator import PromptPayload
-from asyncrl.wire.records.reward_counts import RewardCounts
+from asyncrl.wire.records.reward_counts import RewardCounts, RewardWait
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,11 @@ class SampleRewards:
     def pending(self) -> int:
         """Samples waiting for a reward worker or being scored."""
         return self._pool.waiting + self._pool.running
+
+    def wait(self, samples: int) -> RewardWait:
+        """Describe a wait for the rewards of this many samples."""
+        function, seconds = self._pool.longest
+        return RewardWait(samples=samples, function=function, seconds=seconds)
 
     @property
     def counts(self) -> RewardCounts:

@@ -196,6 +196,20 @@ class RewardPool(Pool[RewardLane]):
         return len(self._queue.waiting) + sent - self.running
 
     @property
+    def longest(self) -> tuple[str, float]:
+        """Label of the function that has run longest, and its seconds; ("", 0) if none runs."""
+        calls = [
+            (due - lane.sent[number].seconds, lane.sent[number].term)
+            for lane in self._lanes
+            for number, due in lane.due.items()
+            if number in lane.sent
+        ]
+        if not calls:
+            return "", 0.0
+        began, term = min(calls)
+        return self._queue.label(term), max(0.0, time.monotonic() - began)
+
+    @property
     def counts(self) -> RewardCounts:
         """Failures so far, including those that count as 0, and the use of servers."""
         failed: dict[str, dict[str, int]] = {}

@@ -38,6 +38,8 @@ from asyncrl.wire.records.step import StepMetrics
 
 HIGH_IDLE_SHARE = 0.3
 """Idle shares from this on are shown in a warning colour."""
+NOTABLE_SHARE = 0.1
+"""From this share of a step on, its wait for rewards is shown."""
 
 
 def panel(view: RunView, *, run_name: str, total_steps: int, wide: bool = True) -> Panel:
@@ -122,6 +124,8 @@ def _numbers(view: RunView, wide: bool) -> RenderableType:
         ("trainer idle", _idle(None if last is None else last.idle.trainer)),
         ("without signal", _silent(last)),
     ]
+    if last is not None and last.idle.for_rewards >= NOTABLE_SHARE:
+        flow[3][1].append(f"  waiting for rewards {percent(last.idle.for_rewards)}", "yellow")
     grid = Table.grid(expand=True, padding=(0, 2))
     for _ in range(2 if wide else 1):
         grid.add_column(style="dim", no_wrap=True, min_width=15 if wide else None)
@@ -216,6 +220,8 @@ def plain_line(view: RunView, total_steps: int) -> str:
     if last is not None:
         idle = last.idle
         parts.append(f"idle generator {percent(idle.generator)} trainer {percent(idle.trainer)}")
+        if idle.for_rewards >= NOTABLE_SHARE:
+            parts.append(f"waiting for rewards {percent(idle.for_rewards)}")
     if view.eta_seconds is not None:
         parts.append(f"{duration(view.eta_seconds)} left")
     return " | ".join(parts)

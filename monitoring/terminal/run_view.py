@@ -96,6 +96,9 @@ class RunView:
             "reward_failures": {} if last is None else last.reward_failures,
             "generator_idle": None if last is None else last.idle.generator,
             "trainer_idle": None if last is None else last.idle.trainer,
+            "waiting_for_rewards": None
+            if last is None
+            else round(last.idle.for_rewards, 2) or None,
             "eta_seconds": self.eta_seconds,
             "accuracy_before": self.accuracy_before,
             "accuracy": accuracy_of(self.evaluation),

@@ -61,7 +61,11 @@ _LINES: tuple[tuple[str, ...], ...] = (
         "{started_over:,} samples started over",
     ),
     ("rewards: {rewards_failed:,} failed and counted as 0 ({failures})",),
-    ("idle: generators {generator_idle:.0%}", "trainer {trainer_idle:.0%}"),
+    (
+        "idle: generators {generator_idle:.0%}",
+        "trainer {trainer_idle:.0%}",
+        "steps wait for rewards {waiting_for_rewards:.0%} of their time",
+    ),
 )
 _PROCESS = ("{state}", "policy version {policy_version}", "metrics on port {metrics_port}")
 

@@ -241,6 +241,8 @@ class IdleShares(msgspec.Struct, frozen=True, kw_only=True):
     generator: Measured = 0.0
     """Mean over generators in the last seconds. None: lost with a killed controller."""
     trainer: float = 0.0
+    for_rewards: float = 0.0
+    """Share of the step's time in which it lacked nothing but rewards."""
 
 
 class StepGroups(msgspec.Struct, frozen=True, kw_only=True):

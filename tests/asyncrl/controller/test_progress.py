@@ -26,7 +26,7 @@ from asyncrl.steering.status_stream import status_reply
 from asyncrl.wire.messages.from_generator import GeneratorReport
 from asyncrl.wire.messages.from_trainer import StepFinished
 from asyncrl.wire.records.noise_floor import NoiseFloor
-from asyncrl.wire.records.reward_counts import RewardCounts
+from asyncrl.wire.records.reward_counts import RewardCounts, RewardWait
 from asyncrl.wire.records.step import (
     BatchMetrics,
     EngineStats,
@@ -79,6 +79,7 @@ class Generators:
         busy_seconds: float = 0.0,
         rewards: RewardCounts | None = None,
         noise_floor: NoiseFloor | None = None,
+        reward_wait: RewardWait | None = None,
     ) -> None:
         stats = EngineStats(tokens=tokens or TokenCounts(), busy_seconds=busy_seconds)
         self.workers[index].report = GeneratorReport(
@@ -88,6 +89,7 @@ class Generators:
             rewards_waiting=0,
             rewards=rewards or RewardCounts(),
             noise_floor=noise_floor or NoiseFloor(),
+            reward_wait=reward_wait or RewardWait(),
         )
 
 
@@ -121,9 +123,15 @@ class Watched:
         per_step = SchedulerConfig().groups_per_step
         ledger = SimpleNamespace(end_of=lambda step: (step + 1) * per_step)
         state = SimpleNamespace(ledger=ledger)
-        scheduler: Any = SimpleNamespace(snapshot=lambda: snapshot, state=state)
+        scheduler: Any = SimpleNamespace(
+            snapshot=lambda *known: self.ask(snapshot, *known), state=state
+        )
         self.progress.show(self.fleet, None)
         self.progress.training_begins(scheduler, first_step)
+
+    def ask(self, snapshot: Any, unscored: int = 0, about: str = "") -> Any:
+        waits = (f"step 0 waits for the rewards of {unscored}{about}",) if unscored else ()
+        return SimpleNamespace(**{**vars(snapshot), "unrewarded": unscored, "waits": waits})
 
     def status(self) -> dict[str, Any]:
         view = self.progress.view(self.fleet, None)
@@ -451,3 +459,26 @@ def test_steps_with_signal_are_not_warned_about(watched: Watched) -> None:
     watched.progress.training_ends()
     assert "WARNING" not in watched.said.getvalue()
     assert watched.status()["signalless_share"] == 0.25
+
+
+def test_slow_rewards_are_named_in_the_wait_and_in_the_step(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("asyncrl.controller.progress.time.monotonic", lambda: clock.now)
+    watched.begin(0)
+    slow = RewardWait(samples=2, function="judge", seconds=12.0)
+    watched.fleet.report(0, reward_wait=slow)
+    for _ in range(4):
+        clock.now += 2.0
+        watched.progress.show(watched.fleet, None)
+    assert watched.status()["waiting_for"] == "step 0 waits for the rewards of 2 (judge, 12 s)"
+    reason = "the rewards of 2 samples did not come; judge has run for 12 s"
+    assert watched.progress.unrewarded() == (2, reason)
+    watched.fleet.report(0)
+    clock.now += 2.0
+    watched.progress.show(watched.fleet, None)
+    step = watched.finish(0, sent(), TrainerTimes())
+    assert step.idle.for_rewards == pytest.approx(0.8)
+    watched.progress.show(watched.fleet, None)
+    assert "waiting for rewards 80%" in " ".join(watched.said.getvalue().split())
