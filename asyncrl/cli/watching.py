@@ -140,6 +140,7 @@ def list_all(runs: Runs = DEFAULT_RUNS, as_json: Json = False) -> None:
     """List the runs of a folder, last changed first."""
     from rich.table import Table
 
+    from asyncrl.monitoring.terminal.evaluation_text import course
     from asyncrl.monitoring.terminal.formatting import number
     from asyncrl.runs.run_list import list_runs
 
@@ -154,7 +155,7 @@ def list_all(runs: Runs = DEFAULT_RUNS, as_json: Json = False) -> None:
         return
     table = Table("run", "state", "step", "reward", "accuracy", box=None, pad_edge=False)
     for run in found:
-        accuracy = f"{number(run.accuracy_before)} → {number(run.accuracy_after)}"
+        accuracy = course(run.accuracy_before, run.accuracy_after, run.evaluated, digits=2)
         steps = f"{run.step} of {run.steps}" if run.steps is not None else str(run.step)
         table.add_row(Text(run.name), run.state, steps, number(run.reward, 3), accuracy)
     TerminalConsole(highlight=False).print(table)

@@ -385,6 +385,8 @@ class Progress:
             exactly_on_policy=self._exactly_on_policy(),
             accuracy_before=None if before is None else before.value,
             accuracy_after=None if after is None else after.value,
+            reward_before=None if before is None else before.reward,
+            reward_after=None if after is None else after.reward,
             best_step=None if best is None else best.step,
             best_accuracy=None if results is None or best is None else results.value_of(best),
             evaluation_samples=samples[0] if samples else 0,

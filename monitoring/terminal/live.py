@@ -33,7 +33,7 @@ from asyncrl.monitoring.terminal.formatting import (
     without_controls,
 )
 from asyncrl.monitoring.terminal.run_view import RunView
-from asyncrl.wire.records.evaluations import EvaluationRecord, accuracy_of
+from asyncrl.wire.records.evaluations import EvaluationRecord, accuracy_of, graded_reward_of
 from asyncrl.wire.records.step import StepMetrics
 
 HIGH_IDLE_SHARE = 0.3
@@ -104,7 +104,8 @@ def _accuracy(view: RunView) -> tuple[str, Text]:
 def _share(accuracy: float | None, of: EvaluationRecord | None) -> Text:
     if accuracy is None and of is not None and not of.is_complete:
         return Text("incomplete", style="yellow")
-    return Text(percent(accuracy, 1))
+    reward = graded_reward_of(of)
+    return Text(percent(accuracy, 1) + ("" if reward is None else f", reward {reward:.3f}"))
 
 
 def _numbers(view: RunView, wide: bool) -> RenderableType:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.monitoring.terminal.evaluation_text import incomplete
-from asyncrl.wire.records.evaluations import EvaluationRecord, accuracy_of
+from asyncrl.wire.records.evaluations import EvaluationRecord, accuracy_of, graded_reward_of
 from asyncrl.wire.records.reward_counts import RewardCounts
 from asyncrl.wire.records.step import GroupTotals, StepMetrics, TokenCounts
 
@@ -102,6 +102,7 @@ class RunView:
             "eta_seconds": self.eta_seconds,
             "accuracy_before": self.accuracy_before,
             "accuracy": accuracy_of(self.evaluation),
+            "held_out_reward": graded_reward_of(self.evaluation),
             "accuracy_step": None if self.evaluation is None else self.evaluation.step,
             "accuracies": {name: one.accuracy for name, one in sets.items()},
             "evaluation_incomplete": incomplete(self.evaluation),

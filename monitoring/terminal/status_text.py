@@ -32,6 +32,7 @@ _LINES: tuple[tuple[str, ...], ...] = (
     ),
     (
         "accuracy of step {accuracy_later} {accuracy:.3f}",
+        "held-out reward {held_out_reward:.3f}",
         "{evaluation_incomplete}",
         "best {best_accuracy:.3f} at step {best_step}",
         "evaluating {evaluating}",

@@ -409,6 +409,9 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     accuracy_after: float | None = None
     evaluation_samples: int = 0
     """Held-out samples behind each accuracy."""
+    reward_before: float | None = None
+    """Held-out mean reward before training; None if not measured, or if it is the accuracy."""
+    reward_after: float | None = None
     best_step: int | None = None
     """The step after 0 with the best held-out accuracy (`evaluation.best_of`); None: none."""
     best_accuracy: float | None = None
