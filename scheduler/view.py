@@ -193,6 +193,7 @@ class SchedulerView:
     """Samples finished and not acknowledged by the trainer."""
     signal_share: float | None
     """Expected share of groups with signal, 0 to 1; None without dynamic sampling."""
+    paused: bool
     unrewarded: int
     """Samples of the current step without a reward, if it lacks nothing but rewards; else 0."""
     waits: tuple[str, ...]
@@ -212,6 +213,7 @@ def view_of(state: SchedulerState, unscored: int = 0, about: str = "") -> Schedu
         samples_running=sum(one.running for one in state.generators.values()),
         samples_held=sum(one.held for one in state.generators.values()),
         signal_share=None if places is None else places.share,
+        paused=state.paused,
         unrewarded=_only_unrewarded(state, unscored),
         waits=waits(state, unscored, about),
     )

@@ -278,7 +278,7 @@ class Controller:
             known = self._results.began_with(state.accuracy_before, state.evaluation_samples)
         if known is not None:  # even if this is incomplete, the model before training is gone
             accuracy = Accuracy.of(known)
-            self._progress.evaluated(known)
+            self._progress.evaluated(known, is_known=True)
         else:
             measured = await self._evaluation.measure(0)
             if measured is None:

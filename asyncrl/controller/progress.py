@@ -27,7 +27,7 @@ from asyncrl.monitoring.records.metrics_log import MetricsLog
 from asyncrl.monitoring.terminal.evaluation_text import evaluation_lines
 from asyncrl.monitoring.terminal.formatting import counted, duration
 from asyncrl.monitoring.terminal.live import LiveView
-from asyncrl.monitoring.terminal.run_view import RunView
+from asyncrl.monitoring.terminal.run_view import PAUSED, RunView
 from asyncrl.scheduler.scheduler import Scheduler
 from asyncrl.scheduler.view import SchedulerView
 from asyncrl.wire.messages.from_trainer import StepFinished
@@ -83,6 +83,7 @@ class Progress:
         self._last_step: StepMetrics | None = None
         self._trained_seconds = 0.0
         self._trained_tokens = TokenCounts()
+        self._recent_tokens = TokenCounts()
         self._steps_here = 0
         self._step = len(earlier)
         self.stopping = False
@@ -114,10 +115,12 @@ class Progress:
         self._findings.died(name)
         self._metrics.process_failures.of(role).inc()
 
-    def evaluated(self, record: EvaluationRecord, *, is_best: bool = False) -> None:
-        """Record a complete evaluation."""
+    def evaluated(
+        self, record: EvaluationRecord, *, is_best: bool = False, is_known: bool = False
+    ) -> None:
+        """Record a complete evaluation; `is_known`: it was measured before a resume."""
         self._metrics.evaluated(record)
-        for line in evaluation_lines(record, is_best=is_best):
+        for line in evaluation_lines(record, is_best=is_best, is_known=is_known):
             self._view.log(line)
 
     def evaluation_given_up(self) -> None:
@@ -228,8 +231,9 @@ class Progress:
 
     def _record(self, message: StepFinished, now: float) -> StepMetrics:
         seconds = max(1e-9, now - self._last_step_at)
-        recent = self._totals.recent(now)
         times = message.times.within(seconds)
+        recent = self._totals.recent(now, times.wait_seconds)
+        self._recent_tokens = recent.tokens
         wrong, learned = self._findings.of_step(), msgspec.structs.asdict(message.metrics)
         if wrong or self._findings.last:
             learned["exactly_on_policy"] = False
@@ -240,14 +244,14 @@ class Progress:
             groups=self._groups.of_step(message.step, message.groups, self._end_of(message.step)),
             wall_seconds=self._seconds_before + now - self._totals.began,
             step_seconds=seconds,
-            tokens_per_second=recent.tokens_per_second,
+            tokens_per_second=recent.tokens.generated / recent.seconds,
             engine_busy_seconds=self._totals.busy_seconds,
             tokens=self._tokens_before + self._totals.tokens,
             noise_floor=self._noise_floor,
             environments=self._environment,
             idle=IdleShares(
                 generator=min(1.0, max(0.0, 1 - recent.busy_share / generators)),
-                trainer=times.wait_seconds / seconds,
+                trainer=min(1.0, recent.wait_share),
                 for_rewards=min(1.0, self._unrewarded_seconds / seconds),
             ),
             times=times,
@@ -333,18 +337,19 @@ class Progress:
         best = None if results is None else results.best
         left = self._config.run.steps - self._step
         elapsed = time.monotonic() - self._totals.began
+        paused = snapshot is not None and snapshot.paused
         reports = [one.report for one in fleet.ranks]
         queued = [one.queued_trajectories for one in reports if one is not None]
         waiting_for = snapshot.waits[0] if snapshot is not None and snapshot.waits else None
         if snapshot is None and not fleet.all_ready:
             waiting_for = f"the run waits for {fleet.unready()} to become ready"
         return RunView(
-            phase=self._phase_text(fleet, evaluation),
+            phase=PAUSED if paused else self._phase_text(fleet, evaluation),
             step=self._step,
             last=self._last_step,
             exactly_on_policy=self._on_policy.exactly,
             recent_rewards=tuple(self._rewards),
-            tokens=self._totals.tokens,
+            tokens=self._recent_tokens,
             groups=self._groups.settled(snapshot),
             groups_in_flight=None if snapshot is None else in_flight(snapshot),
             groups_delivered=None if snapshot is None else snapshot.groups_waiting,
@@ -352,7 +357,9 @@ class Progress:
             samples_in_environments=None if snapshot is None else self._in_environments,
             samples_held=None if snapshot is None else snapshot.samples_held,
             samples_queued=sum(queued) if queued else None,
-            eta_seconds=elapsed / self._steps_here * left if self._steps_here else None,
+            eta_seconds=elapsed / self._steps_here * left
+            if self._steps_here and not paused
+            else None,
             accuracy_before=accuracy_of(None if results is None else results.before),
             evaluation=None if results is None else results.newest,
             evaluating=None if evaluation is None else evaluation.describe(),

@@ -97,11 +97,14 @@ class _Work(NamedTuple):
 
 
 class RecentWork(NamedTuple):
-    """Rates over the last seconds."""
+    """The work of the last steps, all in the same time."""
 
-    tokens_per_second: float
+    seconds: float
+    tokens: TokenCounts
     busy_share: float
     """Engine time inside steps, in seconds per second, summed over generators."""
+    wait_share: float
+    """The trainer's waits, in seconds per second."""
 
 
 @dataclass(slots=True)
@@ -111,7 +114,8 @@ class GenerationTotals:
     began: float
     _now: _Work = field(default_factory=_Work)
     _base: _Work = field(default_factory=_Work)
-    _history: deque[tuple[float, _Work]] = field(default_factory=deque)
+    _waited: float = 0.0
+    _history: deque[tuple[float, _Work, float]] = field(default_factory=deque)
 
     def update(self, engines: Iterable[EngineStats]) -> None:
         """Take the last report of every generator, lost ones included."""
@@ -122,7 +126,7 @@ class GenerationTotals:
     def begin(self, now: float) -> None:
         """Begin the training phase: count from here."""
         self.began, self._base = now, self._now
-        self._history = deque([(now, self._now)])
+        self._history = deque([(now, self._now, self._waited)])
 
     @property
     def tokens(self) -> TokenCounts:
@@ -134,17 +138,24 @@ class GenerationTotals:
         """Engine time inside steps in the training phase."""
         return self._now.busy_seconds - self._base.busy_seconds
 
-    def recent(self, now: float) -> RecentWork:
-        """Rates up to now, over at least `RATE_SECONDS` if that much has passed."""
+    def recent(self, now: float, wait_seconds: float = 0.0) -> RecentWork:
+        """Return the work of the step that ends now and of those before it.
+
+        They last `RATE_SECONDS` at least, if that much has passed. `wait_seconds` are the trainer's
+        of this step.
+        """
         history = self._history
-        history.append((now, self._now))
+        self._waited += wait_seconds
+        history.append((now, self._now, self._waited))
         while len(history) > 2 and history[1][0] <= now - RATE_SECONDS:
             history.popleft()
-        began, before = history[0]
+        began, before, waited = history[0]
         seconds = max(1e-9, now - began)
         return RecentWork(
-            (self._now.tokens - before.tokens).generated / seconds,
+            seconds,
+            self._now.tokens - before.tokens,
             (self._now.busy_seconds - before.busy_seconds) / seconds,
+            (self._waited - waited) / seconds,
         )
 
 

@@ -56,10 +56,11 @@ def sentence(data: RunData) -> str:
     if data.result is None:
         planned = data.setting("run.steps")
         total = f" of {planned}" if isinstance(planned, int) else ""
+        done = f"{steps}{total} step{'' if steps == 1 and not total else 's'}"
         known = data.newest_evaluation is not None
         accuracy = f" Held-out accuracy so far: {data.course()}." if known else ""
         return (
-            f"This run has not finished. Its records end after step {steps}{total}, and the "
+            f"This run has not finished. Its records end after {done}, and the "
             f"numbers below are those so far.{accuracy}"
         )
     if before is None or after is None:

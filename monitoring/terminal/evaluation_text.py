@@ -14,13 +14,16 @@ from asyncrl.wire.records.evaluations import (
 )
 
 
-def evaluation_lines(record: EvaluationRecord, *, is_best: bool = False) -> list[str]:
-    """Describe an evaluation, a line per set.
+def evaluation_lines(
+    record: EvaluationRecord, *, is_best: bool = False, is_known: bool = False
+) -> list[str]:
+    """Describe an evaluation, a line per set; `is_known`: it was measured before a resume.
 
     held-out accuracy of step 40: 0.711 (0.653 to 0.763 at 95%; 256 samples, drawn as in training),
     the best so far
     """
     when = f"of step {record.step}" if record.when == "during" else f"{record.when} training"
+    when += " (measured at the start)" if is_known else ""
     lines = []
     for name, one in record.sets.items():
         of_set = "" if name == HELD_OUT else f" on {name}"

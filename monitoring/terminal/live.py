@@ -69,12 +69,12 @@ def _clean(text: str) -> str:
 
 def _head(view: RunView, total_steps: int) -> RenderableType:
     left = Text(_clean(view.phase), style="bold")
+    before_left = "" if view.is_paused else "      left "
     right = Text.assemble(
-        ("step ", "dim"),
         (f"{view.step}", "bold"),
-        (f" of {total_steps}", "dim"),
-        ("      left ", "dim"),
-        duration(view.eta_seconds),
+        (f" of {total_steps} steps", "dim"),
+        (before_left, "dim"),
+        "" if view.is_paused else duration(view.eta_seconds),
     )
     grid = Table.grid(expand=True)
     grid.add_column(ratio=1, no_wrap=True)
@@ -110,7 +110,8 @@ def _share(accuracy: float | None, of: EvaluationRecord | None) -> Text:
 
 def _numbers(view: RunView, wide: bool) -> RenderableType:
     last = view.last
-    rate = None if last is None else last.tokens_per_second
+    speeds = None if view.is_paused else last
+    rate = None if speeds is None else speeds.tokens_per_second
     outcome = [
         ("reward", _reward(view)),
         _accuracy(view),
@@ -121,8 +122,8 @@ def _numbers(view: RunView, wide: bool) -> RenderableType:
     flow = [
         ("tokens/s", Text(count(rate), style="bold")),
         ("samples", _samples(view)),
-        ("generator idle", _idle(None if last is None else last.idle.generator)),
-        ("trainer idle", _idle(None if last is None else last.idle.trainer)),
+        ("generator idle", _idle(None if speeds is None else speeds.idle.generator)),
+        ("trainer idle", _idle(None if speeds is None else speeds.idle.trainer)),
         ("without signal", _silent(last)),
     ]
     if last is not None and last.idle.for_rewards >= NOTABLE_SHARE:
@@ -204,7 +205,7 @@ def _foot(view: RunView) -> list[RenderableType]:
 
 def plain_line(view: RunView, total_steps: int) -> str:
     """The line of the plain view for a finished step."""
-    parts, last = [f"step {view.step}/{total_steps}"], view.last
+    parts, last = [f"{view.step}/{total_steps} steps"], view.last
     if last is not None:
         parts += [
             _rewards(last),
@@ -373,7 +374,7 @@ class _PlainView:
             if view.step or not first:
                 self.log(plain_line(view, self._total_steps))
         if self._clock() - self._printed_at >= QUIET_SECONDS:
-            text = f"{without_controls(view.phase)}, step {view.step}/{self._total_steps}"
+            text = f"{without_controls(view.phase)}, {view.step}/{self._total_steps} steps"
             if view.waiting_for:
                 text += f": {without_controls(view.waiting_for)}"
             self.log(text)

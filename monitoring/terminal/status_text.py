@@ -1,6 +1,6 @@
 """The text of `asyncrl status`: the state of a run in a few lines.
 
-arithmetic: training, step 7 of 30, torch engine, 2 min 05 s left
+arithmetic: training, 7 of 30 steps, torch engine, 2 min 05 s left
 waiting: step 7 waits for 1 sample (1 running, 0 to be started)
 reward 0.412, accuracy before training 0.125
 length 45 tokens, 3% cut off, 25% of groups without signal
@@ -22,9 +22,13 @@ from asyncrl.monitoring.terminal.formatting import ON_POLICY, brief, duration
 from asyncrl.wire.records.reward_counts import RewardCounts
 
 _LINES: tuple[tuple[str, ...], ...] = (
-    ("{run}: {phase}", "step {step} of {steps}", "{engine} engine", "{left} left"),
+    ("{run}: {phase}", "{step} of {steps} steps", "{engine} engine", "{left} left"),
     ("waiting: {waiting_for}",),
-    ("reward {reward_mean:.3f}", "accuracy before training {accuracy_before:.3f}"),
+    (
+        "reward {reward_mean:.3f}",
+        "accuracy before training {accuracy_before:.3f}",
+        "after {accuracy_after:.3f}",
+    ),
     (
         "length {response_length:,.0f} tokens",
         "{truncated_share:.0%} cut off",

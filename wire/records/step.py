@@ -239,8 +239,10 @@ class IdleShares(msgspec.Struct, frozen=True, kw_only=True):
     """Idle share of processes' time, 0 to 1."""
 
     generator: Measured = 0.0
-    """Mean over generators in the last seconds. None: lost with a killed controller."""
+    """Mean over generators in the time of `tokens_per_second`. None: lost with a killed
+    controller."""
     trainer: float = 0.0
+    """Of the same time, as the trainer waited in each of its steps."""
     for_rewards: float = 0.0
     """Share of the step's time in which it lacked nothing but rewards."""
 
@@ -276,8 +278,8 @@ class StepMetrics(LearnerMetrics, frozen=True):
     step_seconds: float = 0.0
     """Seconds since the previous step ended."""
     tokens_per_second: Measured = 0.0
-    """Response tokens generated per second over the last seconds, all generators together. None:
-    lost with a killed controller."""
+    """Response tokens generated per second in this step and, if it was short, those before it up to
+    three seconds, all generators together. None: lost with a killed controller."""
     engine_busy_seconds: Measured = 0.0
     """Time inside engine steps, all generators together, since this process began to train. None:
     lost with a killed controller."""

@@ -89,7 +89,7 @@ function showStatus(status) {
   document.title = `${status.step}/${status.steps} · ${status.run} · asyncrl`;
   text("phase", status.phase);
   const left = known(status.eta_seconds) ? `, ${duration(status.eta_seconds)} left` : "";
-  text("extent", `, step ${status.step} of ${status.steps}, ${status.engine} engine${left}`);
+  text("extent", `, ${status.step} of ${status.steps} steps, ${status.engine} engine${left}`);
   const progress = byId("progress");
   progress.setAttribute("aria-valuemax", status.steps);
   progress.setAttribute("aria-valuenow", status.step);

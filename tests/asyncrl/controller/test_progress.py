@@ -21,6 +21,7 @@ from asyncrl.monitoring.config import MonitoringConfig
 from asyncrl.monitoring.metrics.metrics import ControllerMetrics, new_registry
 from asyncrl.monitoring.records.metrics_log import MetricsLog, read_metrics
 from asyncrl.monitoring.terminal.live import LiveView
+from asyncrl.monitoring.terminal.status_text import status_lines
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.steering.status_stream import status_reply
 from asyncrl.wire.messages.from_generator import GeneratorReport
@@ -113,6 +114,7 @@ class Watched:
             earlier=earlier,
         )
         self.fleet: Any = Generators()
+        self.paused = False
 
     def begin(self, first_step: int) -> None:
         snapshot = SimpleNamespace(
@@ -131,7 +133,9 @@ class Watched:
 
     def ask(self, snapshot: Any, unscored: int = 0, about: str = "") -> Any:
         waits = (f"step 0 waits for the rewards of {unscored}{about}",) if unscored else ()
-        return SimpleNamespace(**{**vars(snapshot), "unrewarded": unscored, "waits": waits})
+        return SimpleNamespace(
+            **{**vars(snapshot), "unrewarded": unscored, "waits": waits, "paused": self.paused}
+        )
 
     def status(self) -> dict[str, Any]:
         view = self.progress.view(self.fleet, None)
@@ -394,9 +398,10 @@ def test_rates_are_taken_over_three_seconds_at_least() -> None:
             tokens=TokenCounts(generated=50 + 10 * second**2), busy_seconds=5.0 + second / 2
         )
         totals.update([stats])
-        rates.append(totals.recent(10.0 + second))
-    assert rates[0].tokens_per_second == 10
-    assert rates[-1].tokens_per_second == (360 - 90) / 3
+        rates.append(totals.recent(10.0 + second, 0.25))
+    assert (rates[0].seconds, rates[0].tokens.generated) == (1.0, 10), "the first step is one"
+    assert (rates[-1].seconds, rates[-1].tokens.generated) == (3.0, 360 - 90)
+    assert rates[-1].wait_share == pytest.approx(0.25), "in the same time"
     assert rates[-1].busy_share == pytest.approx(0.5)
     assert totals.tokens == TokenCounts(generated=360)
 
@@ -482,3 +487,15 @@ def test_slow_rewards_are_named_in_the_wait_and_in_the_step(
     assert step.idle.for_rewards == pytest.approx(0.8)
     watched.progress.show(watched.fleet, None)
     assert "waiting for rewards 80%" in " ".join(watched.said.getvalue().split())
+
+
+def test_a_paused_run_says_so_first_and_shows_no_old_speeds(watched: Watched) -> None:
+    watched.begin(0)
+    watched.fleet.report(0, TokenCounts(generated=100, drafted=40, accepted=20))
+    watched.finish(0, sent(), TrainerTimes())
+    assert watched.status()["eta_seconds"] is not None
+    watched.paused = True
+    status = watched.status()
+    for name in ("eta_seconds", "tokens_per_second", "generator_idle", "trainer_idle"):
+        assert status[name] is None
+    assert status_lines(status)[0].startswith("run: paused, 1 of ")

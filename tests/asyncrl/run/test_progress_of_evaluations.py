@@ -12,7 +12,7 @@ from rich.console import Console
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.controller.progress import Progress
-from asyncrl.evaluation.results import EvaluationResults
+from asyncrl.evaluation.results import EvaluationResults, before_of
 from asyncrl.evaluation.round import EvaluationPlan, EvaluationRound, PlannedSet
 from asyncrl.monitoring.config import MonitoringConfig
 from asyncrl.monitoring.metrics.metrics import ControllerMetrics, new_registry
@@ -34,6 +34,9 @@ def test_evaluations_are_shown_everywhere(tmp_path: Path) -> None:
         metrics=ControllerMetrics.register(registry, "controller"),
         earlier=[],
     )
+    again = before_of(0.75, 100)
+    progress.evaluated(again, is_known=True)
+    assert "before training (measured at the start): 0.750" in said.getvalue()
     results = progress.evaluations = EvaluationResults(tmp_path, EvaluationConfig(every=2))
     for step, accuracy, when in ((0, 0.25, "before"), (2, 0.75, "during"), (4, 0.5, "during")):
         one = SetEvaluation(
@@ -92,7 +95,7 @@ def test_evaluations_are_shown_everywhere(tmp_path: Path) -> None:
     assert math.isnan(found["asyncrl_evaluation_set_accuracy_ratio/controller/held_out"])
     assert found["asyncrl_evaluations_total/controller/incomplete"] == 1
     assert found["asyncrl_evaluation_set_accuracy_ratio/controller/hard"] == 0.5
-    assert found["asyncrl_evaluations_total/complete/controller"] == 3
+    assert found["asyncrl_evaluations_total/complete/controller"] == 4
     assert found["asyncrl_evaluations_total/controller/given_up"] == 1
     text = " ".join(said.getvalue().split())
     assert "of step 2: 0.750 (0.579 to 0.867 at 95%; 32 samples, drawn as in training)" in text

@@ -271,7 +271,7 @@ def test_an_unfinished_run_says_so(tmp_path):
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step":7,"rew')
     read = words(write_report(run).read_text())
-    assert "This run has not finished. Its records end after step 7 of 7" in read
+    assert "This run has not finished. Its records end after 7 of 7 steps" in read
     assert "Not evaluated." in read
 
 

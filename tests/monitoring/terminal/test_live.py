@@ -50,7 +50,7 @@ FULL = RunView(
 
 NOT_A_NUMBER = StepMetrics(step=98, time=0.0, learning=LearningMetrics(reward_mean=float("nan")))
 LINE = (
-    "demo: step 30/60 | reward 0.720 (correct 0.500, format 0.220) | length 45, 3% cut | "
+    "demo: 30/60 steps | reward 0.720 (correct 0.500, format 0.220) | length 45, 3% cut | "
     "25% of groups without signal | entropy 0.53, KL to behaviour 1.5e-05, KL to reference 0.01, "
     "grad norm 0.41 | 7,512 tokens/s | staleness 0.62 (max 1) | "
     "drafts accepted 81% | reused 44% | idle generator 4% trainer 37% | 2 min 12 s left"
@@ -101,7 +101,7 @@ def test_a_log_file_never_looks_dead():
     clock.now = 31.0
     view.update(FULL)
     assert stream.getvalue().splitlines()[lines:] == [
-        "demo: training, step 30/60: step 30 waits for 3 samples"
+        "demo: training, 30/60 steps: step 30 waits for 3 samples"
     ]
 
 
@@ -141,7 +141,7 @@ def test_a_terminal_gets_a_panel_with_everything_in_it():
     last.print(panel(FULL, run_name="demo", total_steps=60))
     text = last.export_text()
     for words in (
-        "demo", "training", "step 30 of 60", "2 min 12 s", "0.72", "▁▇█", "7,512", "at most 1",
+        "demo", "training", "30 of 60 steps", "2 min 12 s", "0.72", "▁▇█", "7,512", "at most 1",
         "81%", "share of tokens 44%", "64 running  12 held  8 queued", "4%", "37%", "66.4%",
         "45  cut off 3%", "25% of groups",
         "waiting: step 30 waits for 3 samples",
