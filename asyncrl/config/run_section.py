@@ -71,6 +71,9 @@ class RunSection(BaseModel):
     {trainer.learning_rate: 1.0e-6}}`. `asyncrl set` adds to them. Allowed are
     trainer.learning_rate, trainer.checkpoint_every, scheduler.max_off_policy_steps,
     scheduler.max_runahead_groups, scheduler.on_update and scheduler.sample_deadline_seconds."""
+    print_samples: int = Field(default=0, ge=0, le=64)
+    """Number of samples of each step that are printed on the terminal, as a table with their
+    rewards. They are chosen by their number, whatever their length."""
     log_samples: Annotated[Literal["off", "jsonl"], BeforeValidator(unquoted_off)] = "off"
     """`jsonl`: write every trained sample with its text to RUN/samples/000001.jsonl and following
     files of up to 64 MB."""

@@ -164,6 +164,7 @@ class Progress:
         self._warn_once("cut", warnings.mostly_cut(self._config, step))
         if said := too_few_groups(step, self._config.scheduler):
             self.say(said)
+        self._view.samples(message.shown, self._config.reward_labels, message.step)
         self._log.append(step)
         self._rewards.append(step.learning.reward_mean)
         self._steps.add(step)

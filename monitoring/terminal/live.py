@@ -10,7 +10,7 @@ import itertools
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 from rich import box
@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.monitoring.config import MonitoringConfig
+from asyncrl.monitoring.terminal.completions import completions
 from asyncrl.monitoring.terminal.formatting import (
     ON_POLICY,
     UNKNOWN,
@@ -33,6 +34,7 @@ from asyncrl.monitoring.terminal.formatting import (
     without_controls,
 )
 from asyncrl.monitoring.terminal.run_view import RunView
+from asyncrl.wire.messages.from_trainer import ShownSample
 from asyncrl.wire.records.evaluations import EvaluationRecord, accuracy_of, graded_reward_of
 from asyncrl.wire.records.step import StepMetrics
 
@@ -259,6 +261,8 @@ logger = logging.getLogger(__name__)
 REFRESH_SECONDS = 0.25
 QUIET_SECONDS = 30.0
 """Longest time between two lines of the plain view while `update` is called."""
+FILE_COLUMNS = 120
+"""Width of tables where there is no terminal."""
 WIDE_COLUMNS = 92
 """Terminals at least this wide get a panel with two columns of numbers."""
 
@@ -281,6 +285,7 @@ class LiveView:
         console = console or Console()
         terminal = console.is_terminal and not console.is_dumb_terminal
         self._view: _PanelView | _PlainView | None = None
+        self._width = console.width if terminal else FILE_COLUMNS
         if config.live != "off" and terminal and config.live != "plain":
             self._view = _PanelView(console, total_steps, run_name, refresh_seconds)
         elif config.live != "off":
@@ -297,6 +302,11 @@ class LiveView:
     def log(self, text: str) -> None:
         """Print a message that stays on the screen, above the panel or as a line."""
         self._show(lambda shown: shown.log(without_controls(text)))
+
+    def samples(self, shown: Sequence[ShownSample], labels: Sequence[str], step: int) -> None:
+        """Print samples of a finished step, if there are any."""
+        if shown:
+            self.log(completions(shown, labels, step=step, width=self._width))
 
     def close(self) -> None:
         """Leave the last state on the screen and release the terminal. Idempotent."""

@@ -7,6 +7,7 @@ from rich.console import Console
 from asyncrl.monitoring.config import MonitoringConfig
 from asyncrl.monitoring.terminal.live import LiveView, panel
 from asyncrl.monitoring.terminal.run_view import RunView
+from asyncrl.wire.messages.from_trainer import ShownSample
 from asyncrl.wire.records.step import (
     BatchMetrics,
     IdleShares,
@@ -120,6 +121,23 @@ def test_no_control_codes_reach_a_file(mode):
 def test_rich_without_a_terminal_says_why_there_are_lines():
     _, stream, _ = plain("rich")
     assert "this is not a terminal" in stream.getvalue()
+
+
+def test_samples_of_a_step_are_a_table_with_the_result_of_each_function():
+    view, stream, _ = plain()
+    shown = [
+        ShownSample("1+1=", "2\x1b[2J\nso", 0.75, (1.0, 0.5), 2, "stop"),
+        ShownSample("2+2=", "five " * 60, 0.0, (), 60, "length"),
+    ]
+    view.samples(shown, ("correct", "format"), 7)
+    view.samples([], ("correct", "format"), 8)
+    lines = stream.getvalue().splitlines()
+    assert lines[0].strip() == "demo: samples of step 7"
+    assert lines[1].split()[1:] == ["prompt", "response", "correct", "format", "reward", "tokens"]
+    row = next(line for line in lines if "1+1=" in line)
+    assert row.split()[1:] == ["1+1=", "2[2J", "↵", "so", "1.000", "0.500", "0.750", "2"]
+    assert any("– " in line and "60 (length)" in line for line in lines)
+    assert max(map(len, lines)) <= 120 + len("demo: ")
 
 
 def test_off_shows_nothing():
