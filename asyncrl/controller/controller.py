@@ -83,7 +83,7 @@ up: the function may hang, and what ended the run may not wait longer (Kubernete
 
 @dataclass(slots=True)
 class RewardPatience:
-    """How long a stopping run has waited for rewards, and for nothing else."""
+    """Measures how long a stopping run has waited for nothing but rewards."""
 
     _unrewarded: int = 0
     _since: float = 0.0
@@ -155,7 +155,7 @@ class Controller:
         self.has_begun = False
         """True once all processes were ready, so that it evaluates or trains."""
         self._patience: RewardPatience | None = None
-        """With a stop that has to come soon."""
+        """Set by a stop, and not by a drain."""
         self._evaluations = 0
         """Evaluations begun after training: one, unless steps were lost since."""
         restarts = TrainerRestarts(config, directory, fleet, *phases, progress, self._waiter)

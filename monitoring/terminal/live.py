@@ -41,7 +41,7 @@ from asyncrl.wire.records.step import StepMetrics
 HIGH_IDLE_SHARE = 0.3
 """Idle shares from this on are shown in a warning colour."""
 NOTABLE_SHARE = 0.1
-"""From this share of a step on, its wait for rewards is shown."""
+"""A wait for rewards is shown if it takes at least this share of a step."""
 
 
 def panel(view: RunView, *, run_name: str, total_steps: int, wide: bool = True) -> Panel:
@@ -240,7 +240,7 @@ def _rewards(step: StepMetrics) -> str:
 
 
 def _learning(step: StepMetrics) -> Iterator[str]:
-    """What the step learned from; nothing of a step that trained on nothing."""
+    """Describe what the step learned from; nothing if it trained on nothing."""
     batch, learning = step.batch, step.learning
     if not batch.samples:
         return

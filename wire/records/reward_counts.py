@@ -35,7 +35,7 @@ class ServiceCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardWait(msgspec.Struct, frozen=True, kw_only=True):
-    """What a generator's deliveries wait for; sums are over generators."""
+    """The wait of deliveries for rewards; sums are over generators."""
 
     samples: Count = 0
     """Samples that were ordered to be delivered and have no reward yet."""

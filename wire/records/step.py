@@ -242,7 +242,7 @@ class IdleShares(msgspec.Struct, frozen=True, kw_only=True):
     """Mean over generators in the time of `tokens_per_second`. None: lost with a killed
     controller."""
     trainer: float = 0.0
-    """Of the same time, as the trainer waited in each of its steps."""
+    """Mean of the same time, from the trainer's waits in its steps."""
     for_rewards: float = 0.0
     """Share of the step's time in which it lacked nothing but rewards."""
 
@@ -328,7 +328,7 @@ class GroupTotals(Counts, frozen=True, kw_only=True):
 
 
 class SignalTotals(Counts, frozen=True, kw_only=True):
-    """What the steps of a run could learn from, including those before a resume."""
+    """Counts of what the steps of a run could learn from, including those before a resume."""
 
     steps_without: int = 0
     """Steps that learned nothing from their rewards (`StepMetrics.learned_nothing`)."""
