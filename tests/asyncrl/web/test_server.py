@@ -356,3 +356,5 @@ def test_an_address_in_use_is_a_clear_error() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"127.0.0.1:{port} .*monitoring.web.port to 0"):
             listen(WebConfig(port=port))
+    with pytest.raises(UserError, match=r"on \[::2\]:9100 \("):
+        listen(WebConfig(host="[::2]", port=9100, token_file="/token"))
