@@ -81,10 +81,10 @@ def run(
         str, typer.Option("--health-host", help="Host of --health-port.")
     ] = "127.0.0.1",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the whole configuration and exit.")
+        bool, typer.Option("--dry-run", help="Check and print all that a start does, and exit.")
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Like --dry-run, with the meaning of every key.")
+        bool, typer.Option("--explain", help="Print the configuration with each key's meaning.")
     ] = False,
     end_with: Annotated[
         int | None,
@@ -100,11 +100,11 @@ def run(
     if end_with is not None:
         _end_with(end_with)
     from asyncrl.config.reference import explain_config
-    from asyncrl.config.run_config import dump_config, load_config
+    from asyncrl.config.run_config import load_config
 
     config = load_config(config_file, overrides or [])
-    if dry_run or explain:
-        typer.echo(explain_config(config) if explain else dump_config(config), nl=False)
+    if explain:
+        typer.echo(explain_config(config), nl=False)
         from asyncrl.startup.memory import memory_comment
 
         typer.echo(memory_comment(config))
@@ -134,12 +134,20 @@ def run(
     if resume:
         say = partial(console.print, highlight=False, soft_wrap=True)
         config = with_recorded_dtype(with_recorded_date(with_orders(config, overrides or [], say)))
-    from asyncrl.controller.execute import execute
-    from asyncrl.health import Health
     from asyncrl.startup.prepare import prepare
 
+    prepared = prepare(config, console)
+    if dry_run:
+        from asyncrl.startup.machine_checks import refuse_taken_ports
+
+        refuse_taken_ports(config, first=0)
+        typer.echo("dry run: nothing was started and nothing was written to the run's folder")
+        return
+    from asyncrl.controller.execute import execute
+    from asyncrl.health import Health
+
     result = execute(
-        prepare(config, console),
+        prepared,
         resume=resume,
         clean=clean,
         console=console,

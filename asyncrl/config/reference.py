@@ -35,8 +35,8 @@ _INTRODUCTION = """\
      `python -m asyncrl.config.reference > docs/configuration.md`. -->
 
 ```bash
-asyncrl run CONFIG --dry-run    # print the whole configuration, defaults included
-asyncrl run CONFIG --explain    # the same with the meaning, bounds and default of each key
+asyncrl run CONFIG --explain    # the whole configuration, with the meaning of each key
+asyncrl run CONFIG --dry-run    # check and print all that a start does, and start nothing
 ```
 
 A run is one YAML file with the sections below; every key may be left out. `--set section.key=value`

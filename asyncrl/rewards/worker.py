@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.cores import usable_cores
 from asyncrl.rewards import protocol
 from asyncrl.rewards.functions import RewardFunction, load_function
 from asyncrl.rewards.protocol import WHOLE_SUM, Began, Call, Failed, FailureReason, Scored, Term
@@ -38,8 +38,7 @@ from asyncrl.rewards.values import (
 from asyncrl.user_code.streams import Ready, bounded, last_lines
 from asyncrl.user_code.worker import Channel
 
-AT_ONCE = {"code": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
-           "math_verify": 1}  # fmt: skip
+AT_ONCE = {"code": usable_cores(), "math_verify": 1}
 """Most concurrent calls of a built-in function. Programs run in separate processes, one for each
 core; more would wait for each other and use up their time."""
 

@@ -271,20 +271,21 @@ def ports(config: RunConfig) -> Finding:
     )
 
 
-def refuse_taken_ports(config: RunConfig) -> None:
+def refuse_taken_ports(config: RunConfig, *, first: int = 1) -> None:
     """Refuse ports that the processes of this machine would lack. Raises UserError.
 
-    The controller finds its own when it begins to serve, and the ports of other machines are not
-    known here.
+    The first process is the controller, 0, which may serve already. The ports of other machines are
+    not known here.
     """
     monitoring = config.monitoring
-    indices = range(1, 1 + config.processes_at_start) if config.launcher.kind == "local" else ()
+    processes = config.processes_at_start if config.launcher.kind == "local" else 0
+    indices = range(first, 1 + processes)
     taken = [monitoring.port_of(index) for index in indices if is_taken(monitoring, index)]
     if taken:
         wanted = [monitoring.port_of(index) for index in indices]
         raise UserError(
-            f"monitoring.port: {monitoring.port} gives the trainer and the generators port "
-            f"{_shown(wanted)} of {monitoring.host}, and other programs have {_shown(taken)}. "
+            f"monitoring.port: {monitoring.port} gives the processes of the run "
+            f"port {_shown(wanted)} of {monitoring.host}, and other programs have {_shown(taken)}. "
             "Choose another, or 0 for any free ones"
         )
 

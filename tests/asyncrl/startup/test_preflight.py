@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config.run_config import load_config
+from asyncrl.cores import usable_cores
 from asyncrl.errors import RewardError, UserError
 from asyncrl.launch.gpus import Gpu, TorchBuild
 from asyncrl.rewards.config import RewardConfig
@@ -16,7 +16,7 @@ from asyncrl.startup import devices
 from asyncrl.startup.model_checks import check_builtin_positions, check_positions
 from asyncrl.startup.preflight import check_machine, check_rewards
 
-CORES = os.cpu_count() or 1
+CORES = usable_cores()
 
 
 @pytest.mark.parametrize(
