@@ -145,8 +145,8 @@ class LauncherConfig(BaseModel):
     generators: int = Field(default=1, ge=1, le=10_000)
     """Number of generator processes."""
     threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
-    """Threads of each process for tensor operations; null: the cores that the command may use, by its
-    affinity and a container's quota, are divided."""
+    """Threads of each process for tensor operations; null: the cores that this machine's affinity
+    and a container's quota leave are divided."""
     gpus: tuple[GpuNumber | GpuName, ...] | None = None
     """GPUs that this run may use: numbers as `nvidia-smi` and CUDA_VISIBLE_DEVICES have them, or
     names that begin with GPU- or MIG-. null: all that CUDA_VISIBLE_DEVICES leaves visible. []:
