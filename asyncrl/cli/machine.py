@@ -23,10 +23,10 @@ def doctor(
 
     With CONFIG or --set, also check the model, the data and the rewards, as a run does.
     """
-    from asyncrl.config.run_config import load_config
+    from asyncrl.config.effects import load_users_config
     from asyncrl.startup.doctor import diagnose
 
-    config = load_config(config_file, overrides or [])
+    config = load_users_config(config_file, overrides or [])
     diagnose(config, typer.echo)
     if config_file is not None or overrides:
         from asyncrl.startup.prepare import prepare

@@ -99,12 +99,12 @@ def run(
     """Train: evaluate, run the steps, evaluate again, write a report."""
     if end_with is not None:
         _end_with(end_with)
+    from asyncrl.config.effects import load_users_config
     from asyncrl.config.reference import explain_config
-    from asyncrl.config.run_config import load_config
 
-    config = load_config(config_file, overrides or [])
+    config = load_users_config(config_file, overrides or [])
     if explain:
-        typer.echo(explain_config(config), nl=False)
+        typer.echo(explain_config(config, lambda line: typer.style(line, dim=True)), nl=False)
         from asyncrl.startup.memory import memory_comment
 
         typer.echo(memory_comment(config))

@@ -32,7 +32,7 @@ _LISTEN = re.compile(r"(?P<host>[^\s:/\[\]]+):(?P<port>\d{1,5})")
 
 
 class AgentsConfig(ClusterConfig):
-    """A run's use of agents (docs/deploy.md). Only read with `launcher.kind: agents`."""
+    """A run's use of agents (docs/deploy.md)."""
 
     listen: str = Field(default="127.0.0.1:5900", max_length=300)
     """`HOST:PORT` at which the controller waits for agents (`asyncrl agent --controller`). HOST is
@@ -104,7 +104,7 @@ class Bundle(BaseModel):
 
 
 class RayConfig(ClusterConfig):
-    """Settings of a run on a Ray cluster. Only read with `launcher.kind: ray`."""
+    """Settings of a run on a Ray cluster."""
 
     address: str | None = Field(default=None, max_length=300)
     """`HOST:PORT` of the head; `auto`: the cluster that this machine belongs to; null: a cluster of

@@ -54,6 +54,12 @@ def check_machine(config: RunConfig) -> None:
     elif launcher.kind == "local":
         _check_threads(config)
         _check_compiler(config)
+        plan = place(config) if launcher.colocate else None
+        if launcher.colocate and not (plan is not None and plan.trainer and plan.generators[0]):
+            raise UserError(
+                "launcher.colocate: true has an effect only where trainer and generator each take "
+                "a GPU, and here they do not; leave it out"
+            )
         divide_machine(
             generators=launcher.generators,
             threads=launcher.threads,

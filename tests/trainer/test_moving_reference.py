@@ -52,7 +52,6 @@ def test_the_reference_follows_as_configured(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"reference_decay": 0.9}, "kl_coefficient: 0"),
         (
             {"reference_decay": 0.9, "reference_refresh_steps": 1, "kl_coefficient": 1},
             "choose one",

@@ -52,6 +52,13 @@ def test_what_a_compiler_is_needed_for_is_refused_without_one(
     check_machine(config)
 
 
+def test_a_gpu_to_share_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "find_gpus", list)
+    with pytest.raises(UserError, match=r"^launcher.colocate: true has an effect only where"):
+        check_machine(load_config(None, ["launcher.colocate=true"]))
+    check_machine(load_config(None, ["launcher.colocate=false"]))
+
+
 def test_the_compiler_is_that_of_the_devices_that_the_run_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
