@@ -110,7 +110,7 @@ def sections() -> list[Section]:
 def explain_config(config: RunConfig, grey: Callable[[str], str] = str) -> str:
     """Return the configuration as commented YAML; `load_config` reads it back.
 
-    What has no effect in this configuration is said, and passed through `grey`.
+    Settings that have no effect in this configuration are named, and passed through `grey`.
     """
     idle = without_effect(config)
     explained = _Explained({section.path: section for section in sections()}, idle, grey)
