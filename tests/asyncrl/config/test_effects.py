@@ -68,7 +68,7 @@ IDLE = {
     "monitoring.port": "monitoring.metrics=false",
     "monitoring.web.port": "monitoring.web.enabled=false",
 }
-"""What takes the effect from settings that have one by default."""
+"""Settings that take the effect from those that have one by default."""
 
 
 @pytest.mark.parametrize("setting", REFUSED)

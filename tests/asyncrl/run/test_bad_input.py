@@ -79,6 +79,8 @@ def test_a_metrics_port_in_use(command_line: CommandLine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         refused(command_line, f"port {port}", "monitoring.port", monitoring__port=port)
+        of_the_trainer = f"other programs have {port}"
+        refused(command_line, of_the_trainer, "monitoring.port", monitoring__port=port - 1)
     assert not command_line.folder.exists()
 
 
