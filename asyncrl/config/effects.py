@@ -11,6 +11,7 @@ configurations are not judged, so that every run stays readable.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,6 +42,40 @@ class Effect(NamedTuple):
     """True for sections of other engines and launchers: people keep them in one file."""
 
 
+def _of(config: RunConfig, key: str) -> Any:
+    return functools.reduce(getattr, key.split("."), config)
+
+
+def _is(key: str, *values: object) -> Effect:
+    shown = " or ".join(str(value).lower() for value in values)
+    return Effect(f"with {key}: {shown}", lambda config, _: _of(config, key) in values)
+
+
+def _given(key: str) -> Effect:
+    return Effect(f"with {key}", lambda config, _: _of(config, key) not in (None, ()))
+
+
+def _above(key: str, least: int) -> Effect:
+    return Effect(f"with {key} above {least}", lambda config, _: _of(config, key) > least)
+
+
+def _engine(kind: str) -> Effect:
+    def is_used(config: RunConfig, _: Any) -> bool:
+        return kind in (config.engine.kinds or (config.engine.kind,))
+
+    return Effect(f"with engine.kind or kinds: {kind}", is_used, may_stand=True)
+
+
+def _no_file(*names: str) -> Effect:
+    """Make the rule of what selects from a folder or a hub's dataset; `names` are its paths."""
+
+    def holds(_: RunConfig, section: Any) -> bool:
+        paths = [Path(path) for name in names if (path := getattr(section, name)) is not None]
+        return any(one.suffix not in _FILES and not one.is_file() for one in paths)
+
+    return Effect(f"with a {' or '.join(names)} that is no file", holds)
+
+
 def _clips(_: RunConfig, trainer: Any) -> bool:
     if is_own(trainer.algorithm):
         return True  # its class may read what it likes
@@ -53,155 +88,89 @@ def _truncates(_: RunConfig, trainer: Any) -> bool:
     return not in_loss and trainer.correction.endswith(("truncated", "rejected"))
 
 
-def _has_parts(path: str | None) -> bool:
-    """Return True for a folder or a hub id."""
-    is_file = path is not None and (Path(path).suffix in _FILES or Path(path).is_file())
-    return path is not None and not is_file
-
-
-def _uses_engine(kind: str) -> Effect:
-    return Effect(
-        f"with engine.kind or kinds: {kind}",
-        lambda config, _: kind in (config.engine.kinds or (config.engine.kind,)),
-        may_stand=True,
-    )
-
-
 def _may_share(config: RunConfig, launcher: Any) -> bool:
     return launcher.gpus != () and "cpu" not in (config.engine.device, config.trainer.device)
 
 
-def _has_rank_network(config: RunConfig, launcher: Any) -> bool:
-    trainer = config.trainer
-    several = trainer.ranks > 1 and not is_loopback(trainer.rank_network)
+def _trusts(config: RunConfig, launcher: Any) -> bool:
+    several = config.trainer.ranks > 1 and not is_loopback(config.trainer.rank_network)
     return launcher.weights == "broadcast" or several
 
 
-_LOGGED = Effect("with run.log_samples: jsonl", lambda _, run: run.log_samples == "jsonl")
-_DATASET = Effect("with task.kind: dataset", lambda _, task: task.kind == "dataset")
-_TEMPLATE = Effect("with a task.chat_template", lambda _, task: task.chat_template != "never")
-_OF_SET = Effect("with a path that is no file", lambda _, one: _has_parts(one.path))
-_DRAFTS = Effect("with cache.max_draft_tokens above 0", lambda _, one: one.max_draft_tokens != 0)
-_DECAYS = Effect(
-    "with trainer.learning_rate_schedule: cosine or linear",
-    lambda _, trainer: trainer.learning_rate_schedule != "constant",
-)
-_RATIO = Effect(
-    "with trainer.proximal_policy: behaviour or several updates per step, and an algorithm that "
-    "clips",
-    _clips,
-)
-_KL = Effect(
-    "with trainer.kl_coefficient above 0, as there is no reference else",
-    lambda _, trainer: trainer.kl_coefficient > 0,
-)
-_RANKS = Effect("with trainer.ranks above 1", lambda _, trainer: trainer.ranks > 1)
-_METRICS = Effect("with monitoring.metrics: true", lambda _, monitoring: monitoring.metrics)
-_TRACES = Effect("with monitoring.tracing.enabled: true", lambda _, tracing: tracing.enabled)
-_PAGE = Effect("with monitoring.web.enabled: true", lambda _, web: web.enabled)
-
-EFFECTS: dict[str, Effect] = {
-    "run.log_sample_tokens": _LOGGED,
-    "run.log_samples_mb": _LOGGED,
-    **dict.fromkeys(
-        (
-            *("task.path", "task.prompt_field", "task.answer_field", "task.id_field", "task.map"),
-            *("task.on_bad_row", "task.evaluation_path"),
-        ),
-        _DATASET,
+_TABLE: dict[str, Effect] = {
+    "run log_sample_tokens log_samples_mb": _is("run.log_samples", "jsonl"),
+    "task path prompt_field answer_field id_field map on_bad_row evaluation_path": _is(
+        "task.kind", "dataset"
     ),
-    "task.subset": Effect(
-        "with a task.path or evaluation_path that is no file",
-        lambda _, task: _has_parts(task.path) or _has_parts(task.evaluation_path),
+    "task subset": _no_file("path", "evaluation_path"),
+    "task split": _no_file("path"),
+    "task evaluation_split": _no_file("evaluation_path"),
+    "task digits": _is("task.kind", "arithmetic"),
+    "task chat_template_kwargs chat_template_date": _is("task.chat_template", "auto", "always"),
+    "task too_long": _given("task.max_prompt_tokens"),
+    "environment": _given("environment.name"),
+    "engine kind": Effect("without engine.kinds", lambda config, _: not config.engine.kinds),
+    "engine.torch": _engine("torch"),
+    "engine.vllm": _engine("vllm"),
+    "engine.sglang": _engine("sglang"),
+    "engine weight_staging": _is("engine.device", "auto", "cuda"),
+    "cache max_bytes": _is("cache.enabled", True),
+    "cache min_match min_probability": Effect(
+        "with cache.max_draft_tokens above 0", lambda _, cache: cache.max_draft_tokens != 0
     ),
-    "task.split": Effect(
-        "with a task.path that is no file",
-        lambda _, task: _has_parts(task.path),
+    "cache lenience": _is("cache.reuse", "lenient"),
+    "scheduler runahead_kv_limit": _is("scheduler.on_update", "verify"),
+    "scheduler.dynamic_sampling max_batches": _is("scheduler.dynamic_sampling.enabled", True),
+    "trainer learning_rate_minimum schedule_steps": _is(
+        "trainer.learning_rate_schedule", "cosine", "linear"
     ),
-    "task.evaluation_split": Effect(
-        "with a task.evaluation_path that is no file",
-        lambda _, task: _has_parts(task.evaluation_path),
+    "trainer clip_ratio_low clip_ratio_high dual_clip": Effect(
+        "with an algorithm that clips, and trainer.proximal_policy: behaviour or several updates "
+        "per step",
+        _clips,
     ),
-    "task.digits": Effect("with task.kind: arithmetic", lambda _, task: task.kind == "arithmetic"),
-    "task.chat_template_kwargs": _TEMPLATE,
-    "task.chat_template_date": _TEMPLATE,
-    "task.too_long": Effect(
-        "with task.max_prompt_tokens", lambda _, task: task.max_prompt_tokens is not None
-    ),
-    "environment": Effect("with environment.name", lambda _, one: one.name is not None),
-    "engine.kind": Effect("without engine.kinds", lambda _, engine: not engine.kinds),
-    "engine.torch": _uses_engine("torch"),
-    "engine.vllm": _uses_engine("vllm"),
-    "engine.sglang": _uses_engine("sglang"),
-    "engine.weight_staging": Effect("on a GPU", lambda _, engine: engine.device != "cpu"),
-    "cache.max_bytes": Effect("with cache.enabled: true", lambda _, cache: cache.enabled),
-    "cache.min_match": _DRAFTS,
-    "cache.min_probability": _DRAFTS,
-    "cache.lenience": Effect("with cache.reuse: lenient", lambda _, one: one.reuse == "lenient"),
-    "scheduler.runahead_kv_limit": Effect(
-        "with scheduler.on_update: verify", lambda _, scheduler: scheduler.on_update == "verify"
-    ),
-    "scheduler.dynamic_sampling.max_batches": Effect(
-        "with scheduler.dynamic_sampling.enabled: true", lambda _, sampling: sampling.enabled
-    ),
-    "trainer.learning_rate_minimum": _DECAYS,
-    "trainer.schedule_steps": _DECAYS,
-    "trainer.importance_cap": Effect(
+    "trainer importance_cap": Effect(
         "with trainer.proximal_policy: current and a correction that truncates or rejects",
         _truncates,
     ),
-    "trainer.dual_clip": _RATIO,
-    "trainer.clip_ratio_low": _RATIO,
-    "trainer.clip_ratio_high": _RATIO,
-    "trainer.correction_band": Effect(
+    "trainer correction_band": Effect(
         "with a trainer.correction that masks or rejects",
         lambda _, trainer: trainer.correction.endswith(("masked", "rejected")),
     ),
-    "trainer.kl_estimator": _KL,
-    "trainer.kl_clamp": _KL,
-    "trainer.reference_refresh_steps": _KL,
-    "trainer.reference_decay": _KL,
+    "trainer kl_estimator kl_clamp reference_refresh_steps reference_decay": _above(
+        "trainer.kl_coefficient", 0
+    ),
     "trainer.critic": Effect(
-        "with trainer.algorithm: ppo",
-        lambda config, _: entry_of(config.trainer.algorithm).critic,
+        "with trainer.algorithm: ppo", lambda config, _: entry_of(config.trainer.algorithm).critic
     ),
-    "trainer.lora": Effect("with trainer.lora.rank above 0", lambda _, lora: lora.rank > 0),
-    "trainer.sharding": _RANKS,
-    "trainer.rank_network": _RANKS,
-    "trainer.rank_seconds": _RANKS,
-    "evaluation.best_of": Effect(
-        "with evaluation.keep_best: true", lambda _, evaluation: evaluation.keep_best
-    ),
-    "evaluation.sets.NAME.subset": _OF_SET,
-    "evaluation.sets.NAME.split": _OF_SET,
-    "launcher.gpus": Effect(
+    "trainer.lora": _above("trainer.lora.rank", 0),
+    "trainer sharding rank_network rank_seconds": _above("trainer.ranks", 1),
+    "evaluation best_of": _is("evaluation.keep_best", True),
+    "evaluation.sets.NAME subset split": _no_file("path"),
+    "launcher gpus": Effect(
         "where engine.device or trainer.device is not cpu",
         lambda config, _: {config.engine.device, config.trainer.device} != {"cpu"},
     ),
-    "launcher.colocate": Effect("where trainer and engine may use a GPU", _may_share),
-    "launcher.trusted_network": Effect(
-        "with launcher.weights: broadcast or a trainer.rank_network of several machines",
-        _has_rank_network,
+    "launcher colocate": Effect("where trainer and engine may use a GPU", _may_share),
+    "launcher trusted_network": Effect(
+        "with launcher.weights: broadcast or a trainer.rank_network of several machines", _trusts
     ),
-    "launcher.ray": Effect(
-        "with launcher.kind: ray", lambda config, _: config.launcher.kind == "ray", may_stand=True
-    ),
-    "launcher.agents": Effect(
-        "with launcher.kind: agents",
-        lambda config, _: config.launcher.kind == "agents",
-        may_stand=True,
-    ),
-    "monitoring.host": _METRICS,
-    "monitoring.port": _METRICS,
-    "monitoring.tracing.endpoint": _TRACES,
-    "monitoring.tracing.sample_rate": _TRACES,
-    "monitoring.tracing.queue_spans": _TRACES,
-    "monitoring.sink_seconds": Effect("with monitoring.sinks", lambda _, one: bool(one.sinks)),
-    "monitoring.web.host": _PAGE,
-    "monitoring.web.port": _PAGE,
-    "monitoring.web.token_file": _PAGE,
+    "launcher.ray": _is("launcher.kind", "ray")._replace(may_stand=True),
+    "launcher.agents": _is("launcher.kind", "agents")._replace(may_stand=True),
+    "monitoring host port": _is("monitoring.metrics", True),
+    "monitoring.tracing endpoint sample_rate queue_spans": _is("monitoring.tracing.enabled", True),
+    "monitoring sink_seconds": _given("monitoring.sinks"),
+    "monitoring.web host port token_file": _is("monitoring.web.enabled", True),
 }
-"""Rules by key or section; settings without one always have an effect."""
+"""Rules by section, or by section and settings; settings without one always have an effect."""
+
+EFFECTS = {
+    key: effect
+    for names, effect in _TABLE.items()
+    for section, *settings in [names.split()]
+    for key in ([f"{section}.{one}" for one in settings] or [section])
+}
+"""The rules by key or section."""
 
 
 def rule_of(key: str) -> Effect | None:

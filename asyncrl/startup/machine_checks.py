@@ -1,6 +1,7 @@
 """Finds what a machine lacks for a run, and what to do about it, for `asyncrl doctor`.
 
-These findings do not keep a run from starting; `asyncrl.startup.preflight` does that.
+These findings do not keep a run from starting, except for taken ports; `asyncrl.startup.preflight`
+does that.
 """
 
 from __future__ import annotations
