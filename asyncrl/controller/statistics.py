@@ -66,7 +66,7 @@ class RewardTotals:
                 "large dominate every advantage; check the function, or lower its weight",
             )
 
-    def named(self, terms: tuple[float, ...]) -> dict[str, float | None]:
+    def named(self, terms: tuple[float | None, ...]) -> dict[str, float | None]:
         """Mean of each term of a step by its function's label; empty without terms."""
         return dict(zip(self._labels, terms, strict=False))
 

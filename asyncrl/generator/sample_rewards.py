@@ -140,6 +140,7 @@ class SampleRewards:
                     exchange.response,
                     {**prompt.example, **exchange.columns},
                     example_id=prompt.prompt_id,
+                    is_beside_another=True,
                 )
             if not functions.terms:
                 return functions  # a function has failed, and that counts as 0

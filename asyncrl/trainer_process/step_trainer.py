@@ -114,18 +114,18 @@ class RankPart(msgspec.Struct, frozen=True):
     """True if no generator of its samples is known to have another policy."""
 
 
-def sums_of(terms: Sequence[tuple[float, ...]]) -> tuple[tuple[float, int], ...]:
+def sums_of(terms: Sequence[tuple[float | None, ...]]) -> tuple[tuple[float, int], ...]:
     """Return `RankPart.terms`; `terms` has a row for each sample that has a reward."""
-    return tuple((math.fsum(values), len(values)) for values in zip(*terms, strict=True))
+    columns = ([one for one in column if one is not None] for column in zip(*terms, strict=True))
+    return tuple((math.fsum(values), len(values)) for values in columns)
 
 
-def mean_terms(parts: Sequence[RankPart]) -> tuple[float, ...]:
-    """Mean result of each reward function; empty if none scored a sample."""
+def mean_terms(parts: Sequence[RankPart]) -> tuple[float | None, ...]:
+    """Mean result of each reward function, None if it scored no sample; empty if none did."""
     having = [part.terms for part in parts if part.terms]
-    return tuple(
-        math.fsum(total for total, _ in one) / sum(count for _, count in one)
-        for one in zip(*having, strict=True)
-    )
+    counts = [sum(count for _, count in one) for one in zip(*having, strict=True)]
+    totals = [math.fsum(total for total, _ in one) for one in zip(*having, strict=True)]
+    return tuple(t / n if n else None for t, n in zip(totals, counts, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class StepTrainer:
         self._accumulated: list[int] = []
         self.done: set[int] = set()
         self._samples = 0
-        self._terms: list[tuple[float, ...]] = []
+        self._terms: list[tuple[float | None, ...]] = []
         self._to_log: list[WholeGroup] = []
         self._train_seconds = 0.0
         self._waited: defaultdict[str, float] = defaultdict(float)

@@ -26,6 +26,7 @@ from typing import Any
 
 from asyncrl.errors import UserError
 from asyncrl.suggestions import nearest
+from asyncrl.user_code.streams import last_lines
 
 _USERS: list[str] = []
 """Folders of user code that this process imports from."""
@@ -94,8 +95,8 @@ def check_signature(kind: FunctionKind, name: str, function: Any, args: Mapping[
     """Refuse objects that cannot be called as the kind requires. Raises the kind's error."""
     if not callable(function):
         raise kind.error(
-            f"{kind.noun} {name!r} cannot be called as {kind.signature}: it is a "
-            f"{type(function).__name__}"
+            f"{kind.noun} {name!r} cannot be called as {kind.signature}: "
+            f"it is an object of the type {type(function).__name__}"
         )
     try:
         signature = inspect.signature(function)
@@ -105,12 +106,6 @@ def check_signature(kind: FunctionKind, name: str, function: Any, args: Mapping[
         signature.bind(*kind.arguments, **args)
     except TypeError as error:
         given = f" with args {sorted(args)}" if args else ""
-        # As written: annotations that are strings would be shown in quotes.
-        shown = re.sub(r"((?:: |-> ))'([^']*)'", r"\1\2", str(signature))
-        # As written: annotations that are strings would be shown in quotes.
-        shown = re.sub(r"((?:: |-> ))'([^']*)'", r"\1\2", str(signature))
-        # As written: annotations that are strings would be shown in quotes.
-        shown = re.sub(r"((?:: |-> ))'([^']*)'", r"\1\2", str(signature))
         # As written: annotations that are strings would be shown in quotes.
         shown = re.sub(r"((?:: |-> ))'([^']*)'", r"\1\2", str(signature))
         raise kind.error(
@@ -145,6 +140,12 @@ def _module(kind: FunctionKind, name: str, source: str) -> Any:
         raise kind.error(
             f"{kind.noun} {name!r}: there is no module {missing!r}; it must be importable "
             f"from the folder that the run is started in ({Path.cwd()}) or be installed"
+        ) from error
+    except SystemExit as error:
+        raise kind.error(
+            f"{kind.noun} {name!r}: {source} ends the process when it is imported:\n"
+            f"{last_lines()}\nWhat it does as a program, reading its arguments for instance, "
+            'belongs below `if __name__ == "__main__":`'
         ) from error
 
 

@@ -43,8 +43,8 @@ class StepFinished(Message, frozen=True):
     manifest: WeightManifest
     metrics: LearnerMetrics
     times: TrainerTimes
-    reward_terms: tuple[Finite, ...] = ()
-    """Mean value of each reward function over the samples that it scored; empty without any."""
+    reward_terms: tuple[Finite | None, ...] = ()
+    """Mean value of each reward function over the samples that it scored, None without any."""
 
 
 class CheckpointWritten(Message, frozen=True):
