@@ -41,8 +41,10 @@ def report(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Write report.html of a run: active, finished or killed."""
     from asyncrl.monitoring.report.write import write_report
     from asyncrl.runs.directory import find_run
+    from asyncrl.secret_files import take_permissions_of
 
-    typer.echo(f"report: {write_report(find_run(name, runs))}")
+    take_permissions_of(run := find_run(name, runs))
+    typer.echo(f"report: {write_report(run)}")
 
 
 @app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl watch arithmetic")

@@ -88,7 +88,8 @@ class Targets:
             return
         groups = target_groups(self._run, self._host, everyone)
         try:
-            write_atomically(self._path, json.dumps(groups, indent=1) + "\n")
+            # Prometheus may be another user; the run's own files are private.
+            write_atomically(self._path, json.dumps(groups, indent=1) + "\n", mode=0o644)
             self._written = everyone
         except OSError as error:
             if not self._has_failed:
