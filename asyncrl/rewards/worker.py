@@ -109,7 +109,7 @@ def is_async(function: Any) -> bool:
 
 
 class WaitsError(Exception):
-    """A function returned an awaitable, and there is no event loop; it was not begun."""
+    """A function returned an awaitable, which was not begun, outside an event loop."""
 
 
 async def score(

@@ -274,7 +274,7 @@ def _message(place: int, message: Any) -> dict[str, Any]:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise _UnusableError(
-                f"message {place} of the prompt has a part that is no text ({kind}); prompts are "
+                f"message {place} of the prompt has a part that is not text ({kind}); prompts are "
                 "text"
             )
     if isinstance(content, list):

@@ -53,7 +53,7 @@ BAD_LINES = {
     "empty prompt": (b'{"prompt": " ", "answer": 1}', "prompt is empty"),
     "a picture": (
         example(prompt=[{"role": "user", "content": [{"type": "image_url"}]}]),
-        r"message 0 of the prompt has a part that is no text \(image_url\)",
+        r"message 0 of the prompt has a part that is not text \(image_url\)",
     ),
     "no content": (
         example(prompt=[{"role": "user", "content": "a"}, {"role": "assistant"}]),
