@@ -33,7 +33,7 @@ def convention_of(function: Any) -> Convention:
         names = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # some functions written in C have no signature
         return "example"
-    if "completions" in names:
+    if "completions" in names and "response" not in names:
         return "trl"
     if all(name in names for name in _OF_VERL):
         return "verl"
