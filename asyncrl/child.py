@@ -8,12 +8,14 @@ which the launcher redirects to a file.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
 import signal
 import sys
 from collections.abc import MutableMapping
+from pathlib import Path
 
 import msgspec
 import zmq.asyncio
@@ -31,6 +33,7 @@ from asyncrl.launch.child_spec import (
     read_spec,
 )
 from asyncrl.monitoring.errors import MonitoringError
+from asyncrl.secret_files import take_permissions_of
 from asyncrl.trainer.base.errors import TrainerError
 from asyncrl.user_code.process_tree import end_process, end_with_parent
 from asyncrl.wire.errors import WireError
@@ -103,6 +106,8 @@ def main() -> None:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logger = logging.getLogger(f"asyncrl.{spec.name}")
+    with contextlib.suppress(OSError):  # on another machine its agent's umask may be open
+        take_permissions_of(Path(spec.run_directory))
     try:
         _run(spec, keys)
     except AsyncrlError as error:

@@ -19,8 +19,9 @@ trainer that replaces a lost one follows a dot:
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,37 @@ def trainer_name(rank: int, lineage: int) -> str:
 def rank_of(name: str) -> int:
     """Return the rank of a trainer's process."""
     return int(name.split(".")[0].removeprefix("trainer").removeprefix("-") or 0)
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Return the cores that this process may use: by its affinity, and by a container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, int(min(cores or 1, *_quotas(root), float("inf"))))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Yield the quotas of this process's control groups and of those around them, in cores."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, place = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / controllers
+        # A container may see its own group as the top, whatever its place is called.
+        for group in (top / place.strip("/"), *(top / place.strip("/")).parents):
+            with contextlib.suppress(OSError, ValueError):
+                if controllers:
+                    quota = (group / "cpu.cfs_quota_us").read_text()
+                    period = (group / "cpu.cfs_period_us").read_text()
+                else:
+                    quota, period = (group / "cpu.max").read_text().split()
+                if quota.strip() != "max" and int(quota) > 0:
+                    yield int(quota) / int(period)
+            if group == top:
+                break
 
 
 HELPER_CORES = "ASYNCRL_HELPER_CORES"
@@ -67,12 +99,12 @@ def divide_machine(
     """Return the threads of each process of a run, and the cores with `pin_cores`.
 
     A trainer of `ranks` processes is added to the generators. By default each process has an even
-    share of the available cores. Raises UserError if there are too few cores to pin, or the system
+    share of the usable cores. Raises UserError if there are too few cores to pin, or the system
     cannot pin.
     """
     can_pin = hasattr(os, "sched_getaffinity")
     available = sorted(os.sched_getaffinity(0)) if can_pin else [0, 1]
-    threads = threads or max(1, len(available) // (generators + ranks))
+    threads = threads or max(1, usable_cores() // (generators + ranks))
     if not pin_cores:
         return threads, None
     if not can_pin:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from asyncrl.errors import UserError
+from asyncrl.monitoring.config import host_port, without_brackets
 from asyncrl.monitoring.metrics.http_server import MetricsServer
 
 BEAT_SECONDS = 1.0
@@ -32,11 +33,13 @@ class Health:
     def __init__(self, host: str, port: int) -> None:
         self._turned: float | None = None
         self._is_ready: Callable[[], bool] = lambda: False
+        host = without_brackets(host)
         try:
             self._server = MetricsServer(host, port, self._answer)
         except OSError as error:
             raise UserError(
-                f"--health-port: this machine cannot listen at {host}:{port} ({error.strerror}); "
+                f"--health-port: this machine cannot listen at {host_port(host, port)} "
+                f"({error.strerror}); "
                 "another program has the port, or the host is not one of its addresses"
             ) from error
         self.port = self._server.port
@@ -88,7 +91,7 @@ def ask(port: int, host: str, *, ready: bool) -> None:
     import urllib.request
 
     path = "/readyz" if ready else "/healthz"
-    url = f"http://{host}:{port}{path}"
+    url = f"http://{host_port(without_brackets(host), port)}{path}"
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         direct.open(url, timeout=5).close()

@@ -1,4 +1,4 @@
-"""Check that other users cannot read a file with a secret."""
+"""Keeps other users from files: those with secrets, and those of a run."""
 
 from __future__ import annotations
 
@@ -22,3 +22,13 @@ def refuse_open_file(path: Path, status: os.stat_result, setting: str) -> None:
             "Give it mode 0600 (chmod 600), or 0440 if root owns it, as a mounted secret of "
             "Kubernetes (defaultMode: 0440) or Docker"
         )
+
+
+def take_permissions_of(folder: Path) -> None:
+    """Make files that this process and its children create as private as the run's folder is.
+
+    asyncrl makes that folder with mode 0700; a user who opens it opens what is written from the
+    next start on. Raises OSError.
+    """
+    closed = ~folder.stat().st_mode & 0o077
+    os.umask(os.umask(0o077) | closed)

@@ -81,11 +81,6 @@ class CacheConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_reuse(self) -> CacheConfig:
-        if self.reuse == "drafts" and self.lenience != DEFAULT_LENIENCE:
-            raise ValueError(
-                f"lenience ({self.lenience:g}) has no effect with reuse: drafts, which is exact; "
-                "leave it out, or set reuse: lenient if you accept biased samples"
-            )
         if self.reuse == "lenient" and not self.enabled:
             raise ValueError(
                 "reuse: lenient needs rollouts of earlier epochs, and enabled: false keeps none; "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from asyncrl.cores import usable_cores
 from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.sglang.config import SglangConfig
 from asyncrl.engine.torch.config import TorchConfig
@@ -142,11 +142,11 @@ class EngineConfig(BaseModel):
     leaves free, as their own measurements do not include it. It also bounds the tokens of a step
     that drafts."""
     torch: TorchConfig = TorchConfig()
-    """Settings of the torch engine. Only used when kind is torch."""
+    """Settings of the torch engine."""
     vllm: VllmConfig = VllmConfig()
-    """Settings of the vLLM engine. Only used when kind is vllm."""
+    """Settings of the vLLM engine."""
     sglang: SglangConfig = SglangConfig()
-    """Settings of the SGLang engine. Only used when kind is sglang."""
+    """Settings of the SGLang engine."""
 
     @model_validator(mode="after")
     def _batch_invariance_has_an_effect(self) -> Self:
@@ -209,7 +209,7 @@ class EngineConfig(BaseModel):
     @property
     def rank_threads(self) -> int:
         """CPU threads of each rank's process, at least 1; for engines with their own processes."""
-        return max(1, (self.threads or os.cpu_count() or 1) // self.gpus)
+        return max(1, (self.threads or usable_cores()) // self.gpus)
 
     @property
     def gpus(self) -> int:

@@ -86,13 +86,29 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def host_port(host: str, port: int) -> str:
+    """Join a host and a port.
+
+    >>> host_port("127.0.0.1", 80), host_port("::1", 80)
+    ('127.0.0.1:80', '[::1]:80')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def without_brackets(host: str) -> str:
+    """Return the bare address of `[::1]`, as IPv6 is written before a port."""
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    return host[1:-1] if is_bracketed else host
+
+
 def _address(host: str) -> str:
-    if "://" in host or "/" in host:
+    bare = without_brackets(host)
+    if "/" in bare or bare.count(":") == 1 or not bare:
         raise ValueError(
             f"host {host!r} is not an address; give a name or number such as "
-            "127.0.0.1, without scheme or path"
+            "127.0.0.1, without scheme, port or path"
         )
-    return host
+    return bare
 
 
 Host = Annotated[str, Field(min_length=1), AfterValidator(_address)]
@@ -144,7 +160,8 @@ class MonitoringConfig(BaseModel):
     so bind an address other than loopback only on a network that you trust."""
     port: int = Field(default=0, ge=0, le=MAX_PORT)
     """Base port: the controller uses it, the other processes the following ones in the order of
-    their start. 0 takes any free port for each; `asyncrl status` lists them."""
+    their start. At the start all must be free; a process that joins later leaves out a port that is
+    taken. 0 takes any free port for each. `asyncrl status` lists them."""
     live: Annotated[LiveMode, BeforeValidator(unquoted_off)] = "auto"
     """The view of a running run: a panel (rich), one line per step (plain), nothing (off), or the
     panel in a terminal and lines elsewhere (auto)."""

@@ -181,6 +181,12 @@ class StopRequested(Event, frozen=True, gc=False):
     """Finish the current step, then end the run (`asyncrl.scheduler.scheduler`)."""
 
 
+class StepGivenUp(Event, frozen=True, gc=False):
+    """The current step of a run that is stopping lacks rewards that do not come."""
+
+    reason: str
+
+
 class PauseRequested(Event, frozen=True, gc=False):
     """Start no samples and make every generator stop generating; discard nothing."""
 

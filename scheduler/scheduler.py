@@ -42,7 +42,8 @@ commanded delivery could still take a group away.
 **The user stops the run.** `StopRequested` finishes the current step, restarts after losses
 included, and all later steps that are already declared, since the trainer trains those without
 asking. All other work is withdrawn at once; `FinishRun` follows. The run ends at once if no sample
-of the current step was started, or no generator is left. A paused run is resumed so that it can
+of the current step was started, no generator is left, or the controller gives the step up
+(`StepGivenUp`). A paused run is resumed so that it can
 stop. `DrainRequested` is a stop after the last step of which every group is begun: no other group
 is begun, and begun groups of later steps are withdrawn.
 
@@ -343,6 +344,7 @@ class Scheduler:
             events.BoundsChanged: self._on_bounds_changed,
             events.DrainRequested: self._run_control.on_drain,
             events.StopRequested: self._run_control.on_stop,
+            events.StepGivenUp: self._run_control.on_given_up,
             events.PauseRequested: self._run_control.on_pause,
             events.ResumeRequested: self._run_control.on_resume,
         }
@@ -359,9 +361,12 @@ class Scheduler:
             self._leaving.end_those_without_work()
         return issued[:]
 
-    def snapshot(self) -> SchedulerView:
-        """Return the state in numbers, with the reason of each wait."""
-        return view_of(self.state)
+    def snapshot(self, unscored: int = 0, about: str = "") -> SchedulerView:
+        """Return the state in numbers, with the reason of each wait.
+
+        `unscored` samples to be delivered have no reward yet; `about` is added to that reason.
+        """
+        return view_of(self.state, unscored, about)
 
     def check(self) -> None:
         """Recount everything. O(in flight). Raises SchedulerError if an invariant is broken."""

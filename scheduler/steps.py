@@ -151,6 +151,14 @@ class RunControl:
         if state.finished is None and (not state.stopping or last < state.last_step):
             self._end_after(last)
 
+    def on_given_up(self, event: events.StepGivenUp) -> None:
+        """End a stopping run without its current step, unless the trainer has all of it."""
+        state = self._state
+        if state.stopping and state.finished is None and state.next_undeclared <= state.step:
+            self._steps.end_run(
+                RunOutcome.STOPPED, f"step {state.step} was not trained: {event.reason}"
+            )
+
     def on_drain(self, _: events.DrainRequested) -> None:
         """Withdraw groups that are not begun or do not fill a step, and finish the rest."""
         state = self._state

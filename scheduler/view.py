@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from asyncrl.scheduler.records import DELIVERING, HELD, Group
 from asyncrl.scheduler.state import SchedulerState
 
 
-def waits(state: SchedulerState) -> tuple[str, ...]:
-    """Describe each wait's reason, most important first; empty only if the run is finished."""
+def waits(state: SchedulerState, unscored: int = 0, about: str = "") -> tuple[str, ...]:
+    """Describe each wait's reason, most important first; empty only if the run is finished.
+
+    `unscored` and `about` are those of `Scheduler.snapshot`.
+    """
     if state.finished is not None:
         return ()
     if state.trainer_lost:
@@ -24,7 +28,7 @@ def waits(state: SchedulerState) -> tuple[str, ...]:
     lines += _leaves(state)
     lines += _installs(state)
     lines += _drains(state)
-    lines += _current_step(state)
+    lines += _current_step(state, unscored, about)
     if not state.stopping:
         lines += _next_step(state)
     return tuple(lines)
@@ -63,18 +67,45 @@ def _drains(state: SchedulerState) -> list[str]:
     return [text] if names else []
 
 
-def _current_step(state: SchedulerState) -> list[str]:
+class _Needs(NamedTuple):
+    """The samples of the current step by what they lack."""
+
+    queued: int
+    running: int
+    verifying: int
+    stale: int
+    unrewarded: int
+    sent: int
+
+    @classmethod
+    def of(cls, state: SchedulerState, unscored: int) -> _Needs:
+        groups = _groups_of(state, state.step)
+        sent = sum(group.states.count(DELIVERING) for group in groups)
+        unscored = min(unscored, sent)
+        return cls(
+            queued=sum(group.queued for group in groups),
+            running=sum(group.running for group in groups),
+            verifying=sum(group.verifying for group in groups),
+            stale=sum(sum(group.stale) for group in groups),
+            unrewarded=sum(_waits_for_rewards(group) for group in groups) + unscored,
+            sent=sent - unscored,
+        )
+
+
+def _only_unrewarded(state: SchedulerState, unscored: int) -> int:
+    if state.finished is not None or state.paused or state.next_undeclared > state.step:
+        return 0
+    needs = _Needs.of(state, unscored)
+    others = needs.queued + needs.running + needs.verifying + needs.stale
+    return 0 if others else needs.unrewarded
+
+
+def _current_step(state: SchedulerState, unscored: int, about: str) -> list[str]:
     step = state.step
     if state.next_undeclared > step:
         return [f"step {step} waits for the trainer to finish it"]
-    groups = _groups_of(state, step)
-    queued = sum(group.queued for group in groups)
-    verifying = sum(group.verifying for group in groups)
-    stale = sum(sum(group.stale) for group in groups)
-    running = sum(group.running for group in groups)
-    sent = sum(group.states.count(DELIVERING) for group in groups)
+    queued, running, verifying, stale, unrewarded, sent = _Needs.of(state, unscored)
     lines = []
-    unrewarded = sum(_waits_for_rewards(group) for group in groups)
     if queued or running:
         lines.append(
             f"step {step} waits for {_counted(queued + running, 'sample')} "
@@ -89,7 +120,8 @@ def _current_step(state: SchedulerState) -> list[str]:
             f"verified when their generator has installed version {min_version}"
         )
     if unrewarded:
-        lines.append(f"step {step} waits for the rewards of {_counted(unrewarded, 'sample')}")
+        of = _counted(unrewarded, "sample")
+        lines.append(f"step {step} waits for the rewards of {of}{about}")
     if sent:
         lines.append(f"step {step} waits for the trainer to acknowledge {_counted(sent, 'sample')}")
     if lines and state.places is not None:
@@ -161,12 +193,15 @@ class SchedulerView:
     """Samples finished and not acknowledged by the trainer."""
     signal_share: float | None
     """Expected share of groups with signal, 0 to 1; None without dynamic sampling."""
+    paused: bool
+    unrewarded: int
+    """Samples of the current step without a reward, if it lacks nothing but rewards; else 0."""
     waits: tuple[str, ...]
     """Reasons of waits, most important first; empty only if the run is finished."""
 
 
-def view_of(state: SchedulerState) -> SchedulerView:
-    """Sum up the state."""
+def view_of(state: SchedulerState, unscored: int = 0, about: str = "") -> SchedulerView:
+    """Sum up the state; the arguments are those of `Scheduler.snapshot`."""
     counts, places = state.ledger.counts(), state.places
     return SchedulerView(
         groups_issued=counts.issued,
@@ -178,5 +213,7 @@ def view_of(state: SchedulerState) -> SchedulerView:
         samples_running=sum(one.running for one in state.generators.values()),
         samples_held=sum(one.held for one in state.generators.values()),
         signal_share=None if places is None else places.share,
-        waits=waits(state),
+        paused=state.paused,
+        unrewarded=_only_unrewarded(state, unscored),
+        waits=waits(state, unscored, about),
     )

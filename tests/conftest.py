@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -117,11 +118,16 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _root_logger_as_before() -> Iterator[None]:
-    """What a command that ran in this process has set up logs to a file that is closed by then."""
+def _process_as_before() -> Iterator[None]:
+    """What a command that ran in this process has set up logs to a file that is closed by then.
+
+    And its files are private.
+    """
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
+    os.umask(umask := os.umask(0o077))
     yield
+    os.umask(umask)
     root.handlers[:] = handlers
     root.setLevel(level)
 

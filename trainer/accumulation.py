@@ -179,8 +179,12 @@ class Accumulation:
         """Score and keep groups, without gradients. Returns what `add` does."""
         return self._visit(groups, version, train=False)
 
-    def replay(self, groups: Sequence[Kept], version: int) -> None:
-        """Run forward and backward for kept groups."""
+    def replay(self, groups: Sequence[Kept], version: int, *, refers: bool = False) -> None:
+        """Run forward and backward for kept groups; `refers`: score the reference too, and keep it.
+
+        The policy and an equal reference give the same bits only in the same micro-batch. Other
+        rounding would be a gradient, which AdamW turns into a change by the learning rate.
+        """
         work = Work([], [], [])
         for index, kept in enumerate(groups):
             if kept.fixed:
@@ -192,12 +196,16 @@ class Accumulation:
             with self._lockstep.turn(is_empty=turn >= len(parts)):
                 part = parts[turn] if turn < len(parts) else padding(version)
                 scores, values = self._models.score(part.trajectories)
+                reference = self._models.reference_logprobs(part.trajectories) if refers else None
                 if part.is_padding:
                     fixed = self._fixed(part, scores, scores.logprobs.detach(), values)
                 else:
-                    fixed = StepTargets.of(
-                        [groups[index].fixed[place] for index, place in part.owners]
-                    )
+                    each = [groups[index].fixed[place] for index, place in part.owners]
+                    if reference is not None:
+                        lengths = [one.trained_count for one in part.trajectories]
+                        for own, its in zip(each, reference.split(lengths), strict=True):
+                            own.reference_logprobs = its
+                    fixed = StepTargets.of(each)
                 batch = self._batch(scores, part, fixed)
                 if self._objective.uses_proximal:
                     batch = replace(batch, proximal_logprobs=fixed.proximal_logprobs)
@@ -245,7 +253,8 @@ class Accumulation:
         """Run the first pass of some samples; return `[B, SUMS]`, unread."""
         some = work.trajectories
         scores, values = self._models.score(some)
-        reference = self._models.reference_logprobs(some)
+        is_needed = train or self._objective.has_reference_in_reward
+        reference = self._models.reference_logprobs(some) if is_needed else None
         fixed = None
         if self._keeps or values is not None:
             fixed = self._fixed(work, scores, reference, values)

@@ -138,6 +138,11 @@ class Objective:
         )
         return self.algorithm.advantages(rewards + penalties)
 
+    @property
+    def has_reference_in_reward(self) -> bool:
+        """True if the KL penalty is k1's, part of the rewards."""
+        return isinstance(self.algorithm, WithReferenceKl) and self.algorithm.estimator == "k1"
+
     def penalty_in_reward(self, logprobs: Tensor, reference: Tensor | None) -> Tensor | None:
         """`[N]` that the k1 penalty subtracts from each token's reward, if it is used."""
         kl = self.algorithm

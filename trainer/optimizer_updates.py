@@ -177,10 +177,13 @@ class Stepping:
         done: list[Updated] = []
         if not self._config.gathers_first:
             done.append(self._apply(first, version, rate))
-        for _epoch in range(len(done), self._config.ppo_epochs):
+        # `look` has not scored the reference, unless rewards need it.
+        refers = self._config.gathers_first and not self._objective.has_reference_in_reward
+        for epoch in range(len(done), self._config.ppo_epochs):
             for share in minibatches_of(groups, self._config.minibatches):
                 sums = self.empty()
-                sums.replay([kept[group] for group in share if group in kept], version)
+                own = [kept[group] for group in share if group in kept]
+                sums.replay(own, version, refers=refers and epoch == 0)
                 done.append(self._apply(sums, version, rate))
         return done
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.app import MACHINE, Overrides, app
+from asyncrl.cli.app import MACHINE, Overrides, TerminalConsole, app
 
 
 @app.command(
@@ -19,11 +19,20 @@ def doctor(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Check this machine, and show which GPU each process of a run would get."""
-    from asyncrl.config.run_config import load_config
+    """Check this machine, and show which GPU each process of a run would get.
+
+    With CONFIG or --set, also check the model, the data and the rewards, as a run does.
+    """
+    from asyncrl.config.effects import load_users_config
     from asyncrl.startup.doctor import diagnose
 
-    diagnose(load_config(config_file, overrides or []), typer.echo)
+    config = load_users_config(config_file, overrides or [])
+    diagnose(config, typer.echo)
+    if config_file is not None or overrides:
+        from asyncrl.startup.prepare import prepare
+
+        typer.echo()
+        prepare(config, TerminalConsole(markup=False))
 
 
 @app.command(

@@ -21,6 +21,7 @@ from asyncrl.runs.command_lines import DEFAULT_RUNS, resume_command
 from asyncrl.simulation.command import simulate
 
 if TYPE_CHECKING:
+    from asyncrl.wire.records.evaluations import EvaluationRecord
     from asyncrl.wire.records.step import RunResult
 
 
@@ -81,10 +82,10 @@ def run(
         str, typer.Option("--health-host", help="Host of --health-port.")
     ] = "127.0.0.1",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the whole configuration and exit.")
+        bool, typer.Option("--dry-run", help="Check and print all that a start does, and exit.")
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Like --dry-run, with the meaning of every key.")
+        bool, typer.Option("--explain", help="Print the configuration with each key's meaning.")
     ] = False,
     end_with: Annotated[
         int | None,
@@ -99,12 +100,12 @@ def run(
     """Train: evaluate, run the steps, evaluate again, write a report."""
     if end_with is not None:
         _end_with(end_with)
+    from asyncrl.config.effects import load_users_config
     from asyncrl.config.reference import explain_config
-    from asyncrl.config.run_config import dump_config, load_config
 
-    config = load_config(config_file, overrides or [])
-    if dry_run or explain:
-        typer.echo(explain_config(config) if explain else dump_config(config), nl=False)
+    config = load_users_config(config_file, overrides or [])
+    if explain:
+        typer.echo(explain_config(config, lambda line: typer.style(line, dim=True)), nl=False)
         from asyncrl.startup.memory import memory_comment
 
         typer.echo(memory_comment(config))
@@ -134,12 +135,20 @@ def run(
     if resume:
         say = partial(console.print, highlight=False, soft_wrap=True)
         config = with_recorded_dtype(with_recorded_date(with_orders(config, overrides or [], say)))
-    from asyncrl.controller.execute import execute
-    from asyncrl.health import Health
     from asyncrl.startup.prepare import prepare
 
+    prepared = prepare(config, console)
+    if dry_run:
+        from asyncrl.startup.machine_checks import refuse_taken_ports
+
+        refuse_taken_ports(config, first=0)
+        typer.echo("dry run: nothing was started and nothing was written to the run's folder")
+        return
+    from asyncrl.controller.execute import execute
+    from asyncrl.health import Health
+
     result = execute(
-        prepare(config, console),
+        prepared,
         resume=resume,
         clean=clean,
         console=console,
@@ -182,9 +191,7 @@ def evaluate(
         record = evaluate_model(config, model, console)
     for name, one in record.sets.items():
         console.print(
-            f"{model}: {name}: accuracy {estimates(one)}; "
-            f"{'' if one.reward is None else f'reward {one.reward:.3f}, '}"
-            f"{one.tokens:.0f} tokens a response",
+            f"{model}: {name}: accuracy {estimates(one)}; {one.tokens:.0f} tokens a response",
             highlight=False,
             soft_wrap=True,
         )
@@ -252,32 +259,35 @@ def _end_with(parent: int) -> None:
     end_with_parent(parent, signal.SIGTERM)
 
 
-def _incomplete(directory: Path) -> list[str]:
-    """Describe the gaps in a run's evaluations before and after training."""
+def _evaluations(directory: Path) -> list[EvaluationRecord]:
     from asyncrl.monitoring.errors import RecordError
     from asyncrl.monitoring.records.metrics_log import read_evaluations
-    from asyncrl.monitoring.terminal.evaluation_text import incomplete
 
     with contextlib.suppress(OSError, RecordError):
-        records = read_evaluations(directory / "evaluations.jsonl")
-        return [text for one in records if one.when != "during" and (text := incomplete(one))]
+        return read_evaluations(directory / "evaluations.jsonl")
     return []
 
 
 def _print_result(
     console: Console, directory: Path, result: RunResult, *, planned: int, to_continue: str
 ) -> None:
+    from asyncrl.monitoring.terminal.evaluation_text import course, incomplete
     from asyncrl.monitoring.terminal.formatting import counted, number
+    from asyncrl.wire.records.evaluations import newest_of
 
     say = partial(console.print, highlight=False, soft_wrap=True)
     before, after = result.accuracy_before, result.accuracy_after
+    records = _evaluations(directory)
     if before is not None and after is not None:
         accuracy = (f"held-out accuracy {before:.3f} → {after:.3f}", "bold")
         steps = counted(result.steps, "step")
         rest = f" ({after - before:+.3f}) after {steps}, {result.wall_seconds:.0f} s of training"
+        if result.reward_before is not None and result.reward_after is not None:
+            rest += f"; mean reward {result.reward_before:.3f} → {result.reward_after:.3f}"
         console.print(Text.assemble(accuracy, rest), highlight=False)
     elif result.steps >= planned:
-        lacks = _incomplete(directory)
+        whole = [one for one in records if one.when != "during"]
+        lacks = [text for one in whole if (text := incomplete(one))]
         shown = "no held-out prompts, so no accuracy"
         if after is not None and not lacks:
             shown = (
@@ -291,6 +301,10 @@ def _print_result(
             )
         say(f"{result.steps} steps, {result.wall_seconds:.0f} s of training; {shown}")
     else:
-        say(f"stopped after {counted(result.steps, 'step')}; continue with: {to_continue}")
+        newest = newest_of(records)
+        known = before is not None or newest is not None
+        so_far = f"; held-out accuracy {course(before, None, newest)}" if known else ""
+        steps = counted(result.steps, "step")
+        say(f"stopped after {steps}{so_far}; continue with: {to_continue}")
     say(f"result: {directory / 'result.json'}")
     say(f"report: {directory / 'report.html'}")

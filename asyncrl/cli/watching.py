@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -18,22 +19,41 @@ from asyncrl.runs.command_lines import DEFAULT_RUNS
 
 @app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl status arithmetic --json")
 def status(name: RunName = None, runs: Runs = DEFAULT_RUNS, as_json: Json = False) -> None:
-    """Show what an active run is doing."""
-    from asyncrl.runs.directory import find_run
+    """Show what an active run is doing, or what became of one that ended."""
+    from asyncrl.runs.directory import find_run, is_alive
+
+    run = find_run(name, runs)
+    found, more = _status_now(run) if is_alive(run) else _status_at_the_end(run)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        from asyncrl.monitoring.terminal.status_text import status_lines
+
+        typer.echo("\n".join([*status_lines(found), *more]))
+
+
+def _status_now(run: Path) -> tuple[Mapping[str, Any], list[str]]:
+    from asyncrl.monitoring.metrics.discovery import metrics_line
     from asyncrl.steering.control_socket import ask
     from asyncrl.wire.messages import control
 
-    run = find_run(name, runs)
     reply = ask(run, control.StatusRequest())
     if not isinstance(reply, control.StatusReply):
         raise AsyncrlError(f"the controller answered a status request with {reply}")
-    if as_json:
-        typer.echo(json.dumps(reply.status, indent=2))
-    else:
-        from asyncrl.monitoring.metrics.discovery import metrics_line
-        from asyncrl.monitoring.terminal.status_text import status_lines
+    return reply.status, metrics_line(run)
 
-        typer.echo("\n".join([*status_lines(reply.status), *metrics_line(run)]))
+
+def _status_at_the_end(run: Path) -> tuple[Mapping[str, Any], list[str]]:
+    """Return the last numbers without speeds, and what can be done with the run."""
+    from asyncrl.runs.command_lines import command_for, resume_command
+    from asyncrl.web.controller_link import EndedRun
+
+    found = EndedRun(run).final
+    speeds = ("tokens_per_second", "generator_idle", "trainer_idle", "waiting_for_rewards")
+    more = [f"report: {command_for('report', run)}; logs: {run / 'logs'}"]
+    if found["phase"] != "is done":
+        more.insert(0, f"continue it with: {resume_command(run)}")
+    return {**found, **dict.fromkeys(speeds)}, more
 
 
 @app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl report arithmetic")
@@ -41,8 +61,10 @@ def report(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Write report.html of a run: active, finished or killed."""
     from asyncrl.monitoring.report.write import write_report
     from asyncrl.runs.directory import find_run
+    from asyncrl.secret_files import take_permissions_of
 
-    typer.echo(f"report: {write_report(find_run(name, runs))}")
+    take_permissions_of(run := find_run(name, runs))
+    typer.echo(f"report: {write_report(run)}")
 
 
 @app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl watch arithmetic")
@@ -140,6 +162,7 @@ def list_all(runs: Runs = DEFAULT_RUNS, as_json: Json = False) -> None:
     """List the runs of a folder, last changed first."""
     from rich.table import Table
 
+    from asyncrl.monitoring.terminal.evaluation_text import course
     from asyncrl.monitoring.terminal.formatting import number
     from asyncrl.runs.run_list import list_runs
 
@@ -154,7 +177,7 @@ def list_all(runs: Runs = DEFAULT_RUNS, as_json: Json = False) -> None:
         return
     table = Table("run", "state", "step", "reward", "accuracy", box=None, pad_edge=False)
     for run in found:
-        accuracy = f"{number(run.accuracy_before)} → {number(run.accuracy_after)}"
+        accuracy = course(run.accuracy_before, run.accuracy_after, run.evaluated, digits=2)
         steps = f"{run.step} of {run.steps}" if run.steps is not None else str(run.step)
         table.add_row(Text(run.name), run.state, steps, number(run.reward, 3), accuracy)
     TerminalConsole(highlight=False).print(table)

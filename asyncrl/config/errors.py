@@ -40,6 +40,7 @@ _OUT_OF_BOUNDS = (
     "less_than_equal",
     "finite_number",
     "string_pattern_mismatch",
+    "union",
 )
 
 _Location = tuple[int | str, ...]
@@ -51,7 +52,8 @@ def mistakes(
     """Return at most `MAX_LINES` lines, one for each mistake, and one that counts the rest."""
     # Pydantic reads true and false as 1 and 0 where a number belongs.
     booleans = dict(_booleans(values, model, ()))
-    details = [] if error is None else error.errors(include_url=False)
+    found = [] if error is None else error.errors(include_url=False)
+    details = _one_for_each_value(found, values)
     places = {*booleans, *(detail["loc"] for detail in details)}
     lines = [
         _explain(detail, model)
@@ -66,6 +68,35 @@ def mistakes(
     ]
     more = len(lines) - MAX_LINES
     return lines if more <= 0 else [*lines[:MAX_LINES], f"and {more:,} more"]
+
+
+def _one_for_each_value(
+    details: Sequence[ErrorDetails], values: Mapping[str, Any]
+) -> list[ErrorDetails]:
+    """Join the errors of a value that fits none of several types, which end in a type's name."""
+    joined: dict[_Location, ErrorDetails] = {}
+    for one in details:
+        place = one["loc"]
+        if _is_type_of(one, values):
+            place = place[:-1]
+            words = (_MESSAGES.get(one["type"]) or _reworded(one["msg"])).partition(", unable")[0]
+            if place in joined:
+                words = f"{joined[place]['msg']}, or {words.removeprefix('must be ')}"
+            one = {**one, "loc": place, "type": "union", "msg": words}
+        joined[place] = one
+    return list(joined.values())
+
+
+def _is_type_of(detail: ErrorDetails, values: Mapping[str, Any]) -> bool:
+    """Return True if the last part of an error's location is none of the user's."""
+    found: Any = values
+    for part in detail["loc"][:-1]:
+        try:
+            found = found[part]
+        except (LookupError, TypeError):
+            return False
+    is_key = isinstance(found, Mapping) or detail["type"] == "missing"
+    return found is detail["input"] and not is_key
 
 
 def _inside(place: _Location, outer: _Location) -> bool:

@@ -32,7 +32,7 @@ _LISTEN = re.compile(r"(?P<host>[^\s:/\[\]]+):(?P<port>\d{1,5})")
 
 
 class AgentsConfig(ClusterConfig):
-    """A run's use of agents (docs/deploy.md). Only read with `launcher.kind: agents`."""
+    """A run's use of agents (docs/deploy.md)."""
 
     listen: str = Field(default="127.0.0.1:5900", max_length=300)
     """`HOST:PORT` at which the controller waits for agents (`asyncrl agent --controller`). HOST is
@@ -104,7 +104,7 @@ class Bundle(BaseModel):
 
 
 class RayConfig(ClusterConfig):
-    """Settings of a run on a Ray cluster. Only read with `launcher.kind: ray`."""
+    """Settings of a run on a Ray cluster."""
 
     address: str | None = Field(default=None, max_length=300)
     """`HOST:PORT` of the head; `auto`: the cluster that this machine belongs to; null: a cluster of
@@ -145,7 +145,8 @@ class LauncherConfig(BaseModel):
     generators: int = Field(default=1, ge=1, le=10_000)
     """Number of generator processes."""
     threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
-    """Threads of each process for tensor operations; null: the machine's cores are divided."""
+    """Threads of each process for tensor operations; null: the cores that this machine's affinity
+    and a container's quota leave are divided."""
     gpus: tuple[GpuNumber | GpuName, ...] | None = None
     """GPUs that this run may use: numbers as `nvidia-smi` and CUDA_VISIBLE_DEVICES have them, or
     names that begin with GPU- or MIG-. null: all that CUDA_VISIBLE_DEVICES leaves visible. []:

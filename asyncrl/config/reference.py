@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from asyncrl.config.effects import EFFECTS, Idle, Place, without_effect
 from asyncrl.config.run_config import RunConfig
 from asyncrl.mutability import When, rule_of
 
@@ -35,13 +36,15 @@ _INTRODUCTION = """\
      `python -m asyncrl.config.reference > docs/configuration.md`. -->
 
 ```bash
-asyncrl run CONFIG --dry-run    # print the whole configuration, defaults included
-asyncrl run CONFIG --explain    # the same with the meaning, bounds and default of each key
+asyncrl run CONFIG --explain    # the whole configuration, with the meaning of each key
+asyncrl run CONFIG --dry-run    # check and print all that a start does, and start nothing
 ```
 
 A run is one YAML file with the sections below; every key may be left out. `--set section.key=value`
 overrides a key, and its value is read as YAML (`--set trainer.betas='[0.9, 0.95]'`). What is wrong
-is refused with the path of the key and what would be right. A relative path starts at the current
+is refused with the path of the key and what would be right, and so is a setting that has no effect
+with the others; sections of other engines and launchers may stand, and `--explain` greys what has
+no effect. A relative path starts at the current
 directory; a file that is not there is looked for next to the YAML file.
 
 The column *may change* says when a run that has begun may have another value:
@@ -104,14 +107,18 @@ def sections() -> list[Section]:
     ]
 
 
-def explain_config(config: RunConfig) -> str:
-    """Return the configuration as commented YAML; `load_config` reads it back."""
-    known = {section.path: section for section in sections()}
+def explain_config(config: RunConfig, grey: Callable[[str], str] = str) -> str:
+    """Return the configuration as commented YAML; `load_config` reads it back.
+
+    Settings that have no effect in this configuration are named, and passed through `grey`.
+    """
+    idle = without_effect(config)
+    explained = _Explained({section.path: section for section in sections()}, idle, grey)
     lines: list[str] = []
     for name, values in config.model_dump(mode="json").items():
         if lines:
             lines.append("")
-        lines += _explain_section(name, values, known, indent="")
+        lines += explained.section(name, values, (name,), indent="")
     return "\n".join(lines) + "\n"
 
 
@@ -147,8 +154,14 @@ def _sections(path: str, field: Schema, models: Schema) -> Iterator[Section]:
     meaning = model.get("description", "").partition("\n\nExample:")[0]
     if "description" in field:
         meaning += "\n\n" + field["description"]
-    yield Section(path, meaning.strip(), tuple(settings))
+    yield Section(path, " ".join([meaning.strip(), *_only(path)]), tuple(settings))
     yield from nested
+
+
+def _only(key: str) -> Iterator[str]:
+    """Yield when a setting or section has an effect, if it does not always have one."""
+    if key in EFFECTS:
+        yield f"Has an effect only {EFFECTS[key].when}."
 
 
 def _model_of(field: Schema, models: Schema) -> Schema:
@@ -160,7 +173,7 @@ def _setting(path: str, name: str, field: Schema) -> Setting:
     default = _yaml(field["default"]) if "default" in field else "none, it must be given"
     if "bytes" in name:
         default += f" ({field['default'] >> 20} MiB)"
-    meaning = " ".join(field.get("description", "").split())
+    meaning = " ".join([*field.get("description", "").split(), *_only(f"{path}.{name}")])
     return Setting(
         name, _values(field), default, meaning, _MAY_CHANGE[rule_of(f"{path}.{name}").when]
     )
@@ -201,39 +214,56 @@ def _bounds(field: Schema) -> Iterator[str]:
         yield "(not empty)"
 
 
-def _explain_section(
-    path: str, values: Mapping[str, Any], known: Mapping[str, Section], indent: str
-) -> Iterator[str]:
-    section = known[path]
-    yield from _comment(section.meaning, indent)
-    yield f"{indent}{path.rpartition('.')[2]}:"
-    yield from _explain_settings(path, values, known, indent + "  ")
+@dataclass(frozen=True, slots=True)
+class _Explained:
+    """The lines of `explain_config`; `at` is a section's place in the configuration."""
 
+    known: Mapping[str, Section]
+    idle: Mapping[Place, Idle]
+    grey: Callable[[str], str]
 
-def _explain_settings(
-    path: str, values: Mapping[str, Any], known: Mapping[str, Section], indent: str
-) -> Iterator[str]:
-    settings = {setting.name: setting for setting in known[path].settings}
-    for name, value in values.items():
-        if name not in settings:
-            yield from _explain_section(f"{path}.{name}", value, known, indent)
-            continue
-        yield from _comment(settings[name].meaning, indent)
-        yield from _comment(settings[name].summary.replace("`", ""), indent)
-        if value and f"{path}.{name}.NAME" in known:
+    def section(
+        self, path: str, values: Mapping[str, Any], at: Place, indent: str
+    ) -> Iterator[str]:
+        yield from _comment(self.known[path].meaning, indent)
+        yield f"{indent}{at[-1]}:"
+        yield from self.settings(path, values, at, indent + "  ")
+
+    def settings(
+        self, path: str, values: Mapping[str, Any], at: Place, indent: str
+    ) -> Iterator[str]:
+        settings = {setting.name: setting for setting in self.known[path].settings}
+        for name, value in values.items():
+            if name not in settings:
+                yield from self.section(f"{path}.{name}", value, (*at, name), indent)
+                continue
+            lines = self.setting(path, settings[name], value, at, indent)
+            if (*at, name) in self.idle:
+                says_when = f"{path}.{name}" in EFFECTS  # else its section says it for all
+                here = _comment("No effect here.", indent) if says_when else ()
+                yield from map(self.grey, [*here, *lines])
+            else:
+                yield from lines
+
+    def setting(
+        self, path: str, setting: Setting, value: Any, at: Place, indent: str
+    ) -> Iterator[str]:
+        name = setting.name
+        yield from _comment(setting.meaning, indent)
+        yield from _comment(setting.summary.replace("`", ""), indent)
+        if value and f"{path}.{name}.NAME" in self.known:
             yield f"{indent}{name}:"
             for key, entry in value.items():
                 yield f"{indent}  {key}:"
-                yield from _explain_settings(f"{path}.{name}.NAME", entry, known, indent + "    ")
-            continue
-        entries = f"{path}.{name}[]"
-        if entries not in known or not value:
+                inner = (*at, name, key)
+                yield from self.settings(f"{path}.{name}.NAME", entry, inner, indent + "    ")
+        elif value and f"{path}.{name}[]" in self.known:
+            yield f"{indent}{name}:"
+            for entry in value:
+                yield f"{indent}  -"
+                yield from self.settings(f"{path}.{name}[]", entry, (*at, name), indent + "    ")
+        else:
             yield f"{indent}{name}: {_yaml(value)}"
-            continue
-        yield f"{indent}{name}:"
-        for entry in value:
-            yield f"{indent}  -"
-            yield from _explain_settings(entries, entry, known, indent + "    ")
 
 
 def _comment(text: str, indent: str) -> Iterator[str]:

@@ -6,13 +6,15 @@ Settings can change at a step of a run by `run.changes`, written in advance or b
       changes:
         100: {trainer.learning_rate: 1.0e-6}
 
-An order adds its line here, so a run that received the order and a run that had the line from the
-beginning are the same, also when they continue from an earlier checkpoint.
+They may also be written in sections, `{trainer: {learning_rate: 1.0e-6}}`. An order adds its line
+here, so a run that received the order and a run that had the line from the beginning are the same,
+also when they continue from an earlier checkpoint.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
@@ -35,6 +37,32 @@ def refuse_unknown(changes: Changes) -> None:
                     f"run.changes, step {step}: {shortened(key)!r} cannot change at a step."
                     f"{nearest(key, AT_A_STEP)}"
                 )
+
+
+def _dotted(settings: Mapping[Any, Any], outer: str = "") -> Iterator[tuple[Any, Any]]:
+    for name, value in settings.items():
+        key = f"{outer}{name}" if outer else name
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{key}.")
+        elif isinstance(value, list | tuple):
+            raise ValueError(f"{shortened(key)} must be one value, not a list")
+        else:
+            yield key, value
+
+
+def _without_sections(changes: object) -> object:
+    """Write settings in sections as `section.key`. Raises ValueError for a setting given twice."""
+    if not isinstance(changes, Mapping):
+        return changes
+    found = dict(changes)
+    for step, settings in changes.items():
+        if isinstance(settings, Mapping):
+            found[step] = {}
+            for key, value in _dotted(settings):
+                if key in found[step]:
+                    raise ValueError(f"step {step}: {shortened(key)} is there twice; keep one")
+                found[step][key] = value
+    return found
 
 
 OnWrongPolicy = Literal["stop", "warn"]
@@ -66,11 +94,15 @@ class RunSection(BaseModel):
     other weights, another temperature, another tokenizer, KV of older weights. `stop`: the run ends
     before it trains on such tokens. `warn`: it continues, with warnings in the terminal,
     metrics.jsonl, result.json and the report."""
-    changes: Changes = {}
+    changes: Annotated[Changes, BeforeValidator(_without_sections)] = {}
     """Settings that change during the run, by the first step that has them: `{100:
-    {trainer.learning_rate: 1.0e-6}}`. `asyncrl set` adds to them. Allowed are
+    {trainer.learning_rate: 1.0e-6}}`, or in sections, `{100: {trainer: {learning_rate: 1.0e-6}}}`.
+    `asyncrl set` adds to them. Allowed are
     trainer.learning_rate, trainer.checkpoint_every, scheduler.max_off_policy_steps,
     scheduler.max_runahead_groups, scheduler.on_update and scheduler.sample_deadline_seconds."""
+    print_samples: int = Field(default=0, ge=0, le=64)
+    """Number of samples of each step that are printed on the terminal, as a table with their
+    rewards. They are chosen by their number, whatever their length."""
     log_samples: Annotated[Literal["off", "jsonl"], BeforeValidator(unquoted_off)] = "off"
     """`jsonl`: write every trained sample with its text to RUN/samples/000001.jsonl and following
     files of up to 64 MB."""

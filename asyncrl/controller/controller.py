@@ -40,7 +40,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -74,6 +76,30 @@ from asyncrl.wire.records.evaluations import EvaluationRecord
 
 WATCH_SECONDS = 0.2
 SHOW_SECONDS = 0.25
+REWARD_SECONDS = 20.0
+"""A run that stops waits this long for the next reward of its current step. Then it gives the step
+up: the function may hang, and what ended the run may not wait longer (Kubernetes: 30 s)."""
+
+
+@dataclass(slots=True)
+class RewardPatience:
+    """Measures how long a stopping run has waited for nothing but rewards."""
+
+    _unrewarded: int = 0
+    _since: float = 0.0
+
+    def is_over(self, unrewarded: int, now: float) -> bool:
+        """Return True if no reward has come for too long; `unrewarded` samples lack nothing else.
+
+        >>> patience = RewardPatience()
+        >>> [patience.is_over(left, now) for left, now in ((2, 0), (1, 15), (1, 30), (1, 35))]
+        [False, False, False, True]
+        """
+        if unrewarded != self._unrewarded:
+            self._unrewarded, self._since = unrewarded, now
+        return unrewarded > 0 and now - self._since >= REWARD_SECONDS
+
+
 LAST_MESSAGE_SECONDS = 0.2
 
 
@@ -128,6 +154,8 @@ class Controller:
         self.accuracy_before: Accuracy | None = None
         self.has_begun = False
         """True once all processes were ready, so that it evaluates or trains."""
+        self._patience: RewardPatience | None = None
+        """Set by a stop, and not by a drain."""
         self._evaluations = 0
         """Evaluations begun after training: one, unless steps were lost since."""
         restarts = TrainerRestarts(config, directory, fleet, *phases, progress, self._waiter)
@@ -211,6 +239,7 @@ class Controller:
     async def stop(self, *, drain: bool = False) -> None:
         """Finish the current step, or all begun steps with `drain`, then end the run."""
         self._waiter.stop_requested = True
+        self._patience = None if drain else RewardPatience()
         self._progress.stopping = True
         await self._training.apply(events.DrainRequested() if drain else events.StopRequested())
         self._waiter.notify()
@@ -249,7 +278,7 @@ class Controller:
             known = self._results.began_with(state.accuracy_before, state.evaluation_samples)
         if known is not None:  # even if this is incomplete, the model before training is gone
             accuracy = Accuracy.of(known)
-            self._progress.evaluated(known)
+            self._progress.evaluated(known, is_known=True)
         else:
             measured = await self._evaluation.measure(0)
             if measured is None:
@@ -313,6 +342,10 @@ class Controller:
             await asyncio.sleep(WATCH_SECONDS)
             if await self._watchdog.check():
                 self._waiter.notify()
+            if self._patience is not None:
+                number, reason = self._progress.unrewarded()
+                if self._patience.is_over(number, time.monotonic()):
+                    await self._training.apply(events.StepGivenUp(reason))
 
     async def _show(self) -> None:
         while True:

@@ -40,7 +40,7 @@ from asyncrl.launch.records import ProcessRecords
 from asyncrl.launch.shared_memory import local_run_id, owned, remove_stale_files
 from asyncrl.monitoring.errors import MonitoringError, ReportError
 from asyncrl.monitoring.metrics.discovery import Targets, targets_file
-from asyncrl.monitoring.metrics.exporter import exporter_for
+from asyncrl.monitoring.metrics.exporter import exporter_for, is_taken
 from asyncrl.monitoring.metrics.metrics import ControllerMetrics, new_registry
 from asyncrl.monitoring.records.metrics_log import MetricsLog, read_metrics
 from asyncrl.monitoring.report.write import write_report
@@ -59,6 +59,7 @@ from asyncrl.runs.resuming import rewind
 from asyncrl.runs.runtime_folders import Surroundings
 from asyncrl.startup.gpu_defaults import visits_of, with_drafts_that_pay
 from asyncrl.startup.launching import Launching, open_launcher
+from asyncrl.startup.machine_checks import refuse_taken_ports
 from asyncrl.startup.prepare import Prepared
 from asyncrl.steering.control_socket import control_key_file, serve_control, user_hub
 from asyncrl.steering.interrupts import Interrupts
@@ -125,6 +126,7 @@ def execute(
             targets = Targets(path, config.run.name, host=host, port=exporter.port)
         wants_report = True
         try:
+            refuse_taken_ports(config)
             with directory.folder.required():
                 key = run_key or RunKey.new()
                 return asyncio.run(
@@ -215,6 +217,8 @@ async def _run(
         sinks = Sinks(config, run, records, progress.say)
         closing.push_async_callback(sinks.close)
         fleet = Fleet(config.launcher, launching.launcher, specs, hub, run_key)
+        if config.launcher.kind == "local":
+            fleet.is_taken = partial(is_taken, config.monitoring)
         hub.refusals.on_cut_off = fleet.cut_off
 
         # The controller, and what runs beside it.

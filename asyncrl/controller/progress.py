@@ -14,7 +14,7 @@ from asyncrl.controller.statistics import (
     GenerationTotals,
     RewardTotals,
     RunGroups,
-    StalenessTotals,
+    StepTotals,
     in_flight,
     too_few_groups,
 )
@@ -25,14 +25,15 @@ from asyncrl.monitoring.metrics.controller_metrics import GENERATOR_STATES
 from asyncrl.monitoring.metrics.metrics import ControllerMetrics
 from asyncrl.monitoring.records.metrics_log import MetricsLog
 from asyncrl.monitoring.terminal.evaluation_text import evaluation_lines
+from asyncrl.monitoring.terminal.formatting import counted, duration
 from asyncrl.monitoring.terminal.live import LiveView
-from asyncrl.monitoring.terminal.run_view import RunView
+from asyncrl.monitoring.terminal.run_view import PAUSED, RunView
 from asyncrl.scheduler.scheduler import Scheduler
 from asyncrl.scheduler.view import SchedulerView
 from asyncrl.wire.messages.from_trainer import StepFinished
 from asyncrl.wire.records.evaluations import EvaluationRecord, accuracy_of
 from asyncrl.wire.records.noise_floor import NoiseFloor
-from asyncrl.wire.records.reward_counts import RewardCounts
+from asyncrl.wire.records.reward_counts import RewardCounts, RewardWait
 from asyncrl.wire.records.step import (
     EnvironmentCounts,
     IdleShares,
@@ -66,10 +67,12 @@ class Progress:
         self._environment_before = earlier[-1].environments if earlier else EnvironmentCounts()
         self._environment = self._environment_before
         self._in_environments = 0
+        self._reward_wait = RewardWait()
+        self._unrewarded_seconds, self._looked_at = 0.0, 0.0
         self._groups = RunGroups(earlier, config.scheduler.groups_per_step)
         self._seconds_before = earlier[-1].wall_seconds if earlier else 0.0
         self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
-        self._staleness = StalenessTotals(earlier)
+        self._steps = StepTotals(earlier)
         self._scheduler: Scheduler | None = None
         self._phase = "starting"
         self.evaluations: EvaluationResults | None = None
@@ -80,6 +83,7 @@ class Progress:
         self._last_step: StepMetrics | None = None
         self._trained_seconds = 0.0
         self._trained_tokens = TokenCounts()
+        self._recent_tokens = TokenCounts()
         self._steps_here = 0
         self._step = len(earlier)
         self.stopping = False
@@ -111,10 +115,12 @@ class Progress:
         self._findings.died(name)
         self._metrics.process_failures.of(role).inc()
 
-    def evaluated(self, record: EvaluationRecord, *, is_best: bool = False) -> None:
-        """Record a complete evaluation."""
+    def evaluated(
+        self, record: EvaluationRecord, *, is_best: bool = False, is_known: bool = False
+    ) -> None:
+        """Record a complete evaluation; `is_known`: it was measured before a resume."""
         self._metrics.evaluated(record)
-        for line in evaluation_lines(record, is_best=is_best):
+        for line in evaluation_lines(record, is_best=is_best, is_known=is_known):
             self._view.log(line)
 
     def evaluation_given_up(self) -> None:
@@ -140,6 +146,8 @@ class Progress:
         self._count()
         self._trained_tokens = self._totals.tokens
         self._reward_totals.summarize()
+        if said := warnings.little_signal(self._steps.signal(), self._step):
+            self.say(said)
         self._phase = "training is over"
 
     def step_finished(self, message: StepFinished) -> None:
@@ -149,13 +157,17 @@ class Progress:
         step = self._record(message, now)
         self._step, self._steps_here = message.step + 1, self._steps_here + 1
         self._last_step_at, self._last_step = now, step
+        self._unrewarded_seconds = 0.0
         self._warn_once("noise floor", warnings.noise_floor(self._config, step.noise_floor))
         self._warn_once("top-K", warnings.small_top_k(self._config, step.tokens))
+        self._warn_once("no signal", warnings.no_signal(self._config, step))
+        self._warn_once("cut", warnings.mostly_cut(self._config, step))
         if said := too_few_groups(step, self._config.scheduler):
             self.say(said)
+        self._view.samples(message.shown, self._config.reward_labels, message.step)
         self._log.append(step)
         self._rewards.append(step.learning.reward_mean)
-        self._staleness.add(step)
+        self._steps.add(step)
         self._metrics.publish(step)
         self._metrics.count_on_policy(self._on_policy)
         self._metrics.steps.inc()
@@ -198,7 +210,7 @@ class Progress:
                 self._rewards.pop()
         else:
             self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
-        self._staleness.rewind(step)
+        self._steps.rewind(step)
         self._groups.rewind(earlier)
         self._findings.rewind(earlier)
         if self._log.flush():  # the file may have been replaced
@@ -216,12 +228,13 @@ class Progress:
 
     @property
     def _on_policy(self) -> OnPolicySteps:
-        return self._staleness.on_policy(self._step)
+        return self._steps.on_policy(self._step)
 
     def _record(self, message: StepFinished, now: float) -> StepMetrics:
         seconds = max(1e-9, now - self._last_step_at)
-        recent = self._totals.recent(now)
         times = message.times.within(seconds)
+        recent = self._totals.recent(now, times.wait_seconds)
+        self._recent_tokens = recent.tokens
         wrong, learned = self._findings.of_step(), msgspec.structs.asdict(message.metrics)
         if wrong or self._findings.last:
             learned["exactly_on_policy"] = False
@@ -232,14 +245,15 @@ class Progress:
             groups=self._groups.of_step(message.step, message.groups, self._end_of(message.step)),
             wall_seconds=self._seconds_before + now - self._totals.began,
             step_seconds=seconds,
-            tokens_per_second=recent.tokens_per_second,
+            tokens_per_second=recent.tokens.generated / recent.seconds,
             engine_busy_seconds=self._totals.busy_seconds,
             tokens=self._tokens_before + self._totals.tokens,
             noise_floor=self._noise_floor,
             environments=self._environment,
             idle=IdleShares(
                 generator=min(1.0, max(0.0, 1 - recent.busy_share / generators)),
-                trainer=times.wait_seconds / seconds,
+                trainer=min(1.0, recent.wait_share),
+                for_rewards=min(1.0, self._unrewarded_seconds / seconds),
             ),
             times=times,
             rewards=self._reward_totals.named(message.reward_terms),
@@ -263,15 +277,20 @@ class Progress:
             self._warn_once("kept", text)
             counts = [report.environment for report in reports]
             self._environment = sum(counts, start=self._environment_before)
-            here = [one.report for one in self._fleet.generators()]
-            self._in_environments = sum(one.in_environments for one in here if one is not None)
+            here = [one.report for one in self._fleet.generators() if one.report is not None]
+            self._in_environments = sum(one.in_environments for one in here)
+            self._reward_wait = sum((one.reward_wait for one in here), start=RewardWait())
 
     # ---------------------------------------------------------------- what is shown
 
     def show(self, fleet: Fleet, evaluation: EvaluationRound | None) -> None:
         """Refresh the live view."""
         self._fleet = fleet
-        snapshot = self._snapshot()
+        self._count()
+        snapshot, now = self._snapshot(), time.monotonic()
+        if snapshot is not None and snapshot.unrewarded:
+            self._unrewarded_seconds += now - max(self._looked_at, self._last_step_at)
+        self._looked_at = now
         view = self._run_view(fleet, evaluation, snapshot)
         self._view.update(view)
         metrics = self._metrics
@@ -297,7 +316,19 @@ class Progress:
         return self._phase if fleet.all_ready or self._scheduler is not None else "starting"
 
     def _snapshot(self) -> SchedulerView | None:
-        return None if self._scheduler is None else self._scheduler.snapshot()
+        if self._scheduler is None:
+            return None
+        wait = self._reward_wait
+        about = f" ({wait.function}, {duration(wait.seconds)})" if wait.function else ""
+        return self._scheduler.snapshot(wait.samples, about)
+
+    def unrewarded(self) -> tuple[int, str]:
+        """Samples without a reward if the current step lacks nothing else, and the reason."""
+        snapshot = self._snapshot()
+        number = 0 if snapshot is None else snapshot.unrewarded
+        wait = self._reward_wait
+        about = f"; {wait.function} has run for {duration(wait.seconds)}" if wait.function else ""
+        return number, f"the rewards of {counted(number, 'sample')} did not come{about}"
 
     def _run_view(
         self, fleet: Fleet, evaluation: EvaluationRound | None, snapshot: SchedulerView | None
@@ -307,18 +338,19 @@ class Progress:
         best = None if results is None else results.best
         left = self._config.run.steps - self._step
         elapsed = time.monotonic() - self._totals.began
+        paused = snapshot is not None and snapshot.paused
         reports = [one.report for one in fleet.ranks]
         queued = [one.queued_trajectories for one in reports if one is not None]
         waiting_for = snapshot.waits[0] if snapshot is not None and snapshot.waits else None
         if snapshot is None and not fleet.all_ready:
             waiting_for = f"the run waits for {fleet.unready()} to become ready"
         return RunView(
-            phase=self._phase_text(fleet, evaluation),
+            phase=PAUSED if paused else self._phase_text(fleet, evaluation),
             step=self._step,
             last=self._last_step,
             exactly_on_policy=self._on_policy.exactly,
             recent_rewards=tuple(self._rewards),
-            tokens=self._totals.tokens,
+            tokens=self._recent_tokens,
             groups=self._groups.settled(snapshot),
             groups_in_flight=None if snapshot is None else in_flight(snapshot),
             groups_delivered=None if snapshot is None else snapshot.groups_waiting,
@@ -326,7 +358,9 @@ class Progress:
             samples_in_environments=None if snapshot is None else self._in_environments,
             samples_held=None if snapshot is None else snapshot.samples_held,
             samples_queued=sum(queued) if queued else None,
-            eta_seconds=elapsed / self._steps_here * left if self._steps_here else None,
+            eta_seconds=elapsed / self._steps_here * left
+            if self._steps_here and not paused
+            else None,
             accuracy_before=accuracy_of(None if results is None else results.before),
             evaluation=None if results is None else results.newest,
             evaluating=None if evaluation is None else evaluation.describe(),
@@ -354,10 +388,13 @@ class Progress:
             total_seconds=total_seconds,
             tokens=self._tokens_before + self._trained_tokens,
             groups=self._groups.settled(self._snapshot()),
-            staleness=self._staleness.staleness(),
+            signal=self._steps.signal(),
+            staleness=self._steps.staleness(),
             exactly_on_policy=self._exactly_on_policy(),
             accuracy_before=None if before is None else before.value,
             accuracy_after=None if after is None else after.value,
+            reward_before=None if before is None else before.reward,
+            reward_after=None if after is None else after.reward,
             best_step=None if best is None else best.step,
             best_accuracy=None if results is None or best is None else results.value_of(best),
             evaluation_samples=samples[0] if samples else 0,

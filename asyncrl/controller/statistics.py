@@ -18,6 +18,7 @@ from asyncrl.wire.records.step import (
     EngineStats,
     GroupTotals,
     OnPolicySteps,
+    SignalTotals,
     StalenessMetrics,
     StepGroups,
     StepMetrics,
@@ -66,7 +67,7 @@ class RewardTotals:
                 "large dominate every advantage; check the function, or lower its weight",
             )
 
-    def named(self, terms: tuple[float, ...]) -> dict[str, float | None]:
+    def named(self, terms: tuple[float | None, ...]) -> dict[str, float | None]:
         """Mean of each term of a step by its function's label; empty without terms."""
         return dict(zip(self._labels, terms, strict=False))
 
@@ -96,11 +97,14 @@ class _Work(NamedTuple):
 
 
 class RecentWork(NamedTuple):
-    """Rates over the last seconds."""
+    """The work of the last steps, all in the same time."""
 
-    tokens_per_second: float
+    seconds: float
+    tokens: TokenCounts
     busy_share: float
     """Engine time inside steps, in seconds per second, summed over generators."""
+    wait_share: float
+    """The trainer's waits, in seconds per second."""
 
 
 @dataclass(slots=True)
@@ -110,7 +114,8 @@ class GenerationTotals:
     began: float
     _now: _Work = field(default_factory=_Work)
     _base: _Work = field(default_factory=_Work)
-    _history: deque[tuple[float, _Work]] = field(default_factory=deque)
+    _waited: float = 0.0
+    _history: deque[tuple[float, _Work, float]] = field(default_factory=deque)
 
     def update(self, engines: Iterable[EngineStats]) -> None:
         """Take the last report of every generator, lost ones included."""
@@ -121,7 +126,7 @@ class GenerationTotals:
     def begin(self, now: float) -> None:
         """Begin the training phase: count from here."""
         self.began, self._base = now, self._now
-        self._history = deque([(now, self._now)])
+        self._history = deque([(now, self._now, self._waited)])
 
     @property
     def tokens(self) -> TokenCounts:
@@ -133,25 +138,32 @@ class GenerationTotals:
         """Engine time inside steps in the training phase."""
         return self._now.busy_seconds - self._base.busy_seconds
 
-    def recent(self, now: float) -> RecentWork:
-        """Rates up to now, over at least `RATE_SECONDS` if that much has passed."""
+    def recent(self, now: float, wait_seconds: float = 0.0) -> RecentWork:
+        """Return the work of the step that ends now and of those before it.
+
+        They last `RATE_SECONDS` at least, if that much has passed. `wait_seconds` are the trainer's
+        of this step.
+        """
         history = self._history
-        history.append((now, self._now))
+        self._waited += wait_seconds
+        history.append((now, self._now, self._waited))
         while len(history) > 2 and history[1][0] <= now - RATE_SECONDS:
             history.popleft()
-        began, before = history[0]
+        began, before, waited = history[0]
         seconds = max(1e-9, now - began)
         return RecentWork(
-            (self._now.tokens - before.tokens).generated / seconds,
+            seconds,
+            self._now.tokens - before.tokens,
             (self._now.busy_seconds - before.busy_seconds) / seconds,
+            (self._waited - waited) / seconds,
         )
 
 
-class StalenessTotals:
-    """Keeps staleness and on-policy flag of each step; `earlier` are those before a resume."""
+class StepTotals:
+    """Keeps a few numbers of each step, for totals; `earlier` are those before a resume."""
 
     def __init__(self, earlier: Iterable[StepMetrics]) -> None:
-        self._steps: dict[int, tuple[StalenessMetrics, bool | None]] = {}
+        self._steps: dict[int, tuple[StalenessMetrics, bool | None, SignalTotals]] = {}
         self._flags: Counter[bool | None] = Counter()
         for one in earlier:
             self.add(one)
@@ -160,21 +172,25 @@ class StalenessTotals:
         """Add a step, in place of an earlier record of it."""
         if (replaced := self._steps.get(step.step)) is not None:
             self._flags[replaced[1]] -= 1
-        self._steps[step.step] = step.staleness, is_on_policy(step)
+        self._steps[step.step] = step.staleness, is_on_policy(step), SignalTotals.of(step)
         self._flags[is_on_policy(step)] += 1
 
     def rewind(self, step: int) -> None:
         """Forget this step and all later ones, which are trained again."""
         self._steps = {index: one for index, one in self._steps.items() if index < step}
-        self._flags = Counter(flag for _, flag in self._steps.values())
+        self._flags = Counter(flag for _, flag, _ in self._steps.values())
 
     def staleness(self) -> StalenessMetrics:
         """Mean of the steps' means, and maximum over all steps."""
-        ages = [age for age, _ in self._steps.values()]
+        ages = [age for age, _, _ in self._steps.values()]
         return StalenessMetrics(
             mean=statistics.fmean(one.mean for one in ages) if ages else 0.0,
             max=max((one.max for one in ages), default=0),
         )
+
+    def signal(self) -> SignalTotals:
+        """Count what the steps could learn from."""
+        return sum((signal for _, _, signal in self._steps.values()), start=SignalTotals())
 
     def on_policy(self, steps: int) -> OnPolicySteps:
         """Count the exactly on-policy steps of a run of this many steps."""

@@ -112,6 +112,8 @@ class Training:
         self._progress.training_ends()
         if finished.outcome is RunOutcome.FAILED:
             raise RunFailed(finished.reason)
+        if finished.reason:
+            self._progress.say(finished.reason)
 
     async def _trainer_is_ready(self) -> bool:
         await self._waiter.until(

@@ -12,7 +12,7 @@ from asyncrl.engine.config import MAX_TOP_K_LOGPROBS
 from asyncrl.generator.lenient_reuse import lenient_warning
 from asyncrl.generator.sample_table import deadline_warning
 from asyncrl.wire.records.noise_floor import NoiseFloor
-from asyncrl.wire.records.step import TokenCounts
+from asyncrl.wire.records.step import SignalTotals, StepMetrics, TokenCounts
 
 MIN_OUTSIDE_SHARE = 0.01
 """Share of tokens outside the stored top-K above which a larger K is worth suggesting. By the model
@@ -31,6 +31,9 @@ MIN_ACCEPTED_TOKENS = 200
 MIN_CUT_SAMPLES = 3
 """Responses that must have been cut before that share is meaningful: one cut loses the rest of a
 response, which may be thousands of tokens."""
+
+MOSTLY_CUT = 0.9
+"""Share of a step's samples cut at the limit above which the limit is what the run learns."""
 
 
 def at_start(config: RunConfig) -> list[str]:
@@ -108,4 +111,52 @@ def small_top_k(config: RunConfig, tokens: TokenCounts) -> str | None:
         f"drawn outside the {k} most probable ones (engine.top_k_logprobs). A response is also cut "
         "where new weights would have drawn another token there, so a larger K keeps more: set "
         f"engine.top_k_logprobs to {MAX_TOP_K_LOGPROBS}."
+    )
+
+
+def no_signal(config: RunConfig, step: StepMetrics) -> str | None:
+    """Warn if a step learned nothing from its rewards, with the reason as far as it is known."""
+    if not step.learned_nothing:
+        return None
+    batch, learning = step.batch, step.learning
+    if batch.zero_variance_groups == batch.groups:
+        equal = "the samples of each have the same reward"
+        if learning.reward_std < 1e-9:
+            equal = f"all samples have the reward {learning.reward_mean:.3g}"
+        why = f"none of its {batch.groups} groups carries signal ({equal})"
+        remedy = "check the reward function (`asyncrl samples` shows what it judged), or take "
+        remedy += "prompts that the model solves sometimes"
+    elif config.trainer.mask_truncated_completions and batch.truncated_share == 1.0:
+        why = "all samples were cut off, and trainer.mask_truncated_completions leaves these out"
+        remedy = f"raise sampling.max_tokens ({config.sampling.max_tokens})"
+    else:
+        why = "its gradient is 0"
+        remedy = "check the loss's settings in trainer"
+    return f"WARNING: step {step.step} learned nothing from its rewards: {why}; {remedy}"
+
+
+def mostly_cut(config: RunConfig, step: StepMetrics) -> str | None:
+    """Warn if almost all samples of a step were cut off."""
+    share = step.batch.truncated_share
+    if not step.batch.samples or share < MOSTLY_CUT:
+        return None
+    limits = [f"sampling.max_tokens ({config.sampling.max_tokens})"]
+    if (seconds := config.scheduler.sample_deadline_seconds) is not None:
+        limits.append(f"scheduler.sample_deadline_seconds ({seconds:g})")
+    if config.environment.name is not None:
+        limits.append(f"environment.max_turns ({config.environment.max_turns})")
+    return (
+        f"WARNING: {share:.0%} of the samples of step {step.step} were cut off before they ended; "
+        f"raise {' or '.join(limits)}, or check that responses end (sampling.stop, the tokenizer's "
+        "end token)"
+    )
+
+
+def little_signal(signal: SignalTotals, steps: int) -> str | None:
+    """Say at the end of training if half of the steps or more learned nothing."""
+    if not signal.steps_without or 2 * signal.steps_without < steps:
+        return None
+    return (
+        f"WARNING: {signal.steps_without} of {steps} steps learned nothing from their rewards: no "
+        "group carried signal, or the gradient was 0"
     )

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import threading
 from typing import Any
 
+from asyncrl.cores import usable_cores
 from asyncrl.environments.protocol import Action, StepResult
 from asyncrl.programs.asking import MAX_CALLS, Found, call, passes, program_of
 from asyncrl.programs.tests import Called, read_tests
 from asyncrl.sandbox.limits import MIB, Limits
 
-_AT_ONCE = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
+_AT_ONCE = threading.BoundedSemaphore(usable_cores())
 """Bounds concurrent programs: more would wait for each other and reach their time limits."""
 _CLOCK = 8.0
 """Wall-clock seconds that a program may take per second of CPU time."""

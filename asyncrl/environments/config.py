@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.engine.config import SamplingConfig
@@ -61,17 +61,6 @@ class EnvironmentConfig(BaseModel):
     step_timeout_seconds: float = Field(default=30.0, gt=0, le=WEEK_SECONDS)
     """Time limit for `step`, `snapshot` or `restore`. `rewards.on_error` says what happens to the
     sample after a failure."""
-
-    @model_validator(mode="after")
-    def _without_a_name_nothing_has_an_effect(self) -> Self:
-        fields = type(self).model_fields
-        given = [n for n, one in fields.items() if getattr(self, n) != one.default]
-        if self.name is None and given:
-            raise ValueError(
-                f"{', '.join(given)} has no effect without environment.name; set it, as in name: "
-                "calculator, or remove the section"
-            )
-        return self
 
     @property
     def total_sessions(self) -> int:

@@ -175,14 +175,16 @@ class Accuracy:
     value: float | None
     """Share of right samples, 0 to 1; None without samples, or if too many are unscored."""
     samples: int
-    margin: float = 0.0
-    """Half the width of the 95% interval; 0 if unknown."""
+    reward: float | None = None
+    """Mean reward, if it says more than the accuracy."""
 
     @classmethod
     def of(cls, record: EvaluationRecord) -> Accuracy:
         """Return the accuracy of the first set."""
         main = record.main
-        return cls(None, 0) if main is None else cls(main.accuracy, main.samples, main.margin)
+        return (
+            cls(None, 0) if main is None else cls(main.accuracy, main.samples, main.graded_reward)
+        )
 
 
 class _Result(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,8 @@ class Fleet:
         self.ranks: list[TrainerRank] = []
         """Processes of the current trainer, by rank. They are lost and replaced together."""
         self.lineage = 0
+        self.is_taken: Callable[[int], bool] = lambda _index: False
+        """Tells whether a process of this index would lack its port for metrics."""
         self._restarts = self._renamed = self._started = 0
         self._ending = False
         self._last_check = time.monotonic()
@@ -116,6 +118,9 @@ class Fleet:
 
     def _next_index(self) -> int:
         self._started += 1
+        while self.is_taken(self._started):
+            logger.warning("port monitoring.port + %d is taken and left out", self._started)
+            self._started += 1
         return self._started
 
     def _start_trainer(self) -> None:

@@ -86,8 +86,16 @@ class Deliveries:
         self._traces = records.traces
         self._lenient_reuse = lenient_reuse
         self._unacknowledged: dict[SampleId, _Unacknowledged] = {}
+        self._ordered: list[to_generator.Deliver] = []
+        """Orders that wait for rewards."""
         self._lineage = 0
         self.newest_step = -1
+
+    @property
+    def unrewarded(self) -> int:
+        """Number of samples that were ordered to be delivered and have no reward yet."""
+        ordered = (self._held.get(one) for order in self._ordered for one in order.samples)
+        return sum(held is not None and not held.reward.done() for held in ordered)
 
     @property
     def unacknowledged(self) -> int:
@@ -112,6 +120,21 @@ class Deliveries:
         If a sample cannot be delivered, the controller leaves its group out of the step. A command
         from before a rewind is dropped, even while it waits for rewards: the sample stays here.
         """
+        self._ordered.append(command)
+        try:
+            ready = await self._rewarded(command)
+        finally:
+            self._ordered.remove(command)
+        for held, reward in ready:
+            sample = held.trajectory.id
+            # A sample may have been discarded during the wait for the rewards.
+            if command.lineage >= self._lineage and self._held.get(sample) is held:
+                del self._held[sample]
+                held.close()
+                self._send(held, reward, command)
+
+    async def _rewarded(self, command: to_generator.Deliver) -> list[tuple[HeldSample, Reward]]:
+        """Wait for the rewards; report the first sample that cannot be delivered."""
         ready: list[tuple[HeldSample, Reward]] = []
         for sample in command.samples:
             held = self._held.get(sample)
@@ -122,14 +145,8 @@ class Deliveries:
             except AsyncrlError as error:
                 if command.lineage >= self._lineage:
                     await self._controller.report_failed_sample(sample, error)
-                return
-        for held, reward in ready:
-            sample = held.trajectory.id
-            # A sample may have been discarded during the wait for the rewards.
-            if command.lineage >= self._lineage and self._held.get(sample) is held:
-                del self._held[sample]
-                held.close()
-                self._send(held, reward, command)
+                return []
+        return ready
 
     def _send(self, held: HeldSample, reward: Reward, command: to_generator.Deliver) -> None:
         step, line = command.step, self._trainer.to(command.rank)

@@ -311,6 +311,7 @@ class GeneratorProcess:
                 self._reports.report(
                     held=len(self.samples.held),
                     unacknowledged=self.deliveries.unacknowledged,
+                    unrewarded=self.deliveries.unrewarded,
                     due_wait=self.samples.longest_due_wait(time.monotonic()),
                     in_environments=self.samples.in_environments,
                 )

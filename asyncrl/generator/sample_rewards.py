@@ -20,7 +20,7 @@ from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.values import MAX_FLOAT32
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.wire.messages.to_generator import PromptPayload
-from asyncrl.wire.records.reward_counts import RewardCounts
+from asyncrl.wire.records.reward_counts import RewardCounts, RewardWait
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,11 @@ class SampleRewards:
         """Samples waiting for a reward worker or being scored."""
         return self._pool.waiting + self._pool.running
 
+    def wait(self, samples: int) -> RewardWait:
+        """Describe a wait for the rewards of this many samples."""
+        function, seconds = self._pool.longest
+        return RewardWait(samples=samples, function=function, seconds=seconds)
+
     @property
     def counts(self) -> RewardCounts:
         """Failures so far, those counted as zero included."""
@@ -140,6 +145,7 @@ class SampleRewards:
                     exchange.response,
                     {**prompt.example, **exchange.columns},
                     example_id=prompt.prompt_id,
+                    is_beside_another=True,
                 )
             if not functions.terms:
                 return functions  # a function has failed, and that counts as 0

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
+from asyncrl.cores import usable_cores
 from asyncrl.errors import UserError
 from asyncrl.gpu_check.parts import PARTS, Context, Part, Verdict, Word
 from asyncrl.gpu_check.runner import count_gpus, run_parts
@@ -82,7 +83,7 @@ def machine() -> dict[str, Any]:
     return {
         "processor": _processor(),
         "architecture": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),
     }

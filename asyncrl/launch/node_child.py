@@ -122,7 +122,7 @@ class NodeChild:
             run = Path(tempfile.gettempdir()) / f"asyncrl-{asked['run_id']}"
         elif place.run_directory:
             run = Path(place.run_directory)
-        for folder in _FOLDERS if not asked["shares_run_directory"] else ():
+        for folder in ("", *_FOLDERS) if not asked["shares_run_directory"] else ():
             (run / folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         changes: dict[str, Any] = {
             "home_directory": spec["run_directory"],

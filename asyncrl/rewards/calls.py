@@ -24,9 +24,9 @@ class Reward(NamedTuple):
 
     value: float
     """The weighted sum, finite in float32."""
-    terms: tuple[float, ...] = ()
-    """The functions' values in the order of the configuration, without weights; empty after a
-    failure that counts as 0."""
+    terms: tuple[float | None, ...] = ()
+    """The functions' values in the order of the configuration, without weights; None where one
+    does not apply; empty after a failure that counts as 0."""
     verdict: Verdict = "scored"
     """Any other verdict is a failure, which counts as 0 in training."""
 
@@ -139,6 +139,18 @@ class CallQueue:
             function=self.label(answer.term),
             reason=answer.reason,
             unscored=answer.reason in UNSCORED,
+        )
+
+    def none_applies(self, description: str) -> RewardFailed:
+        """Return the error of a sample for which every function returned None."""
+        names = ", ".join(repr(one.name) for one in self.config.functions)
+        each = "" if len(self.config.functions) == 1 else "each of "
+        return RewardFailed(
+            f"no reward for {description}: {each}{names} returned None, which means that the "
+            "function does not apply to the sample. Return a number, add a function that applies, "
+            "or leave the row out with task.map",
+            function=self.label(WHOLE_SUM),
+            reason="not_a_number",
         )
 
     def name(self, term: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from asyncrl.errors import RewardError
 from asyncrl.rewards import judge, reward_model
 from asyncrl.rewards.code import code
+from asyncrl.rewards.values import convention_of
 from asyncrl.sandbox.check import why_not
 from asyncrl.suggestions import nearest
 from asyncrl.user_code import loading as user_functions
@@ -112,7 +113,10 @@ def load_function(name: str, args: dict[str, Any]) -> RewardFunction:
     """
     check_name(name)
     if name not in BUILTIN:
-        return user_functions.load_function(_KIND, name, args)
+        own: RewardFunction = user_functions.load_object(_KIND, name)
+        if convention_of(own) in ("example", "row"):  # the others are called by name
+            user_functions.check_signature(_KIND, name, own, args)
+        return own
     function = BUILTIN[name]
     user_functions.check_signature(_KIND, name, function, args)
     checks = {reward_model.reward_model: reward_model.check_args, judge.judge: judge.check_args}

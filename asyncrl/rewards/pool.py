@@ -32,7 +32,7 @@ from asyncrl.rewards.protocol import WHOLE_SUM, Began, Call, Failed, FromWorker,
 from asyncrl.rewards.values import ABSURD, BadValueError, as_float32
 from asyncrl.user_code.pool import Lane, Pool, is_logged
 from asyncrl.user_code.process import Program, WorkerLost, refusal
-from asyncrl.user_code.streams import MAX_FRAME, pack
+from asyncrl.user_code.streams import MAX_FRAME, Ready, pack
 from asyncrl.wire.records.reward_counts import RewardCounts
 
 log = logging.getLogger(__name__)
@@ -84,6 +84,9 @@ class RewardLane(Lane[RewardCall]):
 
     def _take_in(self, message: Any) -> None:
         call = None
+        if isinstance(message, Ready):  # a function has turned out to be async
+            self.process.loaded = message
+            return
         if isinstance(message, FromWorker):
             _check(message, len(self._config.functions))
             call = self.sent.get(message.call)
@@ -196,6 +199,20 @@ class RewardPool(Pool[RewardLane]):
         return len(self._queue.waiting) + sent - self.running
 
     @property
+    def longest(self) -> tuple[str, float]:
+        """Label of the function that has run longest, and its seconds; ("", 0) if none runs."""
+        calls = [
+            (due - lane.sent[number].seconds, lane.sent[number].term)
+            for lane in self._lanes
+            for number, due in lane.due.items()
+            if number in lane.sent
+        ]
+        if not calls:
+            return "", 0.0
+        began, term = min(calls)
+        return self._queue.label(term), max(0.0, time.monotonic() - began)
+
+    @property
     def counts(self) -> RewardCounts:
         """Failures so far, including those that count as 0, and the use of servers."""
         failed: dict[str, dict[str, int]] = {}
@@ -221,19 +238,29 @@ class RewardPool(Pool[RewardLane]):
         await super().start()
 
     async def score(
-        self, prompt: str, response: str, example: dict[str, Any], *, example_id: str = ""
+        self,
+        prompt: str,
+        response: str,
+        example: dict[str, Any],
+        *,
+        example_id: str = "",
+        is_beside_another: bool = False,
     ) -> Reward:
         """Return the weighted sum of all functions, or 0 after a failure with `on_error: zero`.
 
         `prompt` is the question as text; `asyncrl.rewards.values` describes `example`; `example_id`
-        names it in errors. Raises RewardTimeout if a function does not return in time, RewardFailed
-        if it raises, loses its process `max_attempts` times or does not return a number that is
-        finite in float32, and RewardError if the pool is not running.
+        names it in errors. A function that returns None does not apply; all may do so only if the
+        sample has another reward (`is_beside_another`). Raises RewardTimeout if a function does not
+        return in time, RewardFailed if it raises, loses its process `max_attempts` times or does
+        not return a number that is finite in float32, and RewardError if the pool is not running.
         """
         if not self._loops:
             raise _not_running()
         try:
-            reward = await self._call(prompt, response, example, described(example_id, response))
+            what = described(example_id, response)
+            reward = await self._call(prompt, response, example, what)
+            if not is_beside_another and all(one is None for one in reward.terms):
+                raise self._queue.none_applies(what)
         except RewardFailed as error:
             self._failures[error.function, error.reason] += 1
             if self._config.on_error == "stop":
@@ -285,7 +312,7 @@ class RewardPool(Pool[RewardLane]):
 
     def _note_magnitude(self, reward: Reward) -> None:
         for label, value in zip(self._labels, reward.terms, strict=False):
-            size = abs(value)
+            size = abs(value or 0.0)
             if size > ABSURD and size > self._largest.get(label, 0.0):
                 if label not in self._largest:
                     text = "reward %r returned %g; rewards this large dominate every advantage"
@@ -319,7 +346,8 @@ def _check(message: FromWorker, functions: int) -> None:
     if isinstance(message, Scored):
         try:
             for value in (message.value, *message.terms):
-                as_float32(value)
+                if value is not None:
+                    as_float32(value)
         except BadValueError as error:
             raise refusal(f"a reward of {message.value}") from error
         if len(message.terms) != functions:

@@ -101,8 +101,8 @@ class Scored(msgspec.Struct, frozen=True, tag=True):
     call: int
     value: float
     """The weighted sum, finite in float32."""
-    terms: tuple[float, ...]
-    """The functions' values, without weights."""
+    terms: tuple[float | None, ...]
+    """The functions' values, without weights; None: the function does not apply."""
     seconds: float
     """Time of scoring in the worker."""
     uses: tuple[ServiceUse, ...] = ()

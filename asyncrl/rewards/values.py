@@ -1,7 +1,9 @@
-"""The third argument of a reward function, and the values that it may return.
+"""The arguments of a reward function, and the values that it may return.
 
 def score(prompt, response, example): ...   the user's columns, `prompt`, `answer` and `row`
 def score(prompt, response, row): ...       the user's example exactly as it is in the dataset
+def compute_score(data_source, solution_str, ground_truth, extra_info): ...    as in verl
+def score(completions, **columns): ...      as in TRL, with lists of one sample
 
 Import-light: worker processes load this file.
 """
@@ -12,7 +14,7 @@ import inspect
 import math
 import reprlib
 from socket import gaierror
-from typing import Any
+from typing import Any, Literal
 
 from asyncrl.rewards.protocol import FailureReason
 
@@ -20,13 +22,57 @@ ROW = "row"
 """Name of a third parameter that asks for the unchanged example, and the key that holds it."""
 
 
-def wants_row(function: Any) -> bool:
-    """Return True if the third parameter of a function is called `row`."""
+Convention = Literal["example", "row", "verl", "trl"]
+"""How a function is called; the names of its parameters tell."""
+_OF_VERL = ("data_source", "solution_str", "ground_truth")
+
+
+def convention_of(function: Any) -> Convention:
+    """Return how a function is called."""
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        names = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # some functions written in C have no signature
-        return False
-    return len(parameters) > 2 and parameters[2].name == ROW
+        return "example"
+    if "completions" in names and "response" not in names:
+        return "trl"
+    if all(name in names for name in _OF_VERL):
+        return "verl"
+    return "row" if names[2:3] == [ROW] else "example"
+
+
+def arguments_for(
+    convention: Convention, prompt: str, response: str, example: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the named arguments of one call.
+
+    verl's `ground_truth` is the row's `reward_model.ground_truth`, or else the answer. TRL's
+    columns are those of the row; a prompt of chat messages makes a completion of them.
+    """
+    if convention in ("example", "row"):
+        return (prompt, response, argument_for(example, row_only=convention == "row")), {}
+    row = argument_for(example, row_only=True)
+    if convention == "verl":
+        model, more = row.get("reward_model"), row.get("extra_info")
+        truth = model.get("ground_truth") if isinstance(model, dict) else example.get("answer")
+        named = zip(_OF_VERL, (row.get("data_source", ""), response, truth), strict=True)
+        return (), {**dict(named), "extra_info": dict(more) if isinstance(more, dict) else {}}
+    asked, said = row.get("prompt", prompt), [{"role": "assistant", "content": response}]
+    columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
+    chats = isinstance(asked, list)
+    return (), {**columns, "prompts": [asked], "completions": [said if chats else response]}
+
+
+def value_of(convention: Convention, result: Any) -> float | None:
+    """Return a result's number; None if the function does not apply. Raises BadValueError."""
+    if convention == "verl" and isinstance(result, dict):
+        result = result.get("score")
+    if convention == "trl":
+        if not isinstance(result, list | tuple) or len(result) != 1:
+            raise BadValueError(
+                "not_a_number", _must_return("a list with a number for each completion", result)
+            )
+        (result,) = result
+    return None if result is None else as_number(result)
 
 
 def argument_for(example: dict[str, Any], *, row_only: bool) -> dict[str, Any]:
@@ -118,11 +164,8 @@ def as_float32(value: float, what: str = "a reward must return") -> float:
 
 
 def _must_return(what: str, result: Any) -> str:
-    if inspect.isawaitable(result):
-        shown = f"{type(result).__name__}; declare the function with `async def`"
-    else:
-        try:
-            shown = f"{type(result).__name__}: {reprlib.repr(result)}"
-        except Exception:  # noqa: BLE001 - the user's own __repr__, or an int of 4,301 digits
-            shown = f"{type(result).__name__} that cannot be printed"
+    try:
+        shown = f"{type(result).__name__}: {reprlib.repr(result)}"
+    except Exception:  # noqa: BLE001 - the user's own __repr__, or an int of 4,301 digits
+        shown = f"{type(result).__name__} that cannot be printed"
     return f"a reward must return {what}, got {shown}"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -23,23 +22,24 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.cores import usable_cores
 from asyncrl.rewards import protocol
 from asyncrl.rewards.functions import RewardFunction, load_function
 from asyncrl.rewards.protocol import WHOLE_SUM, Began, Call, Failed, FailureReason, Scored, Term
 from asyncrl.rewards.services import calls
 from asyncrl.rewards.values import (
+    Convention,
     NoRewardError,
-    argument_for,
+    arguments_for,
     as_float32,
-    as_number,
+    convention_of,
     is_unavailable,
-    wants_row,
+    value_of,
 )
 from asyncrl.user_code.streams import Ready, bounded, last_lines
 from asyncrl.user_code.worker import Channel
 
-AT_ONCE = {"code": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
-           "math_verify": 1}  # fmt: skip
+AT_ONCE = {"code": usable_cores(), "math_verify": 1}
 """Most concurrent calls of a built-in function. Programs run in separate processes, one for each
 core; more would wait for each other and use up their time."""
 
@@ -83,10 +83,9 @@ class LoadedTerm:
     function: RewardFunction
     weight: float
     args: dict[str, Any]
-    row_only: bool
-    """See `argument_for`."""
+    convention: Convention
     asynchronous: bool
-    """A call returns an awaitable."""
+    """A call returns an awaitable, which is known before the first one."""
     takes_turns: str | None = None
     """The name in `AT_ONCE` of a built-in function that blocks."""
 
@@ -95,13 +94,21 @@ class LoadedTerm:
         """Import the function. Raises RewardError, and errors of the user's module."""
         function = load_function(term.name, term.args)
         turns = term.name if term.name in AT_ONCE else None
-        return cls(function, term.weight, term.args, wants_row(function), is_async(function), turns)
+        convention = convention_of(function)
+        return cls(function, term.weight, term.args, convention, is_async(function), turns)
 
 
 def is_async(function: Any) -> bool:
-    """Return True for an `async def` function, or an object whose `__call__` is one."""
+    """Return True for an `async def` function, or an object whose `__call__` is one.
+
+    Behind a decorator, only its first call shows it.
+    """
     called = getattr(type(function), "__call__", None)  # noqa: B004 - its type is asked for
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+
+
+class WaitsError(Exception):
+    """A function returned an awaitable, which was not begun, outside an event loop."""
 
 
 async def score(
@@ -109,10 +116,11 @@ async def score(
 ) -> Scored | Failed:
     """Call each function, after `began`, and add up the weighted values.
 
-    Without async functions this never waits, so `finish` can run it without an event loop. With
-    `turns`, functions that take turns come first, so that the call's time begins with its turn.
+    Without `turns` this never waits, so `finish` can run it without an event loop; raises
+    WaitsError if it had to. With `turns`, functions that take turns come first, so that the call's
+    time begins with its turn.
     """
-    values = [0.0] * len(terms)
+    values: list[float | None] = [None] * len(terms)
     started, index = time.perf_counter(), 0
     order = range(len(terms))
     first = sorted(order, key=lambda place: terms[place].takes_turns is None)
@@ -120,17 +128,25 @@ async def score(
         for index in order if turns is None else first:
             term = terms[index]
             begin = partial(_begin, began, Began(call.call, index))
-            example = argument_for(call.example, row_only=term.row_only)
-            function = partial(term.function, call.prompt, call.response, example, **term.args)
+            given, named = arguments_for(term.convention, call.prompt, call.response, call.example)
+            function = partial(term.function, *given, **named, **term.args)
             if turns is not None and term.takes_turns is not None:
                 result = await turns.run(term.takes_turns, function, begin)
             else:
                 begin()
-                result = await function() if term.asynchronous else function()
-            values[index] = as_number(result)
+                result = function()
+            if inspect.isawaitable(result):
+                if turns is None:
+                    getattr(result, "close", int)()
+                    raise WaitsError
+                result = await result
+            values[index] = value_of(term.convention, result)
         index = WHOLE_SUM
-        weighted = [term.weight * value for term, value in zip(terms, values, strict=True)]
+        both = zip(terms, values, strict=True)
+        weighted = [term.weight * value for term, value in both if value is not None]
         total = as_float32(sum(weighted), "the weighted sum of the rewards must be")
+    except WaitsError:
+        raise
     except NoRewardError as error:
         return Failed(call.call, index, error.reason, bounded(str(error)))
     except (Exception, SystemExit, KeyboardInterrupt):  # noqa: BLE001 - process edge: reported
@@ -145,7 +161,7 @@ def _begin(began: Callable[[Began], None], message: Began) -> None:
 
 
 def finish(scoring: Any) -> Scored | Failed:
-    """Run a coroutine that never waits to its end."""
+    """Run a coroutine that never waits to its end. Raises WaitsError as `score` does."""
     try:
         scoring.send(None)
     except StopIteration as done:
@@ -171,23 +187,36 @@ def main() -> None:
         return
     asynchronous = any(term.asynchronous for term in terms)
     channel.send(Ready(asynchronous))
-    if asynchronous:
-        asyncio.run(_serve_concurrently(channel, terms, setup.timeout_seconds))
-        return
-    while isinstance(message := channel.read(), Call):
-        channel.send(finish(score(message, terms, channel.send)))
+    first: Call | None = None
+    if not asynchronous:
+        while isinstance(message := channel.read(), Call):
+            try:
+                channel.send(finish(score(message, terms, channel.send)))
+            except WaitsError:
+                first = message
+                channel.send(Ready(asynchronous=True))
+                break
+        else:
+            return
+    asyncio.run(_serve_concurrently(channel, terms, setup.timeout_seconds, first))
 
 
 async def _serve_concurrently(
-    channel: Channel, terms: list[LoadedTerm], timeout_seconds: float
+    channel: Channel, terms: list[LoadedTerm], timeout_seconds: float, first: Call | None
 ) -> None:
-    """Answer calls until the stream ends; then abandon those in progress."""
+    """Answer `first` and then calls until the stream ends; then abandon those in progress."""
     running: set[asyncio.Task[None]] = set()
     turns = Turns()
-    async for message in channel.messages():
+
+    def begin(message: Call) -> None:
         task = asyncio.create_task(_answer(channel, message, terms, timeout_seconds, turns))
         running.add(task)
         task.add_done_callback(running.discard)
+
+    if first is not None:
+        begin(first)
+    async for message in channel.messages():
+        begin(message)
 
 
 async def _answer(

@@ -47,6 +47,7 @@ from asyncrl.runs.input_files import RunInputs
 from asyncrl.runs.resuming import find_resume_point
 from asyncrl.runs.runtime_folders import Folder, clear_leftovers
 from asyncrl.runs.template_date import forget_unnamed
+from asyncrl.secret_files import take_permissions_of
 from asyncrl.trainer.checkpoint.format.files import ResumePoint
 from asyncrl.trainer.checkpoint.trainer_lease import fenced, raise_fence
 from asyncrl.wire.records.step import RunResult, StepMetrics
@@ -144,7 +145,9 @@ class RunDirectory:
         point = ResumePoint()
         previous = (path / "config.yaml").read_text(encoding="utf-8") if resume else None
         was_there = path.exists()
-        path.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        take_permissions_of(path)
         try:
             lock = folder_lock.take(path)
         except folder_lock.UnlockableError:

@@ -12,6 +12,7 @@ from asyncrl.errors import ConfigError, UserError
 from asyncrl.monitoring.records.jsonl import read_tail, read_undamaged
 from asyncrl.runs import failed_starts
 from asyncrl.runs.directory import find_run, is_alive, read_state
+from asyncrl.wire.records.evaluations import EvaluationRecord, newest_of
 from asyncrl.wire.records.step import StepMetrics
 
 
@@ -50,6 +51,8 @@ class ListedRun(msgspec.Struct, frozen=True):
     """Mean of the last step's samples."""
     accuracy_before: float | None
     accuracy_after: float | None
+    evaluated: EvaluationRecord | None
+    """The evaluation of the newest trained step that has an accuracy."""
     changed: float
     """Time of the last change of its records, in seconds since 1970."""
 
@@ -73,7 +76,7 @@ def _listed_or_not(path: Path) -> ListedRun:
         changed = 0.0
         with contextlib.suppress(OSError):
             changed = path.stat().st_mtime
-        return ListedRun(path.name, "unreadable", 0, None, None, None, None, changed)
+        return ListedRun(path.name, "unreadable", 0, None, None, None, None, None, changed)
 
 
 def _listed(path: Path) -> ListedRun:
@@ -90,6 +93,7 @@ def _listed(path: Path) -> ListedRun:
         reward=steps[-1].learning.reward_mean if steps else None,
         accuracy_before=None if state is None else state.accuracy_before,
         accuracy_after=_accuracy_after(path),
+        evaluated=newest_of(read_tail(path / "evaluations.jsonl", EvaluationRecord, _TAIL_BYTES)),
         changed=newest.stat().st_mtime,
     )
 

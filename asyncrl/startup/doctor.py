@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib import metadata
 
 from asyncrl.config.run_config import RunConfig
+from asyncrl.cores import usable_cores
 from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.sglang.config import SglangConfig
 from asyncrl.engine.sglang.interpreter import check_interpreter, path_of
@@ -76,7 +77,9 @@ def _machine(gpus: str) -> list[str]:
             found.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             continue
-    found.append(f"cores: {os.cpu_count()}")
+    usable, all_cores = usable_cores(), os.cpu_count()
+    why = f" of {all_cores}, by this process's affinity and quota" if usable != all_cores else ""
+    found.append(f"cores: {usable}{why}")
     found.append(f"GPUs: {gpus}")
     visible = os.environ.get(VISIBLE)
     found.append(f"{VISIBLE}: {'not set' if visible is None else repr(visible)}")

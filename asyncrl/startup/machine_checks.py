@@ -1,12 +1,12 @@
 """Finds what a machine lacks for a run, and what to do about it, for `asyncrl doctor`.
 
-These findings do not keep a run from starting; `asyncrl.startup.preflight` does that.
+These findings do not keep a run from starting, except for taken ports; `asyncrl.startup.preflight`
+does that.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import resource
 import shutil
@@ -28,6 +28,8 @@ from asyncrl.errors import UserError
 from asyncrl.launch.agents.secret import read_secret
 from asyncrl.launch.gpus import PROC_VERSION, Gpu, TorchBuild, driver_version
 from asyncrl.monitoring.config import is_loopback
+from asyncrl.monitoring.metrics.exporter import is_taken
+from asyncrl.monitoring.metrics.http_server import is_free
 from asyncrl.wire.weights.layout import SHARED_MEMORY
 
 _GIB = 2**30
@@ -261,13 +263,32 @@ def ports(config: RunConfig) -> Finding:
             f"a port for each: {' and '.join(dict.fromkeys(several))} name the same one",
             "Choose another monitoring.web.port, or 0 for any free one",
         )
-    taken = {port: name for name, host, port in wanted if not _is_free(host, port)}
+    taken = {port: name for name, host, port in wanted if not is_free(host, port)}
     if not taken:
         return Finding(f"ports {_shown(named)} are free")
     return Finding(
         f"free ports: {', '.join(map(str, taken))} of {_shown(named)} are taken",
         f"Choose another {' and '.join(dict.fromkeys(taken.values()))}, or 0 for any free ones",
     )
+
+
+def refuse_taken_ports(config: RunConfig, *, first: int = 1) -> None:
+    """Refuse ports that the processes of this machine would lack. Raises UserError.
+
+    The first process is the controller, 0, which may serve already. The ports of other machines are
+    not known here.
+    """
+    monitoring = config.monitoring
+    processes = config.processes_at_start if config.launcher.kind == "local" else 0
+    indices = range(first, 1 + processes)
+    taken = [monitoring.port_of(index) for index in indices if is_taken(monitoring, index)]
+    if taken:
+        wanted = [monitoring.port_of(index) for index in indices]
+        raise UserError(
+            f"monitoring.port: {monitoring.port} gives the processes of the run "
+            f"port {_shown(wanted)} of {monitoring.host}, and other programs have {_shown(taken)}. "
+            "Choose another, or 0 for any free ones"
+        )
 
 
 def agents_sockets(config: AgentsConfig) -> Finding:
@@ -375,15 +396,3 @@ def _version_of(package: str) -> str | None:
 
 def _plugins() -> frozenset[str]:
     return frozenset(one.name for one in metadata.entry_points(group="vllm.general_plugins"))
-
-
-def _is_free(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        # As in a run, recently closed connections do not count.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error.errno != errno.EADDRINUSE
-    return True

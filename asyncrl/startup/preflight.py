@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
 import shutil
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.cores import divide_machine
+from asyncrl.cores import divide_machine, usable_cores
 from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.sglang.interpreter import check_interpreter
 from asyncrl.environments.workers.pool import EnvironmentPool
@@ -55,6 +54,12 @@ def check_machine(config: RunConfig) -> None:
     elif launcher.kind == "local":
         _check_threads(config)
         _check_compiler(config)
+        plan = place(config) if launcher.colocate else None
+        if launcher.colocate and not (plan is not None and plan.trainer and plan.generators[0]):
+            raise UserError(
+                "launcher.colocate: true has an effect only where trainer and generator each take "
+                "a GPU, and here they do not; leave it out"
+            )
         divide_machine(
             generators=launcher.generators,
             threads=launcher.threads,
@@ -144,11 +149,11 @@ def _check_engine(config: RunConfig) -> None:
 
 
 def _check_threads(config: RunConfig) -> None:
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     for section in ("launcher", "engine", "trainer"):
         threads = getattr(config, section).threads
         if threads is not None and threads > cores:
             raise UserError(
-                f"{section}.threads: {threads} is more than the {cores} cores of this machine; "
-                "threads that share a core wait for one another. Lower it, or leave it out"
+                f"{section}.threads: {threads} is more than the {cores} cores that this process "
+                "may use; threads that share a core wait for one another. Lower it, or leave it out"
             )

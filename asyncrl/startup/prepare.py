@@ -342,6 +342,8 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     config = dated if names_the_date(task.tokenizer) else config
     config = with_adapter(with_critic(config, model_path, task.tokenizer), Path(model_path))
     say(startup_summary.data_line(config, task))
+    for sentence in startup_summary.not_reached(config, task):
+        say(sentence)
     for sentence in startup_summary.shared_prompts(task):
         say(sentence)
     _check_prompts(config, task)

@@ -23,8 +23,9 @@ from asyncrl.launch.gpus import Gpu
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.startup.memory import Device, critic_parameters, memory_text, size
 from asyncrl.suggestions import shortened
+from asyncrl.tasks.evaluation_config import EvaluationConfig, EvaluationSetConfig
 from asyncrl.tasks.model_files import parameters
-from asyncrl.tasks.prompts import Task
+from asyncrl.tasks.prompts import Task, held_out_sets
 from asyncrl.trainer.model.memory_estimate import StepMemory
 from asyncrl.trainer.objective.bias_analysis import estimate_of
 from asyncrl.wire.weights.layout import SHARED_MEMORY
@@ -55,6 +56,27 @@ def data_line(config: RunConfig, task: Task) -> str:
         f"{source}: {len(task.train):,} prompts to train on, {len(task.evaluation):,} held "
         f"out{sets}; {steps:,} step{'' if steps == 1 else 's'} of {per_step}",
     )
+
+
+def not_reached(config: RunConfig, task: Task) -> list[str]:
+    """Return a warning for each number that the data or the steps do not reach."""
+    found, warmup, steps = [], config.trainer.warmup_steps, config.run.steps
+    if warmup >= steps:
+        found.append(
+            f"warning: trainer.warmup_steps: {warmup:,} of {steps:,} step(s), so the learning rate "
+            f"never reaches trainer.learning_rate ({config.trainer.learning_rate:g})"
+        )
+    default = EvaluationConfig.model_fields["prompts"].default
+    for name, prompts in held_out_sets(task).items():
+        own = config.evaluation.sets.get(name, EvaluationSetConfig(path=name)).prompts
+        key = "evaluation.prompts" if own is None else f"evaluation.sets.{name}.prompts"
+        wanted = config.evaluation.prompts if own is None else own
+        if len(prompts) < wanted and (own is not None or wanted != default):
+            found.append(
+                f"warning: {key}: {wanted:,}, and the set {name} has {len(prompts):,} held-out "
+                "prompts only; all of them are used"
+            )
+    return found
 
 
 def shared_prompts(task: Task) -> list[str]:

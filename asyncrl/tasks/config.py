@@ -13,8 +13,6 @@ from asyncrl.wire.transport.paths import MAX_TOKENS, FunctionName, InputPath
 MAX_DIGITS = 6
 """Most digits in a summand of the built-in task."""
 
-_DATASET_ONLY = ("path", "subset", "evaluation_path", "id_field", "map")
-
 _OF_THE_RUN = {
     "messages": "the prompts and the environment make them",
     "conversation": "the prompts and the environment make it",
@@ -54,40 +52,40 @@ class TaskConfig(BaseModel):
     """`arithmetic`: the built-in addition task. `dataset`: your own examples, see `path`."""
 
     path: InputPath | None = None
-    """Dataset only: a .jsonl or .parquet file, a folder saved by `datasets`, or a hub id."""
+    """A .jsonl or .parquet file, a folder saved by `datasets`, or a hub id."""
     subset: str | None = None
-    """Dataset only: configuration name of a hub dataset."""
+    """Configuration name of a hub dataset."""
     split: str = "train"
-    """Dataset only: training split of a hub dataset or saved folder."""
+    """Training split of a hub dataset or saved folder."""
     prompt_field: str = "prompt"
-    """Dataset only: field with the prompt, which is a text or a list of chat messages."""
+    """Field with the prompt, which is a text or a list of chat messages."""
     answer_field: str | None = "answer"
-    """Dataset only: field with the reference answer; null if the rewards need none."""
+    """Field with the reference answer; null if the rewards need none."""
     id_field: str | None = None
-    """Dataset only: field with a unique id; null: the examples are numbered."""
+    """Field with a unique id; null: the examples are numbered."""
 
     map: FunctionName | None = None
-    """Dataset only: your own function, applied first to every example, `my.module:function` or
+    """Your own function, applied first to every example, `my.module:function` or
     `path/to/file.py:function`. It takes the example as a dict and returns a dict, or nothing to
     leave the example out. It must be deterministic, because a resumed run calls it again. Its time
     limit is 10 s per example."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
-    """Dataset only: handling of an unusable row: not JSON, without the fields, or with a duplicate
+    """Handling of an unusable row: not JSON, without the fields, or with a duplicate
     id. `refuse`: the run does not start. `skip`: such rows are left out, counted and listed; the
     ids of the others do not change."""
 
     train_size: int | None = Field(default=None, ge=1, le=10**9)
     """Number of training prompts. null: 2048 for `arithmetic`, every example for `dataset`."""
     evaluation_path: InputPath | None = None
-    """Dataset only: file or hub id of the held-out examples; null: some of `path` are held out."""
+    """File or hub id of the held-out examples; null: some of `path` are held out."""
     evaluation_split: str = "test"
-    """Dataset only: split of `evaluation_path`, unless that is a file."""
+    """Split of `evaluation_path`, unless that is a file."""
     evaluation_size: int | None = Field(default=None, ge=0, le=10**9)
     """Number of held-out prompts: split off `path`, or the maximum taken from `evaluation_path`.
     null: 512, but at most a tenth of the examples where they are split off."""
 
     digits: tuple[int, int] = (2, 3)
-    """Arithmetic only: fewest and most digits of a summand. The built-in model learned 2 to 3."""
+    """Fewest and most digits of a summand. The built-in model learned 2 to 3."""
 
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Use of the tokenizer's chat template for prompts. `auto`: if it has one. `always`: a
@@ -117,14 +115,6 @@ class TaskConfig(BaseModel):
                 raise ValueError(f"{name} cannot be set here: {_OF_THE_RUN[name]}")
         return given
 
-    @model_validator(mode="after")
-    def _the_template_is_used(self) -> Self:
-        if self.chat_template == "never" and self.chat_template_kwargs:
-            raise ValueError(
-                "chat_template_kwargs has no effect with chat_template: never; remove one of them"
-            )
-        return self
-
     @field_validator("digits")
     @classmethod
     def _digits_in_order(cls, digits: tuple[int, int]) -> tuple[int, int]:
@@ -137,15 +127,8 @@ class TaskConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fields_fit_kind(self) -> Self:
-        if self.kind == "dataset":
-            if self.path is None:
-                raise ValueError(
-                    "kind: dataset needs a path: a .jsonl or .parquet file, a folder or a hub id"
-                )
-            return self
-        given = [name for name in _DATASET_ONLY if getattr(self, name) is not None]
-        if given:
+        if self.kind == "dataset" and self.path is None:
             raise ValueError(
-                f"{', '.join(given)} belong to kind: dataset; add `kind: dataset` or leave them out"
+                "kind: dataset needs a path: a .jsonl or .parquet file, a folder or a hub id"
             )
         return self

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-from asyncrl.user_code.process import how_it_ended, read_ending
+from asyncrl.user_code.process import environment, how_it_ended, read_ending
 from asyncrl.user_code.streams import take_frame
 
 _END_SECONDS = 30.0
@@ -50,7 +50,7 @@ class SupervisedProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # its end is in the supervisor's report
                 bufsize=0,
-                env={"OMP_NUM_THREADS": "1", **os.environ},
+                env=environment(),
                 pass_fds=(status,),
                 start_new_session=True,
             )

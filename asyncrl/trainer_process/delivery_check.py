@@ -213,7 +213,7 @@ class Intake:
     def _trainable(self, delivery: TrajectoryDelivery) -> Trajectory:
         """Return the trajectory of a delivery. Raises as `_compare` if it cannot be trained on."""
         for reward in (delivery.reward, *delivery.terms):
-            if not abs(reward) <= MAX_FLOAT32:
+            if reward is not None and not abs(reward) <= MAX_FLOAT32:
                 raise ValueError(f"its reward {reward} is not finite in float32")
         if len(delivery.terms) not in (0, self._functions):
             raise ValueError(

@@ -21,7 +21,7 @@ class WholeGroup(NamedTuple):
     trajectories: list[Trajectory]
     rewards: FloatArray
     generators: list[str]
-    terms: list[tuple[float, ...]]
+    terms: list[tuple[float | None, ...]]
     """Results of the reward functions for each sample; empty for a failed reward."""
 
 

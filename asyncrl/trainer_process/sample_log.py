@@ -1,4 +1,4 @@
-"""Writes every trained sample to RUN/samples/, on a separate thread.
+"""Writes every trained sample to RUN/samples/, on a separate thread; chooses some to be shown.
 
 The records of a step are passed to the thread after its optimizer step, and a checkpoint waits
 until they are written. A resuming trainer drops the records of later steps before it trains them
@@ -25,10 +25,13 @@ from asyncrl.rollout.trajectory import BoolArray, IntArray, Provenance, Trajecto
 from asyncrl.trainer.base.errors import Superseded
 from asyncrl.trainer.checkpoint.trainer_lease import UNFENCED, TrainerLease
 from asyncrl.trainer_process.group_queue import WholeGroup
+from asyncrl.wire.messages.from_trainer import ShownSample
 
 logger = logging.getLogger("asyncrl.trainer")
 
 WRITE_SECONDS = 60.0
+SHOWN_CHARACTERS = 600
+"""Longest text of a sample that is sent to be shown."""
 
 
 def drop_repeated(folder: Path, step: int) -> None:
@@ -128,8 +131,8 @@ class TrainedSampleLog:
                     group=group.group,
                     sample=trajectory.id.sample,
                     prompt_id=trajectory.prompt_id,
-                    prompt=self._text(trajectory.prompt_tokens, special=True),
-                    response=self._text(trajectory.tokens, special=False),
+                    prompt=_text(self._tokenizer, trajectory.prompt_tokens, special=True),
+                    response=_text(self._tokenizer, trajectory.tokens, special=False),
                     reward=reward,
                     finish_reason=trajectory.finish_reason,
                     generator=generator,
@@ -150,9 +153,45 @@ class TrainedSampleLog:
             )
         return records
 
-    def _text(self, tokens: IntArray, *, special: bool) -> str:
-        text = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=not special)
-        return str(text).encode("utf-8", "replace").decode("utf-8")  # no lone surrogates
+
+class ShownSamples:
+    """Chooses samples of each step for the terminal, `count` of them if there are as many."""
+
+    def __init__(self, tokenizer: Any, count: int) -> None:
+        self._tokenizer = tokenizer
+        self._count = count
+
+    def of(self, step: int, groups: Sequence[WholeGroup]) -> tuple[ShownSample, ...]:
+        """Choose by number, from as many groups as possible: those that come first are short."""
+        ordered = sorted(groups, key=lambda one: one.group)
+        places = [
+            (group, (step + turn) % len(group.trajectories))
+            for turn in range(max((len(one.trajectories) for one in ordered), default=0))
+            for group in ordered
+            if turn < len(group.trajectories)
+        ]
+        return tuple(self._shown(group, place) for group, place in places[: self._count])
+
+    def _shown(self, group: WholeGroup, place: int) -> ShownSample:
+        trajectory = group.trajectories[place]
+        return ShownSample(
+            prompt=_shortened(_text(self._tokenizer, trajectory.prompt_tokens, special=True)),
+            response=_shortened(_text(self._tokenizer, trajectory.tokens, special=False)),
+            reward=float(group.rewards[place]),
+            terms=group.terms[place],
+            tokens=trajectory.trained_count,
+            finish_reason=trajectory.finish_reason,
+        )
+
+
+def _shortened(text: str) -> str:
+    half = SHOWN_CHARACTERS // 2
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
+
+
+def _text(tokenizer: Any, tokens: IntArray, *, special: bool) -> str:
+    text = tokenizer.decode(tokens.tolist(), skip_special_tokens=not special)
+    return str(text).encode("utf-8", "replace").decode("utf-8")  # no lone surrogates
 
 
 def _ranges(mask: BoolArray) -> list[tuple[int, int]]:

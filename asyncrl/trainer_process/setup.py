@@ -42,7 +42,7 @@ from asyncrl.trainer_process.delivery_check import Intake
 from asyncrl.trainer_process.group_queue import GroupQueue
 from asyncrl.trainer_process.policy_check import PROVISIONAL_STEPS, PolicyCheck
 from asyncrl.trainer_process.process import TrainerProcess
-from asyncrl.trainer_process.sample_log import TrainedSampleLog, drop_repeated
+from asyncrl.trainer_process.sample_log import ShownSamples, TrainedSampleLog, drop_repeated
 from asyncrl.trainer_process.step_trainer import StepTrainer, TrainerRecords
 from asyncrl.wire import Hub
 from asyncrl.wire.errors import PublishError, WireError
@@ -97,10 +97,10 @@ async def run_trainer(spec: TrainerSpec, keys: TrainerKeys) -> None:
         check = PolicyCheck(
             limits, learner.policy, publisher, provisional_steps=0 if on_cpus else PROVISIONAL_STEPS
         )
-        sample_log = await _sample_log(child, fence)
-        if sample_log is not None:
-            child.closing.push_async_callback(sample_log.close)
-        records = TrainerRecords(child.metrics, child.timeline, sample_log, check, child.tracer)
+        logged, shown = await _samples(child, fence)
+        if logged is not None:
+            child.closing.push_async_callback(logged.close)
+        records = TrainerRecords(child.metrics, child.timeline, logged, check, child.tracer, shown)
         queue = GroupQueue(config.scheduler.group_size)
         functions, last = len(config.reward_labels), config.run.steps
         intake = Intake(queue, learner.check_trajectory, functions=functions, steps=last)
@@ -280,17 +280,22 @@ def rounding_limits(
     return logprob_mismatch.ROUTED_TENSOR_CORES if routed else logprob_mismatch.TENSOR_CORES
 
 
-async def _sample_log(
+async def _samples(
     child: Child[TrainerSpec, TrainerMetrics], fence: TrainerLease
-) -> TrainedSampleLog | None:
-    settings = child.config.run
-    if settings.log_samples == "off":
-        return None
+) -> tuple[TrainedSampleLog | None, ShownSamples | None]:
+    """Return what writes the trained samples, and what shows some of them, if either is wanted."""
+    settings, spec = child.config.run, child.spec
+    count = 0 if spec.rank else settings.print_samples
+    if settings.log_samples == "off" and not count:
+        return None, None
     tokenizer = await load_checked_tokenizer(child, from_trainer.WrongPolicyFound)
-    spec = child.spec
+    shown = ShownSamples(tokenizer, count) if count else None
+    if settings.log_samples == "off":
+        return None, shown
     folder = folder_of_rank(child.directory / "samples", spec.rank)
     labels = child.config.reward_labels
-    return TrainedSampleLog(folder, tokenizer, settings, child.metrics, fence, spec.ranks, labels)
+    files = TrainedSampleLog(folder, tokenizer, settings, child.metrics, fence, spec.ranks, labels)
+    return files, shown
 
 
 def _failure(_spec: TrainerSpec, error: BaseException) -> from_trainer.Failure | None:

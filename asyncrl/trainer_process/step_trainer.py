@@ -26,7 +26,7 @@ from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.sharding.lockstep import Lockstep, NextAction, RankStatus, RankWork
 from asyncrl.trainer_process.group_queue import WholeGroup
 from asyncrl.trainer_process.policy_check import PolicyCheck
-from asyncrl.trainer_process.sample_log import TrainedSampleLog
+from asyncrl.trainer_process.sample_log import ShownSamples, TrainedSampleLog
 from asyncrl.wire.messages.from_trainer import StepFinished, WrongPolicyFound
 from asyncrl.wire.records.step import TrainerTimes
 from asyncrl.wire.weights.broadcast.sending import WeightSender
@@ -114,18 +114,18 @@ class RankPart(msgspec.Struct, frozen=True):
     """True if no generator of its samples is known to have another policy."""
 
 
-def sums_of(terms: Sequence[tuple[float, ...]]) -> tuple[tuple[float, int], ...]:
+def sums_of(terms: Sequence[tuple[float | None, ...]]) -> tuple[tuple[float, int], ...]:
     """Return `RankPart.terms`; `terms` has a row for each sample that has a reward."""
-    return tuple((math.fsum(values), len(values)) for values in zip(*terms, strict=True))
+    columns = ([one for one in column if one is not None] for column in zip(*terms, strict=True))
+    return tuple((math.fsum(values), len(values)) for values in columns)
 
 
-def mean_terms(parts: Sequence[RankPart]) -> tuple[float, ...]:
-    """Mean result of each reward function; empty if none scored a sample."""
+def mean_terms(parts: Sequence[RankPart]) -> tuple[float | None, ...]:
+    """Mean result of each reward function, None if it scored no sample; empty if none did."""
     having = [part.terms for part in parts if part.terms]
-    return tuple(
-        math.fsum(total for total, _ in one) / sum(count for _, count in one)
-        for one in zip(*having, strict=True)
-    )
+    counts = [sum(count for _, count in one) for one in zip(*having, strict=True)]
+    totals = [math.fsum(total for total, _ in one) for one in zip(*having, strict=True)]
+    return tuple(t / n if n else None for t, n in zip(totals, counts, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +137,7 @@ class TrainerRecords:
     samples: TrainedSampleLog | None = None
     check: PolicyCheck | None = None
     tracer: Tracer | None = None
+    shown: ShownSamples | None = None
 
 
 class StepTrainer:
@@ -168,6 +169,7 @@ class StepTrainer:
         self._metrics = records.metrics
         self._timeline = records.timeline
         self._sample_log = records.samples
+        self._shown = records.shown
         self._check = records.check
         self._tracer = records.tracer
         self._start_step()
@@ -177,8 +179,8 @@ class StepTrainer:
         self._accumulated: list[int] = []
         self.done: set[int] = set()
         self._samples = 0
-        self._terms: list[tuple[float, ...]] = []
-        self._to_log: list[WholeGroup] = []
+        self._terms: list[tuple[float | None, ...]] = []
+        self._groups: list[WholeGroup] = []
         self._train_seconds = 0.0
         self._waited: defaultdict[str, float] = defaultdict(float)
 
@@ -226,8 +228,8 @@ class StepTrainer:
             self._terms += [terms for terms in group.terms if terms]
         self._accumulated += numbers
         self.done.update(numbers)
-        if self._sample_log is not None:
-            self._to_log += groups
+        if self._sample_log is not None or self._shown is not None:
+            self._groups += groups
         self._count_training(time.monotonic() - began)
 
     async def wait(self, changed: asyncio.Event, cause: str) -> None:
@@ -302,7 +304,7 @@ class StepTrainer:
         metrics = msgspec.structs.replace(learned, exactly_on_policy=on_policy)
         self._count_training(time.monotonic() - began)
         if self._sample_log is not None:
-            await self._sample_log.record(step, self._to_log)
+            await self._sample_log.record(step, self._groups)
         began = time.monotonic()
         manifest = await self.publish()
         times = TrainerTimes(
@@ -317,7 +319,9 @@ class StepTrainer:
         finished: StepFinished | None = None
         if manifest is not None:
             groups = tuple(sorted(group for part in parts for group in part.groups))
-            finished = StepFinished(step, groups, manifest, metrics, times, mean_terms(parts))
+            shown = () if self._shown is None else self._shown.of(step, self._groups)
+            terms_of_all = mean_terms(parts)
+            finished = StepFinished(step, groups, manifest, metrics, times, terms_of_all, shown)
             self._measure(finished, samples=sum(part.samples for part in parts))
         self._start_step()
         return finished

@@ -26,6 +26,7 @@ from typing import Any
 
 from asyncrl.errors import UserError
 from asyncrl.suggestions import nearest
+from asyncrl.user_code.streams import last_lines
 
 _USERS: list[str] = []
 """Folders of user code that this process imports from."""
@@ -139,6 +140,12 @@ def _module(kind: FunctionKind, name: str, source: str) -> Any:
         raise kind.error(
             f"{kind.noun} {name!r}: there is no module {missing!r}; it must be importable "
             f"from the folder that the run is started in ({Path.cwd()}) or be installed"
+        ) from error
+    except SystemExit as error:
+        raise kind.error(
+            f"{kind.noun} {name!r}: {source} ends the process when it is imported:\n"
+            f"{last_lines()}\nWhat it does as a program, reading its arguments for instance, "
+            'belongs below `if __name__ == "__main__":`'
         ) from error
 
 

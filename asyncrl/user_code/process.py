@@ -58,6 +58,20 @@ class Program:
     """Starts before giving up, if it dies while it loads."""
 
 
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment for one that runs user code.
+
+    Its clients reach this machine without the proxies of `http_proxy` and the like.
+    """
+    both = ("no_proxy", "NO_PROXY")  # libraries differ in which of them comes first
+    named = [one.strip() for name in both for one in os.environ.get(name, "").split(",")]
+    direct = "*" if "*" in named else ",".join(dict.fromkeys(filter(None, [*named, *LOOPBACK])))
+    return {"OMP_NUM_THREADS": "1", **os.environ, **dict.fromkeys(both, direct)}
+
+
 class UserProcess:
     """A process below a supervisor, which sends `answers`, and can be started again."""
 
@@ -193,7 +207,7 @@ class UserProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                env={"OMP_NUM_THREADS": "1", **os.environ},
+                env=environment(),
                 pass_fds=(status,),
                 start_new_session=True,  # it gets no Ctrl-C
             )

@@ -43,8 +43,18 @@ class EventStream(Response):
         self._feed = feed
         del self.headers["content-length"]
 
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the watcher goes away or the feed ends."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the watcher goes away or the feed ends; to HEAD the head only."""
+        with self._feed.stream() as is_free:
+            if not is_free:
+                text = "too many pages show this run; use `asyncrl status`"
+                await _json({"detail": text}, status=503)(scope, receive, send)
+            elif scope["method"] == "HEAD":
+                await super().__call__(scope, receive, send)
+            else:
+                await self._send_all(receive, send)
+
+    async def _send_all(self, receive: Receive, send: Send) -> None:
         left = asyncio.create_task(_left(receive))
         sending = asyncio.create_task(self._send(send))
         try:
@@ -232,8 +242,6 @@ class Api:
 
     async def events(self) -> Response:
         """Server-sent events: `snapshot` once a second, with the status."""
-        if self._feed.is_full:
-            raise HTTPException(503, "too many pages show this run; use `asyncrl status`")
         return EventStream(self._feed)
 
     async def section(self, name: Literal[NAMES]) -> HTMLResponse:  # type: ignore[valid-type]
@@ -273,6 +281,7 @@ def application(api: Api) -> FastAPI:
     app.exception_handler(RequestValidationError)(_senseless)
     for path, answer in data:
         app.get(path, response_class=Response, tags=["watch"])(answer)
+        app.head(path, response_class=Response, include_in_schema=False)(answer)
     _add_orders(app, api)
     _add_page(app)
     return app
@@ -314,7 +323,7 @@ def _add_page(app: FastAPI) -> None:
         async def answer() -> Response:
             return Response(contents, media_type=kind)
 
-        app.get(path, include_in_schema=False)(answer)
+        app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)(answer)
 
     for path, (kind, contents) in files.items():
         add(path, kind, contents)

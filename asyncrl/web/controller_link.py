@@ -12,7 +12,7 @@ from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.monitoring.report.data import RunData, load_run
 from asyncrl.monitoring.terminal.run_view import RunView
 from asyncrl.runs.directory import read_state
-from asyncrl.steering.control_socket import open_line, send_order
+from asyncrl.steering.control_socket import ENDINGS, open_line, send_order
 from asyncrl.wire import Line
 from asyncrl.wire.errors import WireError
 from asyncrl.wire.messages import control
@@ -99,21 +99,18 @@ class EndedRun:
         self._run = run
         self.data = load_run(run)
         state = read_state(run)
-        self._status = status_of(self.data, _ENDINGS[None if state is None else state.ended])
+        self.final = status_of(self.data, ENDINGS[None if state is None else state.ended])
 
     async def status(self) -> Status:
         """Return the final status."""
-        return self._status
+        return self.final
 
     async def order(self, request: control.Request) -> control.Reply:
         """Refuse the order."""
         name = type(request).__name__.removesuffix("Request").lower()
         return control.Refused(
-            f"the run {self.data.name} {self._status['phase']} and does not take orders ({name})"
+            f"the run {self.data.name} {self.final['phase']} and does not take orders ({name})"
         )
-
-
-_ENDINGS = {"done": "is done", "stopped": "was stopped", "failed": "failed", None: "was killed"}
 
 
 def status_of(data: RunData, phase: str) -> Status:

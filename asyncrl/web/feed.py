@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -37,7 +37,7 @@ class Feed:
         self._disk = disk
         self._drawn: Mapping[str, Section] = {}
         self._draw_at = float("-inf")
-        self._watchers = 0
+        self._watchers = self._streams = 0
         self._snapshot = b""
         self._number = 0
         self._newer = asyncio.Condition()
@@ -50,10 +50,15 @@ class Feed:
         await self._draw()
         return self._drawn[name]
 
-    @property
-    def is_full(self) -> bool:
-        """True if there are MAX_WATCHERS streams already."""
-        return self._watchers >= MAX_WATCHERS
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[bool]:
+        """Count a stream; yield False if there are MAX_WATCHERS already."""
+        is_free = self._streams < MAX_WATCHERS
+        self._streams += is_free
+        try:
+            yield is_free
+        finally:
+            self._streams -= is_free
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
         """Yield snapshots as JSON until the feed is closed."""

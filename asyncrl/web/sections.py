@@ -18,6 +18,7 @@ import msgspec
 
 from asyncrl.monitoring.metrics.occupancy import SlotPiece
 from asyncrl.monitoring.records.jsonl import read_tail
+from asyncrl.monitoring.records.metrics_log import recent_evaluations
 from asyncrl.monitoring.records.samples import SampleRecord, trained_on
 from asyncrl.monitoring.records.spans import Span, merge
 from asyncrl.monitoring.report.data import RunData, load_config, load_state, rank_of
@@ -73,6 +74,7 @@ class LiveSections:
         load_state(self._run / "run.json", data)
         data.steps = list(self._steps.recent)
         data.samples = newest_samples(self._run, data.max_samples)
+        data.evaluations = recent_evaluations(self._run / "evaluations.jsonl", ORDER_BYTES)
         data.orders = read_tail(self._run / "orders.jsonl", OrderRecord, ORDER_BYTES)
         window = _recent(self._run, data)
         return _drawn(data, None if window is None else recent_time_line(data, window))

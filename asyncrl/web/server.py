@@ -59,6 +59,8 @@ class Guarded:
             return
         sending = _with_headers(send)
         found = denial(self._policy, scope["method"], scope["path"], scope["headers"])
+        if _head_bytes(scope) > HEAD_BYTES:  # h11 bounds only a head that arrives in pieces
+            found = Denial(431, f"the head of the request is longer than {HEAD_BYTES} bytes")
         if found is None and scope["method"] == "POST":
             try:
                 async with asyncio.timeout(BODY_SECONDS):
@@ -80,6 +82,11 @@ class Guarded:
             logger.warning(
                 "refused %s %r from %s: %s", scope["method"], path, _peer(scope), found.reason
             )
+
+
+def _head_bytes(scope: Scope) -> int:
+    own = len(scope["raw_path"]) + len(scope["query_string"])
+    return own + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
 
 
 def _peer(scope: Scope) -> str:

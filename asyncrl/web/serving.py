@@ -22,7 +22,7 @@ from pathlib import Path
 
 from asyncrl.errors import UserError
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
-from asyncrl.monitoring.config import WebConfig, is_loopback
+from asyncrl.monitoring.config import WebConfig, host_port, is_loopback
 from asyncrl.secret_files import refuse_open_file
 
 MIN_LENGTH = 16
@@ -86,7 +86,7 @@ def listen(config: WebConfig) -> socket.socket:
     except OSError as error:
         listening.close()
         raise UserError(
-            f"the web page cannot be served on {config.host}:{config.port} "
+            f"the web page cannot be served on {host_port(config.host, config.port)} "
             f"({error.strerror or error}): set monitoring.web.host to an address of this machine, "
             "monitoring.web.port to 0 or a free number above 1023, or monitoring.web.enabled to "
             "false"
@@ -99,7 +99,7 @@ def url_of(listening: socket.socket) -> str:
     """Return the address of the page."""
     host, port = listening.getsockname()[:2]
     shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)  # noqa: S104
-    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+    return f"http://{host_port(shown, port)}"
 
 
 class WebPage:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from asyncrl.monitoring.config import is_loopback
+from asyncrl.monitoring.config import host_port, is_loopback
 from asyncrl.wire.transport.atomic_files import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -54,9 +54,8 @@ def target_groups(run: str, host: str, targets: Mapping[str, Target]) -> list[di
     groups: list[dict[str, object]] = []
     for name, target in sorted(targets.items()):
         if reached := target.host(host):
-            address = f"[{reached}]" if ":" in reached else reached
             labels = {"run": run, "instance": name}
-            groups.append({"targets": [f"{address}:{target.port}"], "labels": labels})
+            groups.append({"targets": [host_port(reached, target.port)], "labels": labels})
     return groups
 
 
@@ -88,7 +87,8 @@ class Targets:
             return
         groups = target_groups(self._run, self._host, everyone)
         try:
-            write_atomically(self._path, json.dumps(groups, indent=1) + "\n")
+            # Prometheus may be another user; the run's own files are private.
+            write_atomically(self._path, json.dumps(groups, indent=1) + "\n", mode=0o644)
             self._written = everyone
         except OSError as error:
             if not self._has_failed:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from asyncrl.monitoring.config import MAX_PORT, MonitoringConfig
+from asyncrl.monitoring.config import MAX_PORT, MonitoringConfig, host_port
 from asyncrl.monitoring.errors import ExporterError, PortInUse
-from asyncrl.monitoring.metrics.http_server import MetricsServer
+from asyncrl.monitoring.metrics.http_server import MetricsServer, is_free
 
 CLOSE_SECONDS = 5.0
 """Longest wait of `Exporter.close` for a running scrape."""
@@ -29,8 +29,7 @@ class Exporter:
     @property
     def url(self) -> str:
         """The address to scrape."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/metrics"
+        return f"http://{host_port(self.host, self.port)}/metrics"
 
     def close(self) -> None:
         """Stop serving and free the port. Idempotent."""
@@ -50,7 +49,7 @@ def start_exporter(registry: CollectorRegistry, host: str, port: int) -> Exporte
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(host, port) from error
         raise ExporterError(
-            f"metrics cannot be served on {host}:{port} ({error.strerror or error}): set "
+            f"metrics cannot be served on {host_port(host, port)} ({error.strerror or error}): set "
             "`monitoring.host` to an address of this machine (127.0.0.1 serves this machine "
             "only) and `monitoring.port` to 0 or a number above 1023"
         ) from error
@@ -66,3 +65,10 @@ def exporter_for(
     if not config.metrics:
         return None
     return start_exporter(registry, config.host, config.port_of(index))
+
+
+def is_taken(config: MonitoringConfig, index: int) -> bool:
+    """Return True if another program has the metrics port of this machine's index-th process."""
+    port = config.port + index
+    named = config.metrics and config.port != 0 and port <= MAX_PORT
+    return named and not is_free(config.host, port)

@@ -9,6 +9,7 @@ rebinding) reaches servers on loopback, and still sends its own name as `Host`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
 import socket
@@ -40,6 +41,19 @@ def means_this_machine(host: str) -> bool:
         return is_loopback((urlsplit(f"//{host}").hostname or "").lower())
     except ValueError:
         return False
+
+
+def is_free(host: str, port: int) -> bool:
+    """Return False if another program listens on `host:port`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        # As in a run, recently closed connections do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+    return True
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from asyncrl.monitoring.records.jsonl import RetryingJsonlWriter, read_jsonl
+from asyncrl.monitoring.records.jsonl import RetryingJsonlWriter, read_jsonl, read_tail
 from asyncrl.wire.records.evaluations import EvaluationRecord
 from asyncrl.wire.records.step import StepMetrics
 
@@ -23,6 +23,15 @@ def read_evaluations(path: Path) -> list[EvaluationRecord]:
         records = read_jsonl(path, EvaluationRecord)
     except FileNotFoundError:
         return []
+    return _newest_of_each_step(records)
+
+
+def recent_evaluations(path: Path, most_bytes: int) -> list[EvaluationRecord]:
+    """The same of the file's end, while it grows."""
+    return _newest_of_each_step(read_tail(path, EvaluationRecord, most_bytes))
+
+
+def _newest_of_each_step(records: Iterable[EvaluationRecord]) -> list[EvaluationRecord]:
     newest = {one.step: one for one in records}
     return [newest[step] for step in sorted(newest)]
 

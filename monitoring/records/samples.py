@@ -41,9 +41,9 @@ class SampleRecord(msgspec.Struct, frozen=True):
     finish_reason: str = ""
     contexts: list[int] = []
     """Tokens at which the model's context begins anew: nothing before them is read after them."""
-    rewards: dict[str, float] = {}
+    rewards: dict[str, float | None] = {}
     """Unweighted terms of the reward: the result of each reward function, and the environment's
-    part. Empty if one of them failed, which counts as 0."""
+    part. None where one does not apply; empty if one of them failed, which counts as 0."""
     evaluation: str = ""
     """The held-out set of a sample that was drawn for an evaluation, of the policy after `step`
     steps; empty if it was trained on."""

@@ -62,9 +62,9 @@ class TrainedSample(msgspec.Struct, frozen=True, omit_defaults=True):
     """Their places in the response: tokens `[start, end)`, ascending."""
     contexts: list[int] = []
     """Tokens of the response at which the model's context begins anew."""
-    rewards: dict[str, float] = {}
+    rewards: dict[str, float | None] = {}
     """Unweighted terms of the reward: the result of each reward function, and the environment's
-    part. Empty if one of them failed, which counts as 0."""
+    part. None where one does not apply; empty if one of them failed, which counts as 0."""
     prompt_tokens: list[int] | None = None
     """Ids, with `run.log_sample_tokens`, as the fields below."""
     response_tokens: list[int] | None = None

@@ -139,11 +139,6 @@ def _mean_of_last(run: RunData) -> str:
     return number(sum(known) / len(known), 3) if known else UNKNOWN
 
 
-def _accuracy(run: RunData) -> str:
-    before, after = run.accuracies()
-    return f"{number(before, 3)} → {number(after, 3)}"
-
-
 def _on_policy(run: RunData) -> str:
     exactly = None if run.result is None else run.result.exactly_on_policy
     if run.result is None and run.steps:
@@ -164,7 +159,7 @@ def _tokens_per_second(run: RunData) -> str:
 _ROWS: dict[str, Callable[[RunData], str]] = {
     "steps": lambda run: f"{len(run.steps)} of {run.setting('run.steps', UNKNOWN)}",
     f"reward, last {_LAST} steps": _mean_of_last,
-    "held-out accuracy": _accuracy,
+    "held-out accuracy": RunData.course,
     "training time": lambda run: duration(_seconds(run)),
     "tokens": lambda run: count(run.tokens().generated),
     "tokens per second": _tokens_per_second,

@@ -39,6 +39,18 @@ _INDICATORS = (
         from_zero=False,
     ),
     _Indicator(
+        "Samples cut off",
+        lambda step: step.batch.truncated_share,
+        "Share that the token limit or a deadline ended.",
+        "c4",
+    ),
+    _Indicator(
+        "Groups without signal",
+        lambda step: step.signalless_share,
+        "Share of the groups that each step looked at: nothing is learned from them.",
+        "c4",
+    ),
+    _Indicator(
         "Entropy",
         lambda step: step.learning.entropy,
         "Of the policy in training, mean over tokens.",
@@ -72,7 +84,7 @@ _INDICATORS = (
 def health(data: RunData) -> Markup | None:
     """A plot of each indicator that was recorded, if any."""
     plots = []
-    for indicator in (*_INDICATORS, *_left_out(data), *_signals(data)):
+    for indicator in (*_INDICATORS, *_signals(data)):
         values = data.column(indicator.value)
         if any(value is not None for value in values):
             plots.append(
@@ -93,18 +105,6 @@ def health(data: RunData) -> Markup | None:
         "compute the same policy.",
         element("div", plots, class_="grid"),
     )
-
-
-def _left_out(data: RunData) -> list[_Indicator]:
-    if not any(step.groups.without_signal for step in data.steps):
-        return []
-    note = "Share of the groups that each step looked at (dynamic sampling)."
-    return [_Indicator("Groups without signal", _share_without_signal, note, "c4")]
-
-
-def _share_without_signal(step: StepMetrics) -> Measured:
-    looked_at = len(step.groups.trained) + len(step.groups.without_signal)
-    return len(step.groups.without_signal) / looked_at if looked_at else None
 
 
 def _signals(data: RunData) -> list[_Indicator]:

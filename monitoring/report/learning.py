@@ -19,10 +19,10 @@ from asyncrl.monitoring.report.plots import (
     line_plot,
 )
 from asyncrl.monitoring.report.sections import section
-from asyncrl.monitoring.report.series import smooth, ticks, wilson
+from asyncrl.monitoring.report.series import smooth, ticks
 from asyncrl.monitoring.terminal.evaluation_text import incomplete
 from asyncrl.monitoring.terminal.formatting import brief, counted, percent
-from asyncrl.wire.records.evaluations import SetEvaluation
+from asyncrl.wire.records.evaluations import SetEvaluation, wilson
 from asyncrl.wire.records.reward_counts import RewardCounts
 from asyncrl.wire.records.step import EnvironmentCounts, Measured, StepMetrics
 
@@ -171,10 +171,20 @@ def _by_step(data: RunData) -> list[Markup]:
         note="Each sample was drawn from the policy of its step alone.",
         y_label="accuracy",
     )
+    plots = [accuracy]
+    if any(
+        one.graded_reward is not None for each in data.evaluations for one in each.sets.values()
+    ):
+        rewards = [
+            Series(name, _column(data, name, lambda one: one.reward), f"c{1 + i % 6}")
+            for i, name in known
+        ]
+        note = "Mean reward of the same samples."
+        plots.append(line_plot("Held-out reward by step", steps, rewards, note=note))
     last = data.evaluations[-1]
     ks = max((max(one.pass_at, default=1) for one in last.sets.values()), default=1)
     if ks < 2:
-        return [accuracy]
+        return plots
     passes = line_plot(
         f"pass@{ks} by step",
         steps,
@@ -185,7 +195,7 @@ def _by_step(data: RunData) -> list[Markup]:
         note=f"Share of prompts of which one of {ks} samples is right, unbiased.",
         y_label=f"pass@{ks}",
     )
-    return [accuracy, passes]
+    return [*plots, passes]
 
 
 def _column(

@@ -6,6 +6,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from asyncrl.wire.records.evaluations import wilson
+
 Values = Sequence[float | None]
 
 
@@ -64,29 +66,6 @@ def thin(values: Values, limit: int) -> list[float | None]:
         return list(values)
     edges = [i * len(values) // limit for i in range(limit + 1)]
     return [mean(values[a:b]) for a, b in itertools.pairwise(edges)]
-
-
-def independent_trials(share: float, error: float | None, prompts: int, samples: int) -> float:
-    """Number of independent samples that would give this standard error of a share.
-
-    Samples of one prompt are alike, so they count for fewer. If the error says nothing (all right,
-    all wrong, one prompt), each prompt counts once.
-    """
-    if samples <= prompts:
-        return float(samples)
-    if not error or not 0.0 < share < 1.0:
-        return float(prompts)
-    return min(float(samples), max(1.0, share * (1.0 - share) / error**2))
-
-
-def wilson(share: float, trials: float, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's interval for a proportion, 95% by default. Raises ValueError for 0 trials."""
-    if trials < 1:
-        raise ValueError("an interval needs at least one trial")
-    scale = 1.0 + z * z / trials
-    centre = (share + z * z / (2 * trials)) / scale
-    half = z / scale * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def difference_interval(

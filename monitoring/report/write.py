@@ -19,6 +19,7 @@ from asyncrl.monitoring.report.time_line import time_line, training_window, whol
 from asyncrl.monitoring.report.work import work
 from asyncrl.monitoring.terminal.evaluation_text import incomplete
 from asyncrl.monitoring.terminal.formatting import UNKNOWN, count, duration, number, percent
+from asyncrl.wire.records.evaluations import accuracy_of, graded_reward_of
 from asyncrl.wire.records.noise_floor import NoiseFloor
 from asyncrl.wire.records.step import Measured, StepMetrics
 from asyncrl.wire.transport.atomic_files import write_atomically
@@ -55,9 +56,12 @@ def sentence(data: RunData) -> str:
     if data.result is None:
         planned = data.setting("run.steps")
         total = f" of {planned}" if isinstance(planned, int) else ""
+        done = f"{steps}{total} step{'' if steps == 1 and not total else 's'}"
+        known = data.newest_evaluation is not None
+        accuracy = f" Held-out accuracy so far: {data.course()}." if known else ""
         return (
-            f"This run has not finished. Its records end after step {steps}{total}, and the "
-            "numbers below are those so far."
+            f"This run has not finished. Its records end after {done}, and the "
+            f"numbers below are those so far.{accuracy}"
         )
     if before is None or after is None:
         return f"The run took {extent}."
@@ -168,8 +172,13 @@ def _accuracy_tile(data: RunData) -> Markup:
             low, high = difference_interval(before, after, trials)
             details += f", 95% interval {100 * low:+.1f} to {100 * high:+.1f}"
             details += f", {data.held_out}"
+    newest, now = data.newest_evaluation, "after"
+    if after is None and newest is not None:
+        after, now = accuracy_of(newest), f"step {newest.step}"
+    if (reward := graded_reward_of(newest)) is not None:
+        details += f"; mean reward {reward:.3f}"
     value: list[Child] = [percent(before, 1), arrow, percent(after, 1)]
-    return _tile("held-out accuracy, before → after", value, details, hero=True)
+    return _tile(f"held-out accuracy, before → {now}", value, details, hero=True)
 
 
 def _time_tile(data: RunData) -> Markup:

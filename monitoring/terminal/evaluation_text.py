@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from asyncrl.monitoring.terminal.formatting import duration, number
-from asyncrl.wire.records.evaluations import HELD_OUT, EvaluationRecord, SetEvaluation
+from asyncrl.wire.records.evaluations import (
+    HELD_OUT,
+    EvaluationRecord,
+    SetEvaluation,
+    accuracy_of,
+    graded_reward_of,
+)
 
 
-def evaluation_lines(record: EvaluationRecord, *, is_best: bool = False) -> list[str]:
-    """Describe an evaluation, a line per set.
+def evaluation_lines(
+    record: EvaluationRecord, *, is_best: bool = False, is_known: bool = False
+) -> list[str]:
+    """Describe an evaluation, a line per set; `is_known`: it was measured before a resume.
 
-    held-out accuracy of step 40: 0.711 ± 0.056 (256 samples, drawn as in training), the best so far
+    held-out accuracy of step 40: 0.711 (0.653 to 0.763 at 95%; 256 samples, drawn as in training),
+    the best so far
     """
     when = f"of step {record.step}" if record.when == "during" else f"{record.when} training"
+    when += " (measured at the start)" if is_known else ""
     lines = []
     for name, one in record.sets.items():
         of_set = "" if name == HELD_OUT else f" on {name}"
@@ -26,7 +36,10 @@ def evaluation_lines(record: EvaluationRecord, *, is_best: bool = False) -> list
 
 
 def estimates(one: SetEvaluation) -> str:
-    """`0.664 ± 0.058 (256 samples, drawn as in training), pass@4 0.902`, or why there is none."""
+    """`0.664 (0.604 to 0.719 at 95%; 256 samples, ...), pass@4 0.902`, or why there is none.
+
+    The mean reward follows if it says more than the accuracy.
+    """
     if one.accuracy is None:
         return f"incomplete, {_too_few(one)}"
     about = [f"{one.samples:,} samples, drawn as in training"]
@@ -34,8 +47,26 @@ def estimates(one: SetEvaluation) -> str:
         about.append(f"{one.unscored:,} more without a reward are left out")
     if one.failed:
         about.append(f"the rewards of {one.failed:,} failed and count as 0")
-    text = f"{one.accuracy:.3f} ± {one.margin:.3f} ({'; '.join(about)})"
-    return ", ".join([text, *_passes(one)])
+    if one.interval is not None:
+        low, high = one.interval
+        about.insert(0, f"{low:.3f} to {high:.3f} at 95%")
+    text = f"{one.accuracy:.3f} ({'; '.join(about)})"
+    reward = [] if one.graded_reward is None else [f"mean reward {one.graded_reward:.3f}"]
+    return ", ".join([text, *reward, *_passes(one)])
+
+
+def course(
+    before: float | None, after: float | None, newest: EvaluationRecord | None, digits: int = 3
+) -> str:
+    """`0.410 → 0.523`, and before the end `0.410 → 0.500 (step 40)`, with the reward if graded."""
+    about = []
+    if after is None and (reached := accuracy_of(newest)) is not None and newest is not None:
+        after = reached
+        about.append(f"step {newest.step}")
+    if (reward := graded_reward_of(newest)) is not None:
+        about.append(f"mean reward {number(reward, digits)}")
+    more = f" ({', '.join(about)})" if about else ""
+    return f"{number(before, digits)} → {number(after, digits)}{more}"
 
 
 def incomplete(record: EvaluationRecord | None) -> str | None:

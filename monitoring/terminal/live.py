@@ -10,7 +10,7 @@ import itertools
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 from rich import box
@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.monitoring.config import MonitoringConfig
+from asyncrl.monitoring.terminal.completions import completions
 from asyncrl.monitoring.terminal.formatting import (
     ON_POLICY,
     UNKNOWN,
@@ -33,10 +34,14 @@ from asyncrl.monitoring.terminal.formatting import (
     without_controls,
 )
 from asyncrl.monitoring.terminal.run_view import RunView
-from asyncrl.wire.records.evaluations import EvaluationRecord, accuracy_of
+from asyncrl.wire.messages.from_trainer import ShownSample
+from asyncrl.wire.records.evaluations import EvaluationRecord, accuracy_of, graded_reward_of
+from asyncrl.wire.records.step import StepMetrics
 
 HIGH_IDLE_SHARE = 0.3
 """Idle shares from this on are shown in a warning colour."""
+NOTABLE_SHARE = 0.1
+"""A wait for rewards is shown if it takes at least this share of a step."""
 
 
 def panel(view: RunView, *, run_name: str, total_steps: int, wide: bool = True) -> Panel:
@@ -66,12 +71,12 @@ def _clean(text: str) -> str:
 
 def _head(view: RunView, total_steps: int) -> RenderableType:
     left = Text(_clean(view.phase), style="bold")
+    before_left = "" if view.is_paused else "      left "
     right = Text.assemble(
-        ("step ", "dim"),
         (f"{view.step}", "bold"),
-        (f" of {total_steps}", "dim"),
-        ("      left ", "dim"),
-        duration(view.eta_seconds),
+        (f" of {total_steps} steps", "dim"),
+        (before_left, "dim"),
+        "" if view.is_paused else duration(view.eta_seconds),
     )
     grid = Table.grid(expand=True)
     grid.add_column(ratio=1, no_wrap=True)
@@ -101,24 +106,30 @@ def _accuracy(view: RunView) -> tuple[str, Text]:
 def _share(accuracy: float | None, of: EvaluationRecord | None) -> Text:
     if accuracy is None and of is not None and not of.is_complete:
         return Text("incomplete", style="yellow")
-    return Text(percent(accuracy, 1))
+    reward = graded_reward_of(of)
+    return Text(percent(accuracy, 1) + ("" if reward is None else f", reward {reward:.3f}"))
 
 
 def _numbers(view: RunView, wide: bool) -> RenderableType:
     last = view.last
-    rate = None if last is None else last.tokens_per_second
+    speeds = None if view.is_paused else last
+    rate = None if speeds is None else speeds.tokens_per_second
     outcome = [
         ("reward", _reward(view)),
         _accuracy(view),
         ("staleness", _staleness(view)),
         ("drafts accepted", _drafts(view)),
+        ("length", _length(last)),
     ]
     flow = [
         ("tokens/s", Text(count(rate), style="bold")),
         ("samples", _samples(view)),
-        ("generator idle", _idle(None if last is None else last.idle.generator)),
-        ("trainer idle", _idle(None if last is None else last.idle.trainer)),
+        ("generator idle", _idle(None if speeds is None else speeds.idle.generator)),
+        ("trainer idle", _idle(None if speeds is None else speeds.idle.trainer)),
+        ("without signal", _silent(last)),
     ]
+    if last is not None and last.idle.for_rewards >= NOTABLE_SHARE:
+        flow[3][1].append(f"  waiting for rewards {percent(last.idle.for_rewards)}", "yellow")
     grid = Table.grid(expand=True, padding=(0, 2))
     for _ in range(2 if wide else 1):
         grid.add_column(style="dim", no_wrap=True, min_width=15 if wide else None)
@@ -157,6 +168,20 @@ def _drafts(view: RunView) -> Text:
     )
 
 
+def _length(last: StepMetrics | None) -> Text:
+    if last is None or not last.batch.samples:
+        return Text(UNKNOWN)
+    cut = percent(last.batch.truncated_share)
+    return Text.assemble(count(last.batch.response_length_mean), ("  cut off ", "dim"), cut)
+
+
+def _silent(last: StepMetrics | None) -> Text:
+    if last is None or last.signalless_share is None:
+        return Text(UNKNOWN)
+    style = "yellow" if last.learned_nothing else ""
+    return Text.assemble((percent(last.signalless_share), style), (" of groups", "dim"))
+
+
 def _samples(view: RunView) -> Text:
     parts = (
         (view.samples_running, "running"),
@@ -182,10 +207,11 @@ def _foot(view: RunView) -> list[RenderableType]:
 
 def plain_line(view: RunView, total_steps: int) -> str:
     """The line of the plain view for a finished step."""
-    parts, last = [f"step {view.step}/{total_steps}"], view.last
+    parts, last = [f"{view.step}/{total_steps} steps"], view.last
     if last is not None:
         parts += [
-            f"reward {last.learning.reward_mean:.3f}",
+            _rewards(last),
+            *_learning(last),
             f"{count(last.tokens_per_second)} tokens/s",
             f"staleness {last.staleness.mean:.2f} (max {last.staleness.max})",
         ]
@@ -198,9 +224,36 @@ def plain_line(view: RunView, total_steps: int) -> str:
     if last is not None:
         idle = last.idle
         parts.append(f"idle generator {percent(idle.generator)} trainer {percent(idle.trainer)}")
+        if idle.for_rewards >= NOTABLE_SHARE:
+            parts.append(f"waiting for rewards {percent(idle.for_rewards)}")
     if view.eta_seconds is not None:
         parts.append(f"{duration(view.eta_seconds)} left")
     return " | ".join(parts)
+
+
+def _rewards(step: StepMetrics) -> str:
+    """`reward 0.720`, with the mean of each function if there are several."""
+    text = f"reward {step.learning.reward_mean:.3f}"
+    if len(step.rewards) < 2:
+        return text
+    return f"{text} ({', '.join(f'{_clean(k)} {number(v, 3)}' for k, v in step.rewards.items())})"
+
+
+def _learning(step: StepMetrics) -> Iterator[str]:
+    """Describe what the step learned from; nothing if it trained on nothing."""
+    batch, learning = step.batch, step.learning
+    if not batch.samples:
+        return
+    cut, silent = percent(batch.truncated_share), percent(step.signalless_share)
+    yield f"length {count(batch.response_length_mean)}, {cut} cut"
+    yield f"{silent} of groups without signal"
+    numbers = {
+        "entropy": learning.entropy,
+        "KL to behaviour": step.mismatch.kl,
+        "KL to reference": step.algorithm.get("reference_kl"),
+        "grad norm": learning.grad_norm,
+    }
+    yield ", ".join(f"{name} {value:.2g}" for name, value in numbers.items() if value is not None)
 
 
 logger = logging.getLogger(__name__)
@@ -208,6 +261,8 @@ logger = logging.getLogger(__name__)
 REFRESH_SECONDS = 0.25
 QUIET_SECONDS = 30.0
 """Longest time between two lines of the plain view while `update` is called."""
+FILE_COLUMNS = 120
+"""Width of tables where there is no terminal."""
 WIDE_COLUMNS = 92
 """Terminals at least this wide get a panel with two columns of numbers."""
 
@@ -230,6 +285,7 @@ class LiveView:
         console = console or Console()
         terminal = console.is_terminal and not console.is_dumb_terminal
         self._view: _PanelView | _PlainView | None = None
+        self._width = console.width if terminal else FILE_COLUMNS
         if config.live != "off" and terminal and config.live != "plain":
             self._view = _PanelView(console, total_steps, run_name, refresh_seconds)
         elif config.live != "off":
@@ -246,6 +302,11 @@ class LiveView:
     def log(self, text: str) -> None:
         """Print a message that stays on the screen, above the panel or as a line."""
         self._show(lambda shown: shown.log(without_controls(text)))
+
+    def samples(self, shown: Sequence[ShownSample], labels: Sequence[str], step: int) -> None:
+        """Print samples of a finished step, if there are any."""
+        if shown:
+            self.log(completions(shown, labels, step=step, width=self._width))
 
     def close(self) -> None:
         """Leave the last state on the screen and release the terminal. Idempotent."""
@@ -323,7 +384,7 @@ class _PlainView:
             if view.step or not first:
                 self.log(plain_line(view, self._total_steps))
         if self._clock() - self._printed_at >= QUIET_SECONDS:
-            text = f"{without_controls(view.phase)}, step {view.step}/{self._total_steps}"
+            text = f"{without_controls(view.phase)}, {view.step}/{self._total_steps} steps"
             if view.waiting_for:
                 text += f": {without_controls(view.waiting_for)}"
             self.log(text)

@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.monitoring.terminal.evaluation_text import incomplete
-from asyncrl.wire.records.evaluations import EvaluationRecord, accuracy_of
+from asyncrl.wire.records.evaluations import EvaluationRecord, accuracy_of, graded_reward_of
 from asyncrl.wire.records.reward_counts import RewardCounts
 from asyncrl.wire.records.step import GroupTotals, StepMetrics, TokenCounts
+
+PAUSED = "paused"
+"""The phase of a paused run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +19,7 @@ class RunView:
     """A snapshot of a run; None where a value is not known (yet)."""
 
     phase: str = "starting"
-    """"starting", "evaluating 120/256", "training" or "stopping"."""
+    """"starting", "evaluating 120/256", "training", "paused" or "stopping"."""
     step: int = 0
     """Optimizer steps finished."""
     last: StepMetrics | None = None
@@ -25,7 +28,8 @@ class RunView:
     recent_rewards: tuple[float, ...] = ()
     """Mean reward of the last steps, oldest first."""
     tokens: TokenCounts = field(default_factory=TokenCounts)
-    """Counts of all generators, since training began in this process."""
+    """Counts of all generators in the last seconds, as those of `last.tokens_per_second`; of an
+    ended run, since it began."""
     groups: GroupTotals = field(default_factory=GroupTotals)
     """Groups settled by the run, including those before a resume."""
     groups_in_flight: int | None = None
@@ -52,6 +56,11 @@ class RunView:
     """The need that blocks the run, as a clause; None if it can continue."""
 
     @property
+    def is_paused(self) -> bool:
+        """True if nothing is generated, so that no speed and no time left is known."""
+        return self.phase == PAUSED
+
+    @property
     def draft_acceptance(self) -> float | None:
         """Accepted share of the drafted tokens, 0 to 1."""
         return self.tokens.accepted / self.tokens.drafted if self.tokens.drafted else None
@@ -64,13 +73,18 @@ class RunView:
     def as_status(self) -> dict[str, Any]:
         """The values by their names in `asyncrl status`."""
         last = self.last
+        speeds = None if self.is_paused else last
+        batch = None if last is None or not last.batch.samples else last.batch
         failed = RewardCounts(failed={} if last is None else last.reward_failures)
         sets = {} if self.evaluation is None else self.evaluation.sets
         return {
             "phase": self.phase,
             "step": self.step,
             "reward_mean": None if last is None else last.learning.reward_mean,
-            "tokens_per_second": None if last is None else last.tokens_per_second,
+            "response_length": None if batch is None else batch.response_length_mean,
+            "truncated_share": None if batch is None else batch.truncated_share,
+            "signalless_share": None if last is None else last.signalless_share,
+            "tokens_per_second": None if speeds is None else speeds.tokens_per_second,
             "staleness_mean": None if last is None else last.staleness.mean,
             "staleness_max": None if last is None else last.staleness.max,
             "exactly_on_policy": self.exactly_on_policy,
@@ -90,11 +104,15 @@ class RunView:
             "started_over": None if last is None else last.environments.started_over or None,
             "rewards_failed": failed.failures or None,
             "reward_failures": {} if last is None else last.reward_failures,
-            "generator_idle": None if last is None else last.idle.generator,
-            "trainer_idle": None if last is None else last.idle.trainer,
+            "generator_idle": None if speeds is None else speeds.idle.generator,
+            "trainer_idle": None if speeds is None else speeds.idle.trainer,
+            "waiting_for_rewards": None
+            if speeds is None
+            else round(speeds.idle.for_rewards, 2) or None,
             "eta_seconds": self.eta_seconds,
             "accuracy_before": self.accuracy_before,
             "accuracy": accuracy_of(self.evaluation),
+            "held_out_reward": graded_reward_of(self.evaluation),
             "accuracy_step": None if self.evaluation is None else self.evaluation.step,
             "accuracies": {name: one.accuracy for name, one in sets.items()},
             "evaluation_incomplete": incomplete(self.evaluation),

@@ -1,8 +1,9 @@
 """The text of `asyncrl status`: the state of a run in a few lines.
 
-arithmetic: training, step 7 of 30, torch engine, 2 min 05 s left
+arithmetic: training, 7 of 30 steps, torch engine, 2 min 05 s left
 waiting: step 7 waits for 1 sample (1 running, 0 to be started)
 reward 0.412, accuracy before training 0.125
+length 45 tokens, 3% cut off, 25% of groups without signal
 accuracy of step 5 0.250, best 0.281 at step 4, evaluating step 10, 120/256
 staleness 0.00 on average, 0 at most, exactly on-policy so far
 1,234 tokens/s, 35% of tokens drafted, 81% of drafts accepted
@@ -21,11 +22,21 @@ from asyncrl.monitoring.terminal.formatting import ON_POLICY, brief, duration
 from asyncrl.wire.records.reward_counts import RewardCounts
 
 _LINES: tuple[tuple[str, ...], ...] = (
-    ("{run}: {phase}", "step {step} of {steps}", "{engine} engine", "{left} left"),
+    ("{run}: {phase}", "{step} of {steps} steps", "{engine} engine", "{left} left"),
     ("waiting: {waiting_for}",),
-    ("reward {reward_mean:.3f}", "accuracy before training {accuracy_before:.3f}"),
+    (
+        "reward {reward_mean:.3f}",
+        "accuracy before training {accuracy_before:.3f}",
+        "after {accuracy_after:.3f}",
+    ),
+    (
+        "length {response_length:,.0f} tokens",
+        "{truncated_share:.0%} cut off",
+        "{signalless_share:.0%} of groups without signal",
+    ),
     (
         "accuracy of step {accuracy_later} {accuracy:.3f}",
+        "held-out reward {held_out_reward:.3f}",
         "{evaluation_incomplete}",
         "best {best_accuracy:.3f} at step {best_step}",
         "evaluating {evaluating}",
@@ -55,7 +66,11 @@ _LINES: tuple[tuple[str, ...], ...] = (
         "{started_over:,} samples started over",
     ),
     ("rewards: {rewards_failed:,} failed and counted as 0 ({failures})",),
-    ("idle: generators {generator_idle:.0%}", "trainer {trainer_idle:.0%}"),
+    (
+        "idle: generators {generator_idle:.0%}",
+        "trainer {trainer_idle:.0%}",
+        "steps wait for rewards {waiting_for_rewards:.0%} of their time",
+    ),
 )
 _PROCESS = ("{state}", "policy version {policy_version}", "metrics on port {metrics_port}")
 

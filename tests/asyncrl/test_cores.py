@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cores import HELPER_CORES, CorePlan, plan_cores, stay_on
+from asyncrl.cores import HELPER_CORES, CorePlan, plan_cores, stay_on, usable_cores
 from asyncrl.errors import UserError
 from asyncrl.launch.child_spec import GeneratorSpec, keys_of
 from asyncrl.launch.local import LocalLauncher
@@ -45,6 +45,31 @@ def test_a_replacement_has_the_cores_of_its_predecessor() -> None:
     plan = CorePlan(((0,), (1,)), (2,), (2,))
     assert plan.of("generator-1") == plan.of("generator-1.3") == (1,)
     assert plan.of("trainer") == (2,)
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        ("0::/", {"cpu.max": "max 100000"}, 2),
+        ("0::/", {"cpu.max": "150000 100000"}, 1),
+        ("0::/box/inner", {"box/cpu.max": "100000 100000", "box/inner/cpu.max": "max 100000"}, 1),
+        ("1:cpu,cpuacct:/docker/1", {"cpu,cpuacct/cpu.cfs_quota_us": "50000"}, 1),
+        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1"}, 2),
+        ("1:cpuset:/", {"cpuset/cpu.cfs_quota_us": "1000"}, 2),
+    ],
+)
+def test_a_containers_quota_counts_as_its_cores(
+    groups: str, files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 5})
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"{groups}\n")
+    for name, text in files.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+        file.with_name("cpu.cfs_period_us").write_text("100000\n")
+    assert usable_cores(tmp_path) == cores
 
 
 @needs_two

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 
@@ -108,6 +109,17 @@ def test_runs_are_compared_by_results_settings_and_curves(runs: Path, tmp_path: 
     assert "<script" not in html
     with pytest.raises(UserError, match="2 to 12 runs, not 1"):
         call("compare", "first", "--runs", str(runs))
+
+
+def test_the_status_of_an_ended_run_is_an_answer(runs: Path) -> None:
+    lines = call("status", "first", "--runs", str(runs)).splitlines()
+    assert lines[0].startswith("arithmetic-demo: was killed, 60 of 60 steps")
+    assert "accuracy before training 0.664, after 0.859" in lines[1]
+    assert "tokens/s" not in " ".join(lines), "it has no speed any more"
+    assert lines[-2].startswith("continue it with: ")
+    assert "report" in lines[-1]
+    status = json.loads(call("status", "first", "--json", "--runs", str(runs)))
+    assert (status["phase"], status["step"]) == ("was killed", 60)
 
 
 def test_a_run_that_ended_is_not_watched_and_takes_no_order(runs: Path) -> None:

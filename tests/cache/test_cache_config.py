@@ -18,7 +18,6 @@ from asyncrl.cache.config import CacheConfig
         ({"reuse": "lenient", "lenience": 0}, "greater than 0"),
         ({"reuse": "lenient", "lenience": float("nan")}, "less than or equal to"),
         ({"reuse": "lenient", "lenience": float("inf")}, "less than or equal"),
-        ({"lenience": 2.0}, "has no effect with reuse: drafts"),
         ({"reuse": "lenient", "enabled": False}, "keeps none"),
     ],
 )

@@ -27,6 +27,7 @@ from asyncrl.scheduler.events import (
     SampleFailed,
     SampleFinished,
     StepFinished,
+    StepGivenUp,
     StopRequested,
     TrainerJoined,
     WeightsInstalled,
@@ -201,6 +202,21 @@ def test_stop_ends_at_once_if_nothing_was_started_or_no_generator_is_left():
     assert finished.reason.startswith("step 0 was not trained")
 
 
+def test_a_stopping_run_gives_up_a_step_whose_rewards_do_not_come():
+    s, _ = scheduler_of("a", max_off_policy_steps=0)
+    finish(s, "a", 0)
+    assert s.on_event(StepGivenUp("too early")) == [], "the run does not stop"
+    s.on_event(StopRequested())
+    discard, finished = s.on_event(StepGivenUp("score hangs"))
+    assert isinstance(discard, DiscardSamples)
+    assert finished == FinishRun(RunOutcome.STOPPED, "step 0 was not trained: score hangs")
+    s, _ = scheduler_of("a", max_off_policy_steps=0)
+    finish(s, "a", 0)
+    acknowledge(s, "a", 0)
+    s.on_event(StopRequested())
+    assert s.on_event(StepGivenUp("late")) == [], "the trainer has the whole step"
+
+
 def test_what_each_wait_waits_for():
     config = SchedulerConfig(group_size=2, groups_per_step=1, on_update="keep")
     s = Scheduler(config, first_step=0, total_steps=3)
@@ -213,6 +229,13 @@ def test_what_each_wait_waits_for():
     assert closed.startswith("step 1 waits for policy version 1 to be published")
     finish(s, "a", 0)
     assert s.snapshot().waits[0] == "step 0 waits for the trainer to acknowledge 2 samples"
+    assert s.snapshot().unrewarded == 0
+    slow = s.snapshot(1, " (score, 12 s)")  # the generator says that one reward is not there
+    assert slow.waits[:2] == (
+        "step 0 waits for the rewards of 1 sample (score, 12 s)",
+        "step 0 waits for the trainer to acknowledge 1 sample",
+    )
+    assert slow.unrewarded == 1
     acknowledge(s, "a", 0)
     assert s.snapshot().waits[0] == "step 0 waits for the trainer to finish it"
 

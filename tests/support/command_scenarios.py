@@ -104,7 +104,7 @@ RUN_BY: dict[str, str] = {
         asyncrl run examples/your_own/run.yaml --set task.map=examples/your_own/my_map.py:two_digits
     """,
     f"{HERE}::test_what_starts_no_run": """
-        asyncrl run examples/7b-8gpus.yaml --dry-run
+        asyncrl run examples/7b-8gpus.yaml --explain
         asyncrl agent-key agents.key
         asyncrl agent-key FILE
         asyncrl agent-key ~/agents.key

@@ -155,6 +155,7 @@ class FakeRewards:
     """The reward is the number of tokens. `gate` holds all rewards back while it is cleared."""
 
     waiting = running = 0
+    longest = ("", 0.0)
     counts = RewardCounts()
     has_functions = False
 

@@ -29,7 +29,7 @@ from asyncrl.trainer_process.checkpoints import Checkpoints
 from asyncrl.trainer_process.delivery_check import EARLY_BYTES, Intake
 from asyncrl.trainer_process.group_queue import GroupQueue
 from asyncrl.trainer_process.process import TrainerProcess
-from asyncrl.trainer_process.sample_log import TrainedSampleLog
+from asyncrl.trainer_process.sample_log import ShownSamples, TrainedSampleLog
 from asyncrl.trainer_process.step_trainer import StepTrainer, TrainerRecords
 from asyncrl.wire.messages import data, to_trainer
 from asyncrl.wire.records.step import StalenessMetrics, TrainedStep
@@ -171,7 +171,10 @@ class TrainerHarness:
             metrics,
             labels=("score", "environment"),
         )
-        records = TrainerRecords(metrics, Timeline(None, "trainer"), self.samples, check)
+        shown = ShownSamples(FakeTokenizer(), 3)
+        records = TrainerRecords(
+            metrics, Timeline(None, "trainer"), self.samples, check, shown=shown
+        )
         learner: Any = self.learner
         control: Any = self.control
         hub: Any = self.hub

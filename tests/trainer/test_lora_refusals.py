@@ -39,7 +39,6 @@ ModelPath = Callable[[str], str]
     [
         ({"rank": 4, "dropout": 0.1}, "engines sample from. It must be 0"),
         ({"rank": 4, "modules_to_save": ["lm_head"]}, "lm_head: only adapters"),
-        ({"alpha": 8}, "alpha has no effect with rank: 0"),
         ({"rank": 4, "targets": "q_proj"}, "must be all-linear or a list"),
         ({"rank": 4, "targets": []}, "names no layer"),
     ],

@@ -52,12 +52,10 @@ def test_the_reference_follows_as_configured(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"reference_decay": 0.9}, "kl_coefficient: 0"),
         (
             {"reference_decay": 0.9, "reference_refresh_steps": 1, "kl_coefficient": 1},
             "choose one",
         ),
-        ({"critic": {"gamma": 0.9}}, "use algorithm: ppo"),
         ({"algorithm": "ppo", "critic": {"shared_trunk": True, "model": "x"}}, "shared_trunk"),
         (
             {"algorithm": "ppo", "critic": {"shared_trunk": True}, "router_loss_coefficient": 0.1},

@@ -149,3 +149,27 @@ def test_a_step_that_failed_between_two_updates_is_not_continued(
     monkeypatch.undo()
     with pytest.raises(TrainerError, match="restore a checkpoint"):
         learner.add_group(*make_batch(group_of, path, groups=1)[0])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_minibatches_are_not_moved_by_the_rounding_of_an_equal_reference(
+    model_path: ModelPath, group_of: GroupOf, estimator: str
+) -> None:
+    """Groups that arrive alone are packed otherwise than those of a minibatch."""
+    path, rng = model_path("qwen3"), np.random.default_rng(3)
+    learner = make_learner(
+        path,
+        dtype="bfloat16",
+        kl_coefficient=0.1,
+        kl_estimator=estimator,
+        minibatches=2,
+        ppo_epochs=2,
+        adam_epsilon=1e-8,
+        micro_batch_tokens=4096,
+    )
+    before = [one.detach().clone() for one in learner.policy.model.parameters()]
+    for index in range(8):
+        learner.add_group(group_of(index, rng, longest=60), np.ones(4))
+    assert learner.step().learning.optimizer_steps == 4
+    for old, new in zip(before, learner.policy.model.parameters(), strict=True):
+        assert torch.equal(old, new.detach())

@@ -20,7 +20,6 @@ from sharded_learner import CASES, RESUMED, RUNS
 from threaded_world import ThreadedWorld
 from transformers import AutoModelForCausalLM
 
-from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.checkpoint.export import export
 from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.trainer.sharding.lockstep import NextAction, RankStatus, RankWork, next_action
@@ -142,11 +141,6 @@ def test_what_all_do_follows_from_what_each_has() -> None:
             assert act is {RankWork.DONE: NextAction.FINISH, RankWork.OVER: NextAction.END}[have[0]]
         else:
             assert act is NextAction.WAIT
-
-
-def test_one_rank_has_nothing_to_divide() -> None:
-    with pytest.raises(ValueError, match="sharding: full has no effect with ranks: 1"):
-        TrainerConfig(sharding="full")
 
 
 @pytest.mark.parametrize(("left", "together"), [(20, True), (19, False), (None, True)])

@@ -21,8 +21,8 @@ class Entry:
     """The paper's values of trainer settings, used as defaults with this algorithm."""
     only: Mapping[str, object] = field(default_factory=dict)
     """Settings with only one possible value, because the equation has no other."""
-    unused: tuple[str, ...] = ()
-    """Loss settings that this algorithm does not read; refused unless they have their default."""
+    unclipped: bool = False
+    """True if the algorithm reads neither `clip_ratio_*` nor `dual_clip`."""
     critic: bool = False
     normalises: Literal["never", "always", "std"] = "never"
     """When advantages are normalised over all tokens of a step; std: with `advantage_normalization:
@@ -35,33 +35,32 @@ _UNSCALED = {"advantage_normalization": "none"}
 _UNCLIPPED = {"proximal_policy": "current", **_UNSCALED}
 _NORMALISED = {"proximal_policy": "current", "advantage_normalization": "std"}
 _BY_SAMPLE = {"loss_normalization": "sample", **_UNSCALED}
-_CLIPS = ("clip_ratio_low", "clip_ratio_high", "dual_clip")
 
 _ENTRIES = {
     "grpo": Entry("grpo:Grpo", 2),
     "dr_grpo": Entry("grpo:DrGrpo", 2, defaults=_BY_SAMPLE, only=_UNSCALED),
     "dapo": Entry("grpo:Dapo", 2, defaults={"clip_ratio_high": 0.28, **_BEHAVIOUR}),
     "reinforce": Entry(
-        "reinforce:Reinforce", 2, defaults=_UNSCALED, only=_UNCLIPPED, unused=_CLIPS
+        "reinforce:Reinforce", 2, defaults=_UNSCALED, only=_UNCLIPPED, unclipped=True
     ),
     "rloo": Entry(
         "reinforce:Rloo",
         2,
         defaults={"correction": "sequence_truncated", **_BY_SAMPLE},
         only=_UNCLIPPED,
-        unused=_CLIPS,
+        unclipped=True,
     ),
     "reinforce_plus_plus": Entry(
         "reinforce_plus_plus:ReinforcePlusPlus",
         only=_NORMALISED,
-        unused=_CLIPS,
+        unclipped=True,
         normalises="always",
     ),
     "reinforce_plus_plus_baseline": Entry(
         "reinforce_plus_plus:ReinforcePlusPlusBaseline",
         2,
         only=_NORMALISED,
-        unused=_CLIPS,
+        unclipped=True,
         normalises="always",
     ),
     "gspo": Entry(
@@ -82,7 +81,7 @@ _ENTRIES = {
         only=_CLIPPED_ONCE,
     ),
     "ppo": Entry("ppo:Ppo", critic=True, normalises="std"),
-    "gpg": Entry("gpg:Gpg", 2, defaults=_UNSCALED, only=_UNCLIPPED, unused=_CLIPS),
+    "gpg": Entry("gpg:Gpg", 2, defaults=_UNSCALED, only=_UNCLIPPED, unclipped=True),
 }
 
 _OWN = Entry()

@@ -20,33 +20,12 @@ from asyncrl.wire.transport.paths import (
 
 
 def refuse_what_does_not_fit(config: Any) -> None:
-    """Raise ValueError for settings that contradict the algorithm, or that its loss does not read.
-
-    Settings of this `TrainerConfig` that have their default pass: a run's resolved configuration
-    names all of them.
-    """
-    _of_algorithm(config)
-    _of_correction(config)
-    clips = config.proximal_policy == "behaviour" or config.updates_per_step > 1
-    if config.dual_clip is not None and not clips:
-        raise ValueError(
-            f"dual_clip: {config.dual_clip} has no effect with proximal_policy: current and one "
-            "update per step, where no ratio has changed yet; leave it out"
-        )
-
-
-def _of_algorithm(config: Any) -> None:
+    """Raise ValueError for settings of a `TrainerConfig` that contradict its algorithm."""
     for name, value in entry_of(config.algorithm).only.items():
         if getattr(config, name) != value:
             raise ValueError(
                 f"{name}: {getattr(config, name)} does not fit algorithm: {config.algorithm}; its "
                 f"equation has only {name}: {value} (docs/algorithms.md). Leave it out"
-            )
-    for name in entry_of(config.algorithm).unused:
-        if _is_set(config, name):
-            raise ValueError(
-                f"{name}: {getattr(config, name)} has no effect with algorithm: "
-                f"{config.algorithm}, which clips nothing; leave it out"
             )
     if config.algorithm == "gpg" and config.kl_estimator == "k1" and config.kl_coefficient > 0:
         raise ValueError(
@@ -54,38 +33,12 @@ def _of_algorithm(config: Any) -> None:
             "groups / groups with signal, so the penalty would grow with the groups without "
             "signal and vanish in a step without any signal; choose k2 or k3"
         )
-
-
-def _of_correction(config: Any) -> None:
-    in_loss = config.proximal_policy == "behaviour"
-    if in_loss and config.correction == "sequence_truncated":
+    if config.proximal_policy == "behaviour" and config.correction == "sequence_truncated":
         raise ValueError(
             "correction: sequence_truncated is a weight, but with proximal_policy: behaviour "
             f"the loss of {config.algorithm} already contains the ratio; choose sequence_masked, "
             "sequence_rejected, token_masked or none"
         )
-    if _is_set(config, "importance_cap"):
-        if in_loss:
-            raise ValueError(
-                f"importance_cap: {config.importance_cap} has no effect with proximal_policy: "
-                "behaviour, whose loss contains the ratio; leave it out (PPO's dual clip is "
-                "dual_clip)"
-            )
-        if not config.correction.endswith(("truncated", "rejected")):
-            raise ValueError(
-                f"importance_cap: {config.importance_cap} has no effect with correction: "
-                f"{config.correction}, which truncates nothing; leave it out"
-            )
-    leaves_out = config.correction.endswith(("masked", "rejected"))
-    if config.correction_band is not None and not leaves_out:
-        raise ValueError(
-            f"correction_band has no effect with correction: {config.correction}; it is for "
-            "token_masked, sequence_masked and sequence_rejected"
-        )
-
-
-def _is_set(config: Any, name: str) -> bool:
-    return bool(getattr(config, name) != type(config).model_fields[name].default)
 
 
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
@@ -130,13 +83,11 @@ class TrainerConfig(BaseModel):
     """current: decoupled objective with truncated importance weights; a single pass clips nothing.
     behaviour: PPO's clipped ratio against the policy that drew the tokens."""
     importance_cap: float = Field(default=2.0, ge=1, le=1e6)
-    """Largest importance weight of a token or sample: the correction truncates it to this. Refused
-    where it has no effect: with proximal_policy: behaviour (`dapo`, `gspo`, `cispo`) and with a
-    correction that does not truncate."""
+    """Largest importance weight of a token or sample: the correction truncates it to this.
+    `dapo`, `gspo` and `cispo` have proximal_policy: behaviour, whose loss contains the ratio."""
     dual_clip: float | None = Field(default=None, gt=1, le=1e6)
     """PPO's dual clip: with a negative advantage, a token's loss grows up to this ratio and no
-    further. For proximal_policy: behaviour, and for several updates in a step; unset: off, as in
-    GRPO's and DAPO's papers. 3 is usual."""
+    further; unset: off, as in GRPO's and DAPO's papers. 3 is usual."""
     correction: Literal[
         "token_truncated",
         "token_masked",
@@ -199,7 +150,7 @@ class TrainerConfig(BaseModel):
     """Optimizer steps per pass, each on an equal share of the step's groups in data order. Weights
     are published once per step. More than 1: only the first minibatch is on-policy."""
     critic: CriticConfig = CriticConfig()
-    """The critic of `algorithm: ppo`; refused with other algorithms, where it has no effect."""
+    """The critic of `algorithm: ppo`."""
 
     lora: LoraConfig = LoraConfig()
     """Train an adapter instead of all weights."""
@@ -357,16 +308,6 @@ class TrainerConfig(BaseModel):
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Self:
         refuse_what_does_not_fit(self)
-        if self.critic != CriticConfig() and not entry_of(self.algorithm).critic:
-            raise ValueError(
-                f"critic: has no effect with algorithm: {self.algorithm}, which has no value "
-                "model; leave it out, or use algorithm: ppo"
-            )
-        if self.sharding == "full" and self.ranks == 1:
-            raise ValueError(
-                "sharding: full has no effect with ranks: 1, which holds all of the model; leave "
-                "it out, or set ranks to 2 or more"
-            )
         if self.sharding == "full" and self.critic.passes > 1:
             raise ValueError(
                 f"critic.passes: {self.critic.passes} works with sharding: optimizer only; set "
@@ -413,11 +354,6 @@ class TrainerConfig(BaseModel):
         if len(given) == len(settings):
             raise ValueError(
                 "reference_refresh_steps copies the policy, reference_decay averages it: choose one"
-            )
-        if given and not self.kl_coefficient:
-            raise ValueError(
-                f"{given[0]} has no effect with kl_coefficient: 0, where there is no reference; "
-                "leave it out, or set kl_coefficient"
             )
         if self.schedule_steps is not None and self.schedule_steps <= self.warmup_steps:
             raise ValueError(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 ALL_LINEAR = "all-linear"
 FINER_ENGINES = (
@@ -80,17 +80,6 @@ class LoraConfig(BaseModel):
         if not value or not all(value):
             raise ValueError(f"names no layer; it must be {ALL_LINEAR} or a list of names")
         return value
-
-    @model_validator(mode="after")
-    def _without_rank_nothing_has_an_effect(self) -> Self:
-        fields = type(self).model_fields
-        given = [n for n, one in fields.items() if n != "rank" and getattr(self, n) != one.default]
-        if self.rank == 0 and given:
-            raise ValueError(
-                f"{', '.join(given)} has no effect with rank: 0, where no adapter is trained; set "
-                "rank (16 is usual)"
-            )
-        return self
 
 
 def refuse_conflicts(trainer: Any) -> None:

@@ -168,14 +168,17 @@ def _made_of(checkpoint: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def _written(target: Path, needed: int) -> Iterator[Path]:
-    """Yield a folder to fill, which then becomes `target`. Raises CheckpointUnwritable."""
+    """Yield a folder to fill, which then becomes `target`, private. Raises CheckpointUnwritable."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}.writing")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         check_space(target.parent, needed)
+        temporary.mkdir(mode=0o700)
         yield temporary
-        for path in [*temporary.rglob("*"), temporary]:
+        for path in temporary.rglob("*"):
+            path.chmod(0o700 if path.is_dir() else 0o600)
             sync(path)
+        sync(temporary)
         temporary.rename(target)
         sync(target.parent)
     except (OSError, SafetensorError) as error:

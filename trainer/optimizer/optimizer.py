@@ -199,20 +199,28 @@ def learning_rate(
     return config.learning_rate_minimum + span * share
 
 
-def make_adamw(
-    parameters: Sequence[Tensor], config: TrainerConfig, matrices: Sequence[bool] | None = None
-) -> torch.optim.Optimizer:
-    """Create AdamW; weight decay applies to matrices, not to norms and biases.
+def is_decayed(name: str, parameter: Tensor) -> bool:
+    """Return True for matrices: not for norms and biases, also those of experts, `[E, n]`.
 
-    It is torch's fused one, on the CPU too, unless moments are in fewer bits or on the host. Where
-    `parameters` are a rank's rows, `matrices` marks those of matrices.
+    >>> is_decayed("experts.down_proj", torch.zeros(2, 3, 3))
+    True
+    >>> is_decayed("experts.down_proj_bias", torch.zeros(2, 3))
+    False
     """
-    if matrices is None:
-        matrices = [one.ndim >= 2 for one in parameters]
-    kinds = list(zip(parameters, matrices, strict=True))
+    return parameter.ndim >= 2 and not name.endswith("bias")
+
+
+def make_adamw(
+    parameters: Sequence[Tensor], config: TrainerConfig, decayed: Sequence[bool]
+) -> torch.optim.Optimizer:
+    """Create AdamW; weight decay applies to the `decayed` parameters (`is_decayed`).
+
+    It is torch's fused one, on the CPU too, unless moments are in fewer bits or on the host.
+    """
+    kinds = list(zip(parameters, decayed, strict=True))
     groups = [
-        {"params": [p for p, matrix in kinds if matrix], "weight_decay": config.weight_decay},
-        {"params": [p for p, matrix in kinds if not matrix], "weight_decay": 0.0},
+        {"params": [p for p, decays in kinds if decays], "weight_decay": config.weight_decay},
+        {"params": [p for p, decays in kinds if not decays], "weight_decay": 0.0},
     ]
     present = [group for group in groups if group["params"]]
     rate, betas, epsilon = config.learning_rate, config.betas, config.adam_epsilon

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.checkpoint.format.tensors import Box
-from asyncrl.trainer.optimizer.optimizer import make_adamw, take_step
+from asyncrl.trainer.optimizer.optimizer import is_decayed, make_adamw, take_step
 from asyncrl.trainer.optimizer.training_state import Sharding, Shardings
 from asyncrl.trainer.ranks.shards import Shards
 from asyncrl.trainer.ranks.world import World
@@ -47,18 +47,20 @@ class Update:
         self._divided = LocalRows([])
         self.sharding: Sharding = Shardings()
         """Maps the model's parameters to the optimizer's, for checkpoints."""
-        trained = [one for one in model.parameters() if one.requires_grad]
+        named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+        decays = {id(one): is_decayed(name, one) for name, one in named}
+        trained = [one for _, one in named]
         if world.size == 1:
-            self.optimizer = make_adamw(trained, config)
+            self.optimizer = make_adamw(trained, config, list(decays.values()))
             return
         # In the order in which the optimizer numbers them, which is that of its state.
-        trained.sort(key=lambda one: one.ndim < 2)
+        trained.sort(key=lambda one: not decays[id(one)])
         divided = [one for one in trained if isinstance(one, DTensor)]
         self._divided = LocalRows(divided)
         self._shards = Shards([one for one in trained if not isinstance(one, DTensor)], world)
         self.sharding = Shardings([self._divided, Rows(self._shards, world)])
-        matrices = [share.parameter.ndim >= 2 for share in self._shards.shares]
-        self.optimizer = make_adamw(self._own, config, [True] * len(divided) + matrices)
+        order = [*divided, *(share.parameter for share in self._shards.shares)]
+        self.optimizer = make_adamw(self._own, config, [decays[id(one)] for one in order])
 
     def step(self, rate: float, denominator: float, max_norm: float) -> float:
         """Sum gradients over the ranks, divide, clip, step; return the norm before clipping.

@@ -33,9 +33,9 @@ class TrajectoryDelivery(Message, frozen=True):
     segments: tuple[Segment, ...]
     finish_reason: FinishReason
     reward: float
-    terms: tuple[Finite, ...] = ()
-    """Value of each reward function, without its weight; empty if the reward failed and counts as
-    0. Only reported; training uses `reward`."""
+    terms: tuple[Finite | None, ...] = ()
+    """Value of each reward function, without its weight; None where one does not apply; empty if
+    the reward failed and counts as 0. Only reported; training uses `reward`."""
     lineage: int = 0
     """Lineage of the trainer that it is for; another one must not train on it."""
     contexts: tuple[Count, ...] = ()

@@ -70,7 +70,7 @@ def encode_trajectory(
     *,
     reward: float,
     step: int,
-    terms: tuple[float, ...] = (),
+    terms: tuple[float | None, ...] = (),
     lineage: int = 0,
 ) -> TrajectoryDelivery:
     """Make the message that delivers a trajectory, whose arrays it refers to, to a trainer."""

@@ -10,7 +10,7 @@ from asyncrl.rollout.trajectory import FinishReason, SampleId
 from asyncrl.wire.messages.frames import DIGEST_BYTES
 from asyncrl.wire.records.evaluations import Verdict
 from asyncrl.wire.records.noise_floor import NoiseFloor
-from asyncrl.wire.records.reward_counts import RewardCounts
+from asyncrl.wire.records.reward_counts import RewardCounts, RewardWait
 from asyncrl.wire.records.step import EngineStats, EnvironmentCounts
 from asyncrl.wire.records.wrong_policy import WrongPolicy
 from asyncrl.wire.transport.decoding import Amount, Count, Finite
@@ -139,6 +139,7 @@ class GeneratorReport(Message, frozen=True):
     held: Count
     rewards_waiting: Count
     rewards: RewardCounts = RewardCounts()
+    reward_wait: RewardWait = RewardWait()
     noise_floor: NoiseFloor = NoiseFloor()
     """Rejections of verification under unchanged weights, since its start."""
     in_environments: Count = 0

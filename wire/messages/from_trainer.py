@@ -6,10 +6,10 @@ from typing import Literal
 
 import msgspec
 
-from asyncrl.rollout.trajectory import SampleId
+from asyncrl.rollout.trajectory import FinishReason, SampleId
 from asyncrl.wire.records.step import LearnerMetrics, TrainerTimes
 from asyncrl.wire.records.wrong_policy import WrongPolicy
-from asyncrl.wire.transport.decoding import Finite
+from asyncrl.wire.transport.decoding import Count, Finite
 from asyncrl.wire.weights.layout import WeightManifest
 
 CheckpointFault = Literal["disk_full", "quota", "read_only", "io_error", "hanging"]
@@ -34,6 +34,19 @@ class TrainerReady(Message, frozen=True):
     """Address that takes trajectories; empty: the initial address of the run."""
 
 
+class ShownSample(msgspec.Struct, frozen=True):
+    """A sample of a finished step, for the terminal (`run.print_samples`)."""
+
+    prompt: str
+    """Text with special tokens; the middle of a long one is left out, as in `response`."""
+    response: str
+    reward: Finite
+    terms: tuple[Finite, ...]
+    """Result of each reward function; empty for a failed reward."""
+    tokens: Count
+    finish_reason: FinishReason
+
+
 class StepFinished(Message, frozen=True):
     """An optimizer step is done and its weights are published. Rank 0 reports for all ranks."""
 
@@ -43,8 +56,10 @@ class StepFinished(Message, frozen=True):
     manifest: WeightManifest
     metrics: LearnerMetrics
     times: TrainerTimes
-    reward_terms: tuple[Finite, ...] = ()
-    """Mean value of each reward function over the samples that it scored; empty without any."""
+    reward_terms: tuple[Finite | None, ...] = ()
+    """Mean value of each reward function over the samples that it scored, None without any."""
+    shown: tuple[ShownSample, ...] = ()
+    """`run.print_samples` samples of the step, or all that rank 0 has."""
 
 
 class CheckpointWritten(Message, frozen=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -20,8 +22,28 @@ Verdict = Literal["scored", "failed", "unscored"]
 caused it. `unscored`: the failure says nothing about the policy, such as a server that is down, so
 the sample is left out (docs/decisions/0086)."""
 
-Z95 = 1.96
-"""Half the width of a 95% interval, in standard errors."""
+
+def independent_trials(share: float, error: float | None, prompts: int, samples: int) -> float:
+    """Number of independent samples that would give this standard error of a share.
+
+    Samples of one prompt are alike, so they count for fewer. If the error says nothing (all right,
+    all wrong, one prompt), each prompt counts once.
+    """
+    if samples <= prompts:
+        return float(samples)
+    if not error or not 0.0 < share < 1.0:
+        return float(prompts)
+    return min(float(samples), max(1.0, share * (1.0 - share) / error**2))
+
+
+def wilson(share: float, trials: float, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's interval for a proportion, 95% by default. Raises ValueError for 0 trials."""
+    if trials < 1:
+        raise ValueError("an interval needs at least one trial")
+    scale = 1.0 + z * z / trials
+    centre = (share + z * z / (2 * trials)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 class SetEvaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,9 +75,24 @@ class SetEvaluation(msgspec.Struct, frozen=True, kw_only=True):
         return self.accuracy is not None
 
     @property
-    def margin(self) -> float:
-        """Half the width of the 95% interval of `accuracy`; 0 if unknown."""
-        return Z95 * (self.accuracy_error or 0.0)
+    def trials(self) -> float:
+        """Independent samples behind the accuracy."""
+        error = self.accuracy_error
+        return independent_trials(self.accuracy or 0.0, error, self.prompts, self.samples)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95% interval of `accuracy`, by Wilson; None if that is unknown or not a share."""
+        if self.accuracy is None or not 0.0 <= self.accuracy <= 1.0 or self.trials < 1:
+            return None
+        return wilson(self.accuracy, self.trials)
+
+    @property
+    def graded_reward(self) -> Measured:
+        """The mean reward, if it says more than the accuracy."""
+        if self.reward is None or self.accuracy is None or abs(self.reward - self.accuracy) < 1e-9:
+            return None
+        return self.reward
 
 
 class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,3 +125,15 @@ def accuracy_of(record: EvaluationRecord | None) -> float | None:
     """Return the accuracy of a record's first set; None without one, or if it is incomplete."""
     main = None if record is None else record.main
     return None if main is None else main.accuracy
+
+
+def graded_reward_of(record: EvaluationRecord | None) -> float | None:
+    """Return the mean reward of a record's first set, if it says more than the accuracy."""
+    main = None if record is None else record.main
+    return None if main is None else main.graded_reward
+
+
+def newest_of(records: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
+    """Return the record of the newest trained step that has an accuracy, or None."""
+    known = [one for one in records if one.step and accuracy_of(one) is not None]
+    return max(known, key=lambda one: one.step, default=None)

@@ -34,6 +34,21 @@ class ServiceCounts(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class RewardWait(msgspec.Struct, frozen=True, kw_only=True):
+    """The wait of deliveries for rewards; sums are over generators."""
+
+    samples: Count = 0
+    """Samples that were ordered to be delivered and have no reward yet."""
+    function: str = ""
+    """The function that has run longest, by its label; empty if none runs."""
+    seconds: Amount = 0.0
+    """Time for which it has run."""
+
+    def __add__(self, other: Self) -> Self:
+        longest = max(self, other, key=lambda one: one.seconds)
+        return msgspec.structs.replace(longest, samples=self.samples + other.samples)
+
+
 class RewardCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Failures of reward functions. Counts of several processes add."""
 

@@ -239,8 +239,12 @@ class IdleShares(msgspec.Struct, frozen=True, kw_only=True):
     """Idle share of processes' time, 0 to 1."""
 
     generator: Measured = 0.0
-    """Mean over generators in the last seconds. None: lost with a killed controller."""
+    """Mean over generators in the time of `tokens_per_second`. None: lost with a killed
+    controller."""
     trainer: float = 0.0
+    """Mean of the same time, from the trainer's waits in its steps."""
+    for_rewards: float = 0.0
+    """Share of the step's time in which it lacked nothing but rewards."""
 
 
 class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
@@ -274,8 +278,8 @@ class StepMetrics(LearnerMetrics, frozen=True):
     step_seconds: float = 0.0
     """Seconds since the previous step ended."""
     tokens_per_second: Measured = 0.0
-    """Response tokens generated per second over the last seconds, all generators together. None:
-    lost with a killed controller."""
+    """Response tokens generated per second in this step and, if it was short, those before it up to
+    three seconds, all generators together. None: lost with a killed controller."""
     engine_busy_seconds: Measured = 0.0
     """Time inside engine steps, all generators together, since this process began to train. None:
     lost with a killed controller."""
@@ -296,6 +300,24 @@ class StepMetrics(LearnerMetrics, frozen=True):
     trainer's (`run.on_wrong_policy`). Later steps are not exactly on-policy either, until the
     policies agree again. Of many, the last sentence says how many more there were."""
 
+    @property
+    def signalless_share(self) -> Measured:
+        """Share of the groups looked at that teach nothing, 0 to 1; None without any.
+
+        Their samples have equal rewards, or advantages of 0 for another reason. Dynamic sampling
+        leaves them out; otherwise they are trained on.
+        """
+        left_out = len(self.groups.without_signal)
+        looked_at = self.batch.groups + left_out
+        return (self.batch.zero_variance_groups + left_out) / looked_at if looked_at else None
+
+    @property
+    def learned_nothing(self) -> bool:
+        """True if no reward reached the weights: no group had signal, or the gradient was 0."""
+        batch = self.batch
+        silent = batch.zero_variance_groups == batch.groups or self.learning.grad_norm == 0.0
+        return batch.groups > 0 and silent
+
 
 class GroupTotals(Counts, frozen=True, kw_only=True):
     """Groups that a run has settled, including those before a resume."""
@@ -303,6 +325,31 @@ class GroupTotals(Counts, frozen=True, kw_only=True):
     trained: int = 0
     failed: int = 0
     without_signal: int = 0
+
+
+class SignalTotals(Counts, frozen=True, kw_only=True):
+    """Counts of what the steps of a run could learn from, including those before a resume."""
+
+    steps_without: int = 0
+    """Steps that learned nothing from their rewards (`StepMetrics.learned_nothing`)."""
+    groups_without: int = 0
+    """Groups trained on whose advantages are all 0; those that dynamic sampling left out are in
+    `groups.without_signal`."""
+    samples: int = 0
+    """Samples trained on."""
+    samples_cut: int = 0
+    """Those of them that the token limit or a deadline cut off."""
+
+    @classmethod
+    def of(cls, step: StepMetrics) -> Self:
+        """Return the totals of one step."""
+        batch = step.batch
+        return cls(
+            steps_without=int(step.learned_nothing),
+            groups_without=batch.zero_variance_groups,
+            samples=batch.samples,
+            samples_cut=round(batch.truncated_share * batch.samples),
+        )
 
 
 class OnPolicySteps(NamedTuple):
@@ -354,6 +401,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens: TokenCounts
     """Counts of all generators in the training phase, including those before a resume."""
     groups: GroupTotals = GroupTotals()
+    signal: SignalTotals = SignalTotals()
     staleness: StalenessMetrics
     exactly_on_policy: bool | None
     """True if every step was, including those before a resume. None: all known steps were, but some
@@ -363,6 +411,9 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     accuracy_after: float | None = None
     evaluation_samples: int = 0
     """Held-out samples behind each accuracy."""
+    reward_before: float | None = None
+    """Held-out mean reward before training; None if not measured, or if it is the accuracy."""
+    reward_after: float | None = None
     best_step: int | None = None
     """The step after 0 with the best held-out accuracy (`evaluation.best_of`); None: none."""
     best_accuracy: float | None = None

@@ -10,17 +10,19 @@ from typing import BinaryIO
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
     """Yield a file for the new contents of `path`, renamed at the end of the block.
 
-    Readers see either the old or the new contents, even after a loss of power. `mode` has the
-    permissions, less those that the umask takes away. Raises OSError if it could not be written;
-    the old contents are still there.
+    Readers see either the old or the new contents, even after a loss of power. Its permissions are
+    `mode`, or what the umask leaves. Raises OSError if it could not be written; the old contents
+    are still there.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     try:
-        with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
+        with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -30,9 +32,9 @@ def replacing(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     sync(path.parent)
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, *, mode: int | None = None) -> None:
     """Replace the contents of a file as `replacing` does. Raises OSError."""
-    with replacing(path) as file:
+    with replacing(path, mode=mode) as file:
         file.write(text.encode())
 
 

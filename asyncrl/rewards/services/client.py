@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import openai
@@ -28,6 +29,7 @@ from asyncrl.rewards.protocol import FailureReason
 from asyncrl.rewards.services import calls
 from asyncrl.rewards.services.settings import Limits, read_secret
 from asyncrl.rewards.values import NoRewardError
+from asyncrl.user_code.process import LOOPBACK
 
 MAX_ANSWER_BYTES = 4 << 20
 _SHOWN = 300
@@ -129,7 +131,9 @@ class Client:
                 seconds, connect=min(_CONNECT_SECONDS, seconds or _CONNECT_SECONDS)
             ),
             http_client=_Http(
-                verify=ssl.create_default_context(), trust_env=False, follow_redirects=False
+                verify=ssl.create_default_context(),
+                trust_env=urlsplit(url).hostname not in LOOPBACK,  # its proxies
+                follow_redirects=False,
             ),
         )
 

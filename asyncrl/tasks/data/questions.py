@@ -25,7 +25,7 @@ from asyncrl.suggestions import shortened
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.data.map_worker import Answer, Failed, Load, Loaded, Mapped, Refused
 from asyncrl.tasks.data.sources import BadRow, Row, checked, read_rows
-from asyncrl.tasks.encoding import Question
+from asyncrl.tasks.encoding import Messages, Question
 from asyncrl.tasks.supervised import ProcessEnded, SupervisedProcess
 from asyncrl.user_code.streams import pack
 
@@ -66,12 +66,13 @@ def _mapped(row: Row, name: str, process: SupervisedProcess, seconds: float) -> 
     who = f"{row.where}: task.map {name!r}"
     answer = _answer(process, seconds, who, "its limit for one example")
     if isinstance(answer, Failed):
-        return BadRow(row.where, f"task.map {name!r} {answer.message}")
+        unread = "".join(f"\nIts {column!r} {why}" for column, why in row.unread.items())
+        return BadRow(row.where, f"task.map {name!r} {answer.message}{unread}")
     if not isinstance(answer, Mapped):
         raise DataError(f"{row.where}: task.map {name!r} wrote to its process's pipes")
     if answer.values is None:
         return None
-    result = checked(row.where, answer.values)
+    result = checked(row.where, answer.values, row.unread)
     if isinstance(result, BadRow):
         return replace(result, reason=f"what task.map {name!r} made of it: {result.reason}")
     return result
@@ -97,7 +98,6 @@ log = logging.getLogger(__name__)
 MAP_SECONDS = 10.0
 MAX_ID = 200
 
-_MESSAGE_KEYS = ("role", "content")
 _PLACES = 3
 
 
@@ -141,6 +141,8 @@ class _Reading:
     bad_count: int = 0
     left_out: int = 0
     places: dict[str, str] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
+    """Columns that were left out of rows, with the first place and the reason."""
 
     def add(self, index: int, row: Row | BadRow) -> None:
         """Keep the row's question, or refuse or count the row."""
@@ -157,6 +159,8 @@ class _Reading:
                 row = BadRow(row.where, str(error))
             else:
                 self.questions.append(question)
+                for name, why in row.unread.items():
+                    self.unread.setdefault(name, f"{row.where}: it {why}")
                 return
         if self.config.on_bad_row == "refuse":
             # If all earlier rows were unusable too, the mistake is probably in the configuration.
@@ -168,10 +172,10 @@ class _Reading:
 
     def _question(self, index: int, row: Row) -> Question:
         config, section = self.config, self.section
-        content = _column(row.values, config.prompt_field, f"{section}.prompt_field")
+        content = _prompt(_column(row, config.prompt_field, f"{section}.prompt_field"))
         answer = None
         if config.answer_field is not None:
-            answer = _column(row.values, config.answer_field, f"{section}.answer_field")
+            answer = _column(row, config.answer_field, f"{section}.answer_field")
             if isinstance(answer, int | float) and not isinstance(answer, bool):
                 if not math.isfinite(answer):
                     raise _UnusableError(
@@ -180,7 +184,7 @@ class _Reading:
                 answer = str(answer)
         identity = str(index)
         if config.id_field is not None:
-            identity = _identity(row.values, config.id_field, f"{section}.id_field")
+            identity = _identity(row, config.id_field, f"{section}.id_field")
         example = {"prompt": _plain_text(content), "answer": answer, "row": row.values}
         return Question(self.prefix + identity, content, example, row.where)
 
@@ -194,6 +198,9 @@ class _Reading:
         if not self.questions:
             none = f"task.map left out all {self.left_out:,}" if self.left_out else "there are no"
             raise DataError(f"{setting}: {path}: {none} examples")
+        for name, first in self.unread.items():
+            text = "the column %r is left out of rows of %s that cannot have it, first at %s"
+            log.warning(text, name, path, first)
         if self.left_out:
             text = "task.map %r left out %d examples of %s"
             log.warning(text, self.config.map, self.left_out, path)
@@ -213,8 +220,8 @@ class _Reading:
         return self.questions
 
 
-def _identity(values: dict[str, Any], name: str, setting: str) -> str:
-    value = _column(values, name, setting)
+def _identity(row: Row, name: str, setting: str) -> str:
+    value = _column(row, name, setting)
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
         raise _UnusableError(
             f"{setting} {name!r} must be a text or an integer, got {shortened(repr(value), 40)}"
@@ -225,8 +232,11 @@ def _identity(values: dict[str, Any], name: str, setting: str) -> str:
     return text
 
 
-def _column(values: dict[str, Any], name: str, setting: str) -> Any:
+def _column(row: Row, name: str, setting: str) -> Any:
+    values = row.values
     value = values.get(name)
+    if name in row.unread and name not in values:
+        raise _UnusableError(f"its {name!r} ({setting}) {row.unread[name]}")
     if value is None and name in values:
         raise _UnusableError(f"its {name!r} ({setting}) is null")
     if value is None:
@@ -237,20 +247,49 @@ def _column(values: dict[str, Any], name: str, setting: str) -> Any:
     return value
 
 
-def _plain_text(content: Any) -> str:
-    """Return the question without a template: the text itself, or the last user message."""
+def _prompt(content: Any) -> str | Messages:
+    """Return the prompt as a text or as messages whose content is text."""
     if isinstance(content, str):
         if not content.strip():
             raise _UnusableError("the prompt is empty")
         return content
-    if not isinstance(content, list) or not content or not all(map(_is_message, content)):
+    if not isinstance(content, list) or not content:
         raise _UnusableError(
             "the prompt must be a text or a list of chat messages with role and content, got "
             f"{type(content).__name__}"
         )
+    return [_message(place, one) for place, one in enumerate(content)]
+
+
+def _message(place: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise _UnusableError(
+            f"message {place} of the prompt must have role and content, got "
+            f"{shortened(repr(message), 80)}"
+        )
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        content = ""  # as OpenAI's clients write it
+    for part in content if isinstance(content, list) else []:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise _UnusableError(
+                f"message {place} of the prompt has a part that is not text ({kind}); prompts are "
+                "text"
+            )
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise _UnusableError(
+            f"the content of message {place} of the prompt must be a text or a list of text "
+            f"parts, got {type(content).__name__}"
+        )
+    return {**message, "content": content}
+
+
+def _plain_text(content: str | Messages) -> str:
+    """Return the question without a template: the text itself, or the last user message."""
+    if isinstance(content, str):
+        return content
     asked = [message["content"] for message in content if message["role"] == "user"]
     return str(asked[-1] if asked else content[-1]["content"])
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(k), str) for k in _MESSAGE_KEYS)

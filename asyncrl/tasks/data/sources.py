@@ -4,19 +4,19 @@ JSONL is read with the standard library, so that an error can name the line. `da
 only where it is needed. An unreadable file is a DataError; an unusable row is a `BadRow`, and the
 caller decides (`task.on_bad_row`).
 
-A row must survive the messages that carry it to the rewards: text is valid Unicode, integers fit 64
-bits, nesting and size are limited. This is checked while reading, so that errors name the file and
-the line.
+A row must survive the messages that carry it to the rewards: text is valid Unicode, nesting and
+size are limited. A column that does not is left out of the row with the reason, which does no harm
+unless it is the prompt, the answer or the id. Integers beyond 64 bits become texts.
 """
 
 from __future__ import annotations
 
 import codecs
+import datetime as dt
 import json
-import math
 from collections import Counter
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +25,7 @@ import msgspec
 from asyncrl.errors import DataError
 from asyncrl.suggestions import nearest_path, shortened
 from asyncrl.tasks.data import hub
+from asyncrl.user_code.streams import bounded
 
 MAX_ROW_BYTES = 16 << 20
 """Maximum size of a line of JSONL, and of a row as a message."""
@@ -39,6 +40,8 @@ class Row:
 
     where: str
     values: dict[str, Any]
+    unread: dict[str, str] = field(default_factory=dict)
+    """Columns that were left out, and why, to follow "it"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +52,59 @@ class BadRow:
     reason: str
 
 
-def checked(where: str, values: Any) -> Row | BadRow:
-    """Return the row as JSON-able values, or a `BadRow` with the reason."""
+def checked(where: str, values: Any, unread: dict[str, str] | None = None) -> Row | BadRow:
+    """Return the row as JSON-able values, or a `BadRow` with the reason.
+
+    `unread` has the columns that could not be read, and why.
+    """
     if not isinstance(values, dict):
         return BadRow(where, f"each row must be one JSON object, got {type(values).__name__}")
-    if not _is_shallow(values, MAX_LEVELS):
-        return BadRow(where, f"it is nested more than {MAX_LEVELS} levels deep")
+    sizes: dict[str, int] = {}
+    unread = dict(unread or {})
     try:
-        plain = msgspec.to_builtins(values)
-        size = len(_ENCODER.encode(plain))
-    except UnicodeEncodeError as error:
-        code = ord(error.object[error.start])
-        return BadRow(where, f"it has a lone surrogate (\\u{code:04x}), which is not valid Unicode")
-    except (TypeError, ValueError, OverflowError) as error:
+        plain, total = _plain(values)
+    except ValueError:
+        plain, total = {}, 0
+        for name, value in values.items():
+            try:
+                column, sizes[name] = _plain({name: value})
+            except ValueError as error:
+                unread[bounded(str(name))] = str(error)
+            else:
+                plain |= column
+                total += sizes[name]
+    if total > MAX_ROW_BYTES:
+        sizes = sizes or {name: _plain({name: value})[1] for name, value in plain.items()}
+        most = max(sizes, key=sizes.__getitem__)
         return BadRow(
             where,
-            f"it has a value that cannot be handed to a reward ({shortened(str(error))}); numbers "
-            "must fit 64 bits, and everything else must be representable in JSON",
+            f"it has {total >> 20} MiB, more than {MAX_ROW_BYTES >> 20} MiB, most of them in "
+            f"{most!r}",
         )
-    if size > MAX_ROW_BYTES:
-        return BadRow(where, f"it has {size >> 20} MiB, more than {MAX_ROW_BYTES >> 20} MiB")
-    return Row(where, plain)
+    return Row(where, plain, unread)
+
+
+def _plain(values: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return JSON-able values and their size in a message; raises ValueError with the reason."""
+    if not _is_shallow(values, MAX_LEVELS):
+        raise ValueError(f"is nested more than {MAX_LEVELS} levels deep")
+    try:
+        plain = msgspec.to_builtins(values, enc_hook=_iso_text)
+        return plain, len(_ENCODER.encode(plain))
+    except UnicodeEncodeError as error:
+        code = ord(error.object[error.start])
+        text = f"has a lone surrogate (\\u{code:04x}), which is not valid Unicode"
+        raise ValueError(text) from error
+    except (TypeError, ValueError, OverflowError) as error:
+        text = f"has a value that cannot be handed to a reward ({shortened(str(error))})"
+        raise ValueError(text) from error
+
+
+def _iso_text(value: Any) -> str:
+    """Return the text of pandas' dates and durations, which have nanoseconds."""
+    if isinstance(value, dt.datetime | dt.timedelta):
+        return str(value.isoformat())  # type: ignore[union-attr]
+    raise TypeError(f"a {type(value).__name__}")
 
 
 def _is_shallow(value: Any, levels: int) -> bool:
@@ -155,26 +190,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _number(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{shortened(text, 40)} is not a finite number")
-    return value
+def _integer(text: str) -> int | str:
+    """Return the text itself where no message can carry the number."""
+    fits = len(text) <= len(str(-(2**63))) and -(2**63) <= int(text) < 2**64
+    return int(text) if fits else text
 
 
-def _integer(text: str) -> int:
-    if len(text) > len(str(-(2**63))):
-        raise ValueError(f"an integer of {len(text.lstrip('-'))} digits does not fit 64 bits")
-    return int(text)
-
-
-def _constant(text: str) -> float:
-    raise ValueError(f"{text} is not a finite number and not JSON")
-
-
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_object, parse_float=_number, parse_int=_integer, parse_constant=_constant
-)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)
 
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -237,12 +259,13 @@ def _parquet(path: Path, setting: str) -> Generator[Row | BadRow, None, None]:
         for batch in file.iter_batches(batch_size=_BATCH_ROWS):
             for index in range(batch.num_rows):
                 where = f"{path}, example {number}"
-                try:
-                    (values,) = batch.slice(index, 1).to_pylist()
-                except _UNREADABLE_CELL as error:
-                    yield BadRow(where, f"it cannot be read: {error}")
-                else:
-                    yield checked(where, values)
+                values, unread = {}, {}
+                for name, column in zip(names, batch.columns, strict=True):
+                    try:
+                        values[name] = column[index].as_py()
+                    except _UNREADABLE_CELL as error:
+                        unread[name] = f"cannot be read: {error}"
+                yield checked(where, values, unread)
                 number += 1
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{setting}: {path} cannot be read as parquet: {error}") from error
@@ -262,6 +285,9 @@ def _from_datasets(
                 loaded = loaded[split]
         else:
             loaded = datasets.load_dataset(path, subset, split=split)
+        for name, feature in loaded.features.items():
+            if getattr(feature, "decode", False):  # a picture or a sound, as in a parquet file
+                loaded = loaded.cast_column(name, replace(feature, decode=False))
     except Exception as error:  # whatever a builder or a decompressor raises on a damaged file
         if without_hub is not None:
             raise DataError(hub.not_found(path, setting, "file or folder", without_hub)) from error

@@ -89,7 +89,7 @@ function showStatus(status) {
   document.title = `${status.step}/${status.steps} · ${status.run} · asyncrl`;
   text("phase", status.phase);
   const left = known(status.eta_seconds) ? `, ${duration(status.eta_seconds)} left` : "";
-  text("extent", `, step ${status.step} of ${status.steps}, ${status.engine} engine${left}`);
+  text("extent", `, ${status.step} of ${status.steps} steps, ${status.engine} engine${left}`);
   const progress = byId("progress");
   progress.setAttribute("aria-valuemax", status.steps);
   progress.setAttribute("aria-valuenow", status.step);
@@ -108,6 +108,7 @@ function showTiles(status) {
   tile("accuracy", percent(after ? status.accuracy_after : during ? status.accuracy : status.accuracy_before, 1));
   let when = after ? `after training; ${before}` : during ? `of step ${status.accuracy_step}; ${before}` : "before training";
   if (known(status.best_step) && during) when += `; best ${percent(status.best_accuracy, 1)} at step ${status.best_step}`;
+  if (known(status.held_out_reward)) when += `; mean reward ${number(status.held_out_reward, 3)}`;
   if (status.evaluation_incomplete) when += `; ${status.evaluation_incomplete}`;
   if (status.evaluating) when += `; evaluating ${status.evaluating}`;
   tile("accuracy_when", when);

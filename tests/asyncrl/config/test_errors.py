@@ -65,6 +65,18 @@ def mistakes(*overrides: str, values: dict[str, Any] | None = None) -> list[str]
         ("rewards.functions=[{name: format, weigth: 1}]", "Did you mean 'weight'?"),
         ("rewards.functions=[{name: format, weight: true}]", "functions[0].weight: must be a num"),
         ("engine.kind=[" + "x," * 5000 + "]", "engine.kind: must be 'torch', 'vllm' or 'sglang'"),
+        ("trainer.gradient_checkpointing=maybe", "must be a valid boolean, or 'selective' (given"),
+        (
+            "trainer={lora: {rank: 4, targets: 3}}",
+            "targets: must be text; write it in quotes, or a",
+        ),
+        ("cache.max_draft_tokens=500", "max_draft_tokens: must be less than or equal to 128, or"),
+        ("run.changes={2: {trainer: {learning_rate: [1]}}}", "learning_rate must be one value"),
+        ("run.changes={2: {trainer: {learning_rat: 1}}}", "Did you mean 'trainer.learning_rate'?"),
+        (
+            "run.changes={2: {trainer: {learning_rate: 1}, trainer.learning_rate: 1}}",
+            "run.changes: step 2: trainer.learning_rate is there twice; keep one",
+        ),
         ("run.name=" + "x" * 100_000, "run.name: "),
         ("run.name=a/b", "(given: 'a/b'). Name of the run and of its folder: letters, digits"),
         ("x" * 100_000 + "=1", "there is no such key. Known: "),
@@ -74,6 +86,15 @@ def test_one_mistake_is_one_short_line(override: str, expected: str) -> None:
     (line,) = mistakes(override)
     assert expected in line
     assert len(line) < 500
+
+
+def test_changes_may_be_written_in_sections() -> None:
+    (one, other) = (
+        load_config(None, [f"run.changes={{2: {written}}}"])
+        for written in ("{trainer: {learning_rate: 1e-6}}", "{trainer.learning_rate: 1e-6}")
+    )
+    assert one == other
+    assert one.at(2).trainer.learning_rate == 1e-6
 
 
 def test_two_mistakes_are_two_lines_and_many_are_counted() -> None:

@@ -27,13 +27,13 @@ def test_every_example_loads_and_survives_a_dump(path: Path) -> None:
     assert parse_config(yaml.safe_load(dump_config(config)), source="the dump") == config
 
 
-def test_each_algorithm_has_an_example_and_each_example_a_dry_run() -> None:
+def test_each_algorithm_has_an_example_and_each_example_is_explained() -> None:
     examples = [path for path in EXAMPLES if path.parent.name == "algorithms"]
     shown = {load_config(path).trainer.algorithm for path in examples}
     families = {name.removesuffix("_baseline") for name in known_algorithms()}
     assert {name.removesuffix("_baseline") for name in shown} == families
     for path in examples:
-        done = CliRunner().invoke(app, ["run", str(path), "--dry-run"])
+        done = CliRunner().invoke(app, ["run", str(path), "--explain"])
         assert done.exit_code == 0, done.output
         assert f"asyncrl run examples/algorithms/{path.name} " in path.read_text()
 
@@ -45,11 +45,11 @@ def test_the_resolved_configuration_of_each_engine_loads_again(kind: str) -> Non
         assert parse_config(yaml.safe_load(dump_config(config)), source="the dump") == config
 
 
-def test_each_example_of_an_environment_has_a_dry_run_and_says_how_it_is_run() -> None:
+def test_each_example_of_an_environment_is_explained_and_says_how_it_is_run() -> None:
     examples = [path for path in EXAMPLES if load_config(path).environment.name is not None]
     assert {"calculator", "guessing", "code_repair", "agent_openai"} == {e.stem for e in examples}
     for path in examples:
-        done = CliRunner().invoke(app, ["run", str(path), "--dry-run"])
+        done = CliRunner().invoke(app, ["run", str(path), "--explain"])
         assert done.exit_code == 0, done.output
         assert f"  asyncrl run examples/{path.name} " in path.read_text()
 

@@ -21,16 +21,20 @@ from asyncrl.monitoring.config import MonitoringConfig
 from asyncrl.monitoring.metrics.metrics import ControllerMetrics, new_registry
 from asyncrl.monitoring.records.metrics_log import MetricsLog, read_metrics
 from asyncrl.monitoring.terminal.live import LiveView
+from asyncrl.monitoring.terminal.status_text import status_lines
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.steering.status_stream import status_reply
 from asyncrl.wire.messages.from_generator import GeneratorReport
 from asyncrl.wire.messages.from_trainer import StepFinished
 from asyncrl.wire.records.noise_floor import NoiseFloor
-from asyncrl.wire.records.reward_counts import RewardCounts
+from asyncrl.wire.records.reward_counts import RewardCounts, RewardWait
 from asyncrl.wire.records.step import (
+    BatchMetrics,
     EngineStats,
     GroupTotals,
     LearnerMetrics,
+    LearningMetrics,
+    SignalTotals,
     StalenessMetrics,
     StepGroups,
     StepMetrics,
@@ -76,6 +80,7 @@ class Generators:
         busy_seconds: float = 0.0,
         rewards: RewardCounts | None = None,
         noise_floor: NoiseFloor | None = None,
+        reward_wait: RewardWait | None = None,
     ) -> None:
         stats = EngineStats(tokens=tokens or TokenCounts(), busy_seconds=busy_seconds)
         self.workers[index].report = GeneratorReport(
@@ -85,6 +90,7 @@ class Generators:
             rewards_waiting=0,
             rewards=rewards or RewardCounts(),
             noise_floor=noise_floor or NoiseFloor(),
+            reward_wait=reward_wait or RewardWait(),
         )
 
 
@@ -108,6 +114,7 @@ class Watched:
             earlier=earlier,
         )
         self.fleet: Any = Generators()
+        self.paused = False
 
     def begin(self, first_step: int) -> None:
         snapshot = SimpleNamespace(
@@ -118,9 +125,17 @@ class Watched:
         per_step = SchedulerConfig().groups_per_step
         ledger = SimpleNamespace(end_of=lambda step: (step + 1) * per_step)
         state = SimpleNamespace(ledger=ledger)
-        scheduler: Any = SimpleNamespace(snapshot=lambda: snapshot, state=state)
+        scheduler: Any = SimpleNamespace(
+            snapshot=lambda *known: self.ask(snapshot, *known), state=state
+        )
         self.progress.show(self.fleet, None)
         self.progress.training_begins(scheduler, first_step)
+
+    def ask(self, snapshot: Any, unscored: int = 0, about: str = "") -> Any:
+        waits = (f"step 0 waits for the rewards of {unscored}{about}",) if unscored else ()
+        return SimpleNamespace(
+            **{**vars(snapshot), "unrewarded": unscored, "waits": waits, "paused": self.paused}
+        )
 
     def status(self) -> dict[str, Any]:
         view = self.progress.view(self.fleet, None)
@@ -383,9 +398,10 @@ def test_rates_are_taken_over_three_seconds_at_least() -> None:
             tokens=TokenCounts(generated=50 + 10 * second**2), busy_seconds=5.0 + second / 2
         )
         totals.update([stats])
-        rates.append(totals.recent(10.0 + second))
-    assert rates[0].tokens_per_second == 10
-    assert rates[-1].tokens_per_second == (360 - 90) / 3
+        rates.append(totals.recent(10.0 + second, 0.25))
+    assert (rates[0].seconds, rates[0].tokens.generated) == (1.0, 10), "the first step is one"
+    assert (rates[-1].seconds, rates[-1].tokens.generated) == (3.0, 360 - 90)
+    assert rates[-1].wait_share == pytest.approx(0.25), "in the same time"
     assert rates[-1].busy_share == pytest.approx(0.5)
     assert totals.tokens == TokenCounts(generated=360)
 
@@ -402,3 +418,84 @@ def test_records_that_wait_for_the_disk_are_kept_when_a_trainer_is_replaced(tmp_
     assert not watched.progress.has_waiting_records()
     watched.log.close()
     assert [one.step for one in read_metrics(watched.path)] == [0]
+
+
+SILENT = BatchMetrics(groups=4, zero_variance_groups=4, samples=16)
+MASKED = BatchMetrics(groups=4, samples=16, truncated_share=1.0, response_length_mean=256.0)
+EQUAL = LearningMetrics(reward_mean=0.5, reward_std=0.0, grad_norm=0.0)
+VARIED = LearningMetrics(reward_mean=0.5, reward_std=0.4, grad_norm=0.0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "learning", "words"),
+    [
+        (SILENT, EQUAL, ["none of its 4 groups carries signal (all samples have the reward 0.5)"]),
+        (SILENT, VARIED, ["carries signal (the samples of each have the same reward)"]),
+        (
+            MASKED,
+            VARIED,
+            ["mask_truncated_completions leaves these out", "100% of the samples of step 0 were"],
+        ),
+    ],
+)
+def test_a_run_that_learns_nothing_says_so(
+    tmp_path: Path, batch: BatchMetrics, learning: LearningMetrics, words: list[str]
+) -> None:
+    watched = Watched(tmp_path / "metrics.jsonl", [], trainer={"mask_truncated_completions": True})
+    watched.begin(0)
+    for step in range(2):
+        watched.finish(step, sent(batch=batch, learning=learning), TrainerTimes())
+    watched.progress.training_ends()
+    result = watched.progress.result(None, None, total_seconds=1.0)
+    watched.log.close()
+    said = " ".join(watched.said.getvalue().split())
+    for text in ["step 0 learned nothing from its rewards", *words]:
+        assert said.count(text) == 1
+    assert "2 of 2 steps learned nothing from their rewards" in said
+    silent, cut = 2 * batch.zero_variance_groups, 32 if batch is MASKED else 0
+    expected = SignalTotals(steps_without=2, groups_without=silent, samples=32, samples_cut=cut)
+    assert result.signal == expected
+
+
+def test_steps_with_signal_are_not_warned_about(watched: Watched) -> None:
+    watched.begin(0)
+    batch = BatchMetrics(groups=4, zero_variance_groups=1, samples=16, truncated_share=0.5)
+    watched.finish(0, sent(batch=batch, learning=LearningMetrics(grad_norm=0.1)), TrainerTimes())
+    watched.progress.training_ends()
+    assert "WARNING" not in watched.said.getvalue()
+    assert watched.status()["signalless_share"] == 0.25
+
+
+def test_slow_rewards_are_named_in_the_wait_and_in_the_step(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("asyncrl.controller.progress.time.monotonic", lambda: clock.now)
+    watched.begin(0)
+    slow = RewardWait(samples=2, function="judge", seconds=12.0)
+    watched.fleet.report(0, reward_wait=slow)
+    for _ in range(4):
+        clock.now += 2.0
+        watched.progress.show(watched.fleet, None)
+    assert watched.status()["waiting_for"] == "step 0 waits for the rewards of 2 (judge, 12 s)"
+    reason = "the rewards of 2 samples did not come; judge has run for 12 s"
+    assert watched.progress.unrewarded() == (2, reason)
+    watched.fleet.report(0)
+    clock.now += 2.0
+    watched.progress.show(watched.fleet, None)
+    step = watched.finish(0, sent(), TrainerTimes())
+    assert step.idle.for_rewards == pytest.approx(0.8)
+    watched.progress.show(watched.fleet, None)
+    assert "waiting for rewards 80%" in " ".join(watched.said.getvalue().split())
+
+
+def test_a_paused_run_says_so_first_and_shows_no_old_speeds(watched: Watched) -> None:
+    watched.begin(0)
+    watched.fleet.report(0, TokenCounts(generated=100, drafted=40, accepted=20))
+    watched.finish(0, sent(), TrainerTimes())
+    assert watched.status()["eta_seconds"] is not None
+    watched.paused = True
+    status = watched.status()
+    for name in ("eta_seconds", "tokens_per_second", "generator_idle", "trainer_idle"):
+        assert status[name] is None
+    assert status_lines(status)[0].startswith("run: paused, 1 of ")

@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.controller.statistics import StalenessTotals
+from asyncrl.controller.statistics import StepTotals
 from asyncrl.monitoring.records.metrics_log import MetricsLog, read_metrics
 from asyncrl.runs.resuming import add_lost
 from asyncrl.wire.records.step import (
@@ -27,7 +27,7 @@ def step_of(step: int, exactly: bool | None, largest: int = 0) -> StepMetrics:
 
 
 def test_one_step_that_was_not_on_policy_decides_for_the_run() -> None:
-    totals = StalenessTotals(step_of(step, exactly=False) for step in range(90))
+    totals = StepTotals(step_of(step, exactly=False) for step in range(90))
     for step in range(90, 100):
         totals.add(step_of(step, exactly=True))
     assert totals.on_policy(100) == OnPolicySteps(yes=10, no=90)
@@ -35,7 +35,7 @@ def test_one_step_that_was_not_on_policy_decides_for_the_run() -> None:
 
 
 def test_a_step_that_is_trained_again_replaces_itself() -> None:
-    totals = StalenessTotals([step_of(0, exactly=True), step_of(1, exactly=False, largest=3)])
+    totals = StepTotals([step_of(0, exactly=True), step_of(1, exactly=False, largest=3)])
     totals.rewind(1)
     assert totals.staleness() == StalenessMetrics()
     totals.add(step_of(1, exactly=True))
@@ -48,19 +48,19 @@ def test_a_step_that_is_trained_again_replaces_itself() -> None:
 
 def test_records_of_earlier_versions_say_only_what_their_staleness_tells() -> None:
     old = [step_of(0, exactly=None), step_of(1, exactly=True)]
-    assert StalenessTotals(old).on_policy(2).exactly is None
-    stale = StalenessTotals([*old, step_of(2, exactly=None, largest=1)])
+    assert StepTotals(old).on_policy(2).exactly is None
+    stale = StepTotals([*old, step_of(2, exactly=None, largest=1)])
     assert stale.on_policy(3) == OnPolicySteps(yes=1, no=1, unknown=1)
     assert stale.staleness() == StalenessMetrics(mean=0.5 / 3, max=1)
-    assert StalenessTotals([step_of(1, exactly=True)]).on_policy(2).exactly is None, "a lost record"
-    assert StalenessTotals([]).on_policy(0).exactly is True
+    assert StepTotals([step_of(1, exactly=True)]).on_policy(2).exactly is None, "a lost record"
+    assert StepTotals([]).on_policy(0).exactly is True
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.sampled_from([True, False, None]))))
 def test_counts_are_those_of_the_newest_record_of_each_step(
     records: list[tuple[int, bool | None]],
 ) -> None:
-    totals = StalenessTotals([])
+    totals = StepTotals([])
     for step, flag in records:
         totals.add(step_of(step, flag))
     newest = list(dict(records).values())
@@ -83,4 +83,4 @@ def test_a_line_without_the_flag_is_read(tmp_path: Path) -> None:
     line = msgspec.json.decode((tmp_path / "metrics.jsonl").read_bytes())
     assert line.pop("exactly_on_policy") is True
     (tmp_path / "metrics.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
-    assert StalenessTotals(read_metrics(tmp_path / "metrics.jsonl")).on_policy(1).exactly is None
+    assert StepTotals(read_metrics(tmp_path / "metrics.jsonl")).on_policy(1).exactly is None

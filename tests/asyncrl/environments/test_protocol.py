@@ -141,7 +141,6 @@ def test_an_environment_replaces_the_reward_functions_unless_they_are_given() ->
     for values, said in [
         ({"rewards": {"functions": []}}, "leaves no reward"),
         ({"environment": {"name": "python_tools:a:b"}}, "python_tools does not give a reward"),
-        ({"environment": {"max_turns": 3}}, "max_turns has no effect without environment.name"),
         (
             {"environment": {"name": "guessing"}, "cache": {"reuse": "lenient"}},
             "cache.reuse: lenient does not work",

@@ -159,16 +159,24 @@ def test_a_run_says_at_its_end_which_evaluation_is_incomplete(tmp_path: Path) ->
         accuracy_before=0.25,
     )
 
-    def said() -> str:
+    def said(planned: int = 4) -> str:
         console = Console(record=True, width=300)
-        _print_result(console, tmp_path, result, planned=4, to_continue="asyncrl run --resume")
+        _print_result(
+            console, tmp_path, result, planned=planned, to_continue="asyncrl run --resume"
+        )
         return console.export_text().splitlines()[0]
 
     assert said() == "4 steps, 7 s of training; no held-out prompts, so no accuracy"
     lacking = SetEvaluation(prompts=8, samples=20, unscored=12, accuracy=None)
     log = EvaluationsLog(tmp_path / "evaluations.jsonl")
     log.append(EvaluationRecord(step=4, time=1.0, when="after", sets={"held_out": lacking}))
+    found = SetEvaluation(prompts=8, samples=32, accuracy=0.5, reward=0.7)
+    log.append(EvaluationRecord(step=2, time=1.0, when="during", sets={"held_out": found}))
     log.close()
+    assert said(planned=9) == (
+        "stopped after 4 steps; held-out accuracy 0.250 → 0.500 (step 2, mean reward 0.700); "
+        "continue with: asyncrl run --resume"
+    )
     assert said() == (
         "4 steps, 7 s of training; held-out accuracy 0.250 → –, as the evaluation after training "
         "is incomplete: 12 of 32 samples have no reward. The newest weights are measured again by: "

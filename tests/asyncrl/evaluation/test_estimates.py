@@ -58,9 +58,11 @@ def test_rewards_and_lengths_are_averaged_and_a_threshold_decides() -> None:
     found = estimate([[0.2, 0.9], [0.5, 0.6]], threshold=0.5, lengths=[[1, 2], [3, 6]])
     assert (found.accuracy, found.reward, found.tokens) == pytest.approx((0.5, 0.55, 3.0))
     assert found.reward_error == pytest.approx(0.0, abs=1e-12)
-    assert found.margin == pytest.approx(0.0)
+    assert found.graded_reward == found.reward
     alone = estimate([[1.0]], threshold=0.5)
-    assert (alone.accuracy, alone.accuracy_error, alone.margin) == (1.0, None, 0.0)
+    assert (alone.accuracy, alone.accuracy_error, alone.graded_reward) == (1.0, None, None)
+    all_right = estimate([[1.0]] * 16, threshold=0.5)
+    assert all_right.interval == pytest.approx((0.806, 1.0), abs=1e-3), "16 of 16 prove little"
     assert estimate([], threshold=0.5).samples == 0
 
 

@@ -55,13 +55,13 @@ def test_sets_and_their_samples_are_estimated_apart() -> None:
     assert current.describe() == "step 12, 5/5"
 
 
-def test_accuracy_has_a_margin() -> None:
+def test_accuracy_is_that_of_the_first_set() -> None:
     current = a_round(100)
     for index in current.deal("a", 100):
         current.came_back(index, float(index < 75))
     accuracy = Accuracy.of(current.record(0, "before"))
     assert (accuracy.value, accuracy.samples) == (0.75, 100)
-    assert accuracy.margin == pytest.approx(0.0853, abs=1e-4)
+    assert accuracy.reward is None, "it is the accuracy"
     assert Accuracy.of(a_round(0).record(0, "before")) == Accuracy(None, 0)
 
 

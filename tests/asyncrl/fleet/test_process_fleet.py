@@ -26,6 +26,8 @@ def test_every_process_has_an_index_of_its_own() -> None:
     spec = hub.launcher.handles[replacement].spec
     assert (spec.process_index, spec.first) == (4, False)
     assert fleet.restart(generator(fleet)) is None, "launcher.max_restarts is 1"
+    fleet.is_taken = lambda index: index in (5, 6)
+    assert hub.launcher.handles[fleet.join(2)].spec.process_index == 7, "its port is free"
 
 
 def test_a_death_is_reported_once_with_its_cause() -> None:

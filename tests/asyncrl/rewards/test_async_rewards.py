@@ -50,6 +50,14 @@ class Judge:
         return 2.0
 
 judge = Judge()
+
+def timed(function):
+    return lambda *given: function(*given)
+
+@timed
+async def decorated(prompt, response, example):
+    assert "127.0.0.1" in os.environ["no_proxy"]
+    return await score(prompt, response, example)
 """
 
 
@@ -60,9 +68,12 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def test_calls_run_at_once_up_to_the_limit(source: Path) -> None:
+@pytest.mark.parametrize("first", ["score", "decorated"])
+def test_calls_run_at_once_up_to_the_limit(source: Path, first: str) -> None:
     async def check() -> None:
-        functions = [{"name": f"{source}:{name}"} for name in ("score", "plain", "judge")]
+        functions = [{"name": f"{source}:{name}"} for name in (first, "plain", "judge")]
+        if first == "decorated":  # nothing tells of it before the first call
+            functions.pop()
         async with running(*functions, concurrency=8, timeout_seconds=60) as pool:
             # Each of the eight returns only if all of them are being computed.
             calls = [asyncio.create_task(pool.score("", "meet", {})) for _ in range(8)]
@@ -71,7 +82,7 @@ def test_calls_run_at_once_up_to_the_limit(source: Path) -> None:
             assert (pool.running + pool.waiting, pool.waiting >= 4) == (12, True)
             rewards = await asyncio.gather(*calls)
             assert len({reward.terms[0] for reward in rewards}) == 1
-            assert {reward.terms[1:] for reward in rewards} == {(1.0, 2.0)}
+            assert {reward.terms[1:] for reward in rewards} == {(1.0, 2.0)[: len(functions) - 1]}
 
     asyncio.run(check())
 
@@ -122,14 +133,14 @@ def test_built_in_rewards_that_block_take_turns_beside_the_event_loop() -> None:
     async def last(*_: object) -> float:
         return 3.0
 
-    programs = LoadedTerm(lambda *_: float(go.wait(60)), 1.0, {}, False, False, "code")
-    after = LoadedTerm(last, 1.0, {}, False, True)
+    programs = LoadedTerm(lambda *_: float(go.wait(60)), 1.0, {}, "example", False, "code")
+    after = LoadedTerm(last, 1.0, {}, "example", True)
 
     async def check() -> None:
         turns = Turns()
         calls = [Call(number, "", "", {}) for number in range(3 * cores)]
         terms = [[after, programs]] * (2 * cores) + [
-            [LoadedTerm(quick, 1.0, {}, False, True)]
+            [LoadedTerm(quick, 1.0, {}, "example", True)]
         ] * cores
         scores = [score(*both, began.append, turns) for both in zip(calls, terms, strict=True)]
         async with asyncio.timeout(60):

@@ -24,6 +24,7 @@ from asyncrl.rewards.services import calls
 from asyncrl.rewards.services.client import Breaker, Client, close_clients
 from asyncrl.rewards.services.settings import Limits
 from asyncrl.rewards.values import NoRewardError
+from asyncrl.user_code.process import environment
 
 KEY = "sk-a-secret-of-the-test"
 
@@ -258,6 +259,32 @@ def test_what_a_server_may_do_to_a_call() -> None:
         assert (await _ask(gone, "fine"))[0] == "unavailable"
         await gone.close()
 
+    asyncio.run(check())
+
+
+def test_a_server_outside_is_reached_through_the_environments_proxy_this_machine_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def reason(url: str) -> str:
+        client = Client("it", url, KEY, limits(attempts=1))
+        found = (await _ask(client, "fine"))[0]
+        await client.close()
+        return found
+
+    async def check() -> None:
+        async with answering(Faulty()) as url:
+            monkeypatch.setenv("http_proxy", url)
+            assert await reason("http://judge.example") == ""
+            monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+            assert await reason(url) == ""
+            assert await reason("http://judge.example") == "unavailable"
+            monkeypatch.setenv("no_proxy", "here.example,*")
+            assert environment()["NO_PROXY"] == "*"
+
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", "here.example")
+    direct = "here.example,localhost,127.0.0.1,::1"
+    assert (environment()["no_proxy"], environment()["NO_PROXY"]) == (direct, direct)
     asyncio.run(check())
 
 

@@ -13,10 +13,12 @@ import pytest
 import torch
 from reward_pools import running
 
+from asyncrl.errors import RewardFailed
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.protocol import WHOLE_SUM, Call, Failed, Scored
 from asyncrl.rewards.values import MAX_FLOAT32
 from asyncrl.rewards.worker import LoadedTerm, finish, score
+from asyncrl.trainer_process.step_trainer import RankPart, mean_terms, sums_of
 
 
 class BadlyShown:
@@ -37,7 +39,7 @@ def scored(*results: Any, weight: float = 1.0) -> Scored | Failed:
 
         return function
 
-    terms = [LoadedTerm(make(r), weight, {}, row_only=False, asynchronous=False) for r in results]
+    terms = [LoadedTerm(make(r), weight, {}, "example", asynchronous=False) for r in results]
     return finish(score(Call(3, "", "", {}), terms, lambda _began: None))
 
 
@@ -59,7 +61,6 @@ def test_any_number_is_a_reward(result: Any) -> None:
         (10**400, "not_finite", "must return a finite number, got int: 1000"),
         pytest.param(10**5000, "not_finite", "got int that cannot be printed", id="long int"),
         (float("nan"), "not_finite", "got nan"),
-        (None, "not_a_number", "got NoneType: None"),
         ("1.0", "not_a_number", "got str: '1.0'"),
         ([1.0], "not_a_number", "got list: [1.0]"),
         (1j, "not_a_number", "got complex: 1j"),
@@ -89,15 +90,56 @@ def test_a_sum_that_overflows_float32_is_refused() -> None:
     assert isinstance(scored(3e38, -3e38), Scored)
 
 
-def test_a_coroutine_that_is_not_awaited_says_what_to_change() -> None:
-    async def later() -> float:
-        return 1.0
+def test_none_leaves_a_function_out_of_the_sum() -> None:
+    got = scored(None, 0.5, weight=2.0)
+    assert isinstance(got, Scored)
+    assert (got.value, got.terms) == (1.0, (None, 0.5))
+    parts = [RankPart((0,), 2, sums_of(rows), 0.0, follows=True) for rows in (
+        [(None, 0.5, None)], [(1.0, 0.0, None), (None, 1.0, None)])]  # fmt: skip
+    assert mean_terms(parts) == (1.0, 0.5, None)
 
-    coroutine = later()
-    got = scored(coroutine)
-    coroutine.close()
-    assert isinstance(got, Failed)
-    assert "declare the function with `async def`" in got.message
+
+OTHERS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if data_source == "none":
+        return None
+    assert extra_info == {"split": "train"}
+    return {"score": float(solution_str == ground_truth), "acc": 1}
+
+def of_trl(prompts, completions, answer, **kwargs):
+    assert prompts[0][0]["role"] == "user"
+    return [float(c[0]["content"] == a) for c, a in zip(completions, answer, strict=True)]
+"""
+
+
+def test_rewards_of_verl_and_trl_are_called_as_there_and_none_is_a_number_of_neither(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "theirs.py"
+    file.write_text(OTHERS)
+    row = {
+        "data_source": "gsm8k",
+        "prompt": [{"role": "user", "content": "1+1"}],
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"split": "train"},
+        "answer": "2",
+    }
+    example = {"prompt": "1+1", "answer": None, "row": row}
+    silent = {**example, "row": row | {"data_source": "none"}}
+    names = [{"name": f"{file}:{name}"} for name in ("compute_score", "of_trl")]
+
+    async def check() -> None:
+        async with running(*names) as pool:
+            assert (await pool.score("1+1", "2", example)).terms == (1.0, 1.0)
+            assert (await pool.score("1+1", "3", example)).terms == (0.0, 0.0)
+            assert (await pool.score("1+1", "2", silent)).terms == (None, 1.0)
+        async with running(names[0]) as pool:
+            with pytest.raises(RewardFailed, match=r"example 'q-7': .* returned None.*task.map"):
+                await pool.score("1+1", "2", silent, example_id="q-7")
+            beside = await pool.score("1+1", "2", silent, is_beside_another=True)
+            assert beside == (0.0, (None,), "scored")
+
+    asyncio.run(check())
 
 
 def test_functions_have_short_labels_that_differ() -> None:

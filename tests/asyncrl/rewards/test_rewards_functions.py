@@ -88,6 +88,13 @@ def test_user_functions_are_loaded_and_their_signature_checked(tmp_path: Path) -
         load_function("nowhere_at_all:f", {})
 
 
+def test_a_module_that_ends_the_process_at_its_import_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text("import argparse\nargparse.ArgumentParser().parse_args(['--no-such'])\n")
+    with pytest.raises(RewardError, match=r"(?s)line 2.*SystemExit: 2\n.*__main__"):
+        load_function(f"{file}:score", {})
+
+
 def test_a_module_that_misses_another_shows_its_own_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

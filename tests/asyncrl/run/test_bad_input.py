@@ -79,6 +79,8 @@ def test_a_metrics_port_in_use(command_line: CommandLine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         refused(command_line, f"port {port}", "monitoring.port", monitoring__port=port)
+        of_the_trainer = f"other programs have {port}"
+        refused(command_line, of_the_trainer, "monitoring.port", monitoring__port=port - 1)
     assert not command_line.folder.exists()
 
 
@@ -113,11 +115,34 @@ def test_a_run_name_in_use(command_line: CommandLine) -> None:
     assert "model:" not in said, "refused before the model and the data are loaded"
 
 
-def test_a_dry_run_creates_nothing(command_line: CommandLine) -> None:
-    done = call_here(command_line.arguments("--dry-run", engine__kind="vllm"))
-    assert done.returncode == 0
-    assert "kind: vllm" in done.stdout
+def test_a_dry_run_prints_what_a_start_prints_and_creates_nothing(
+    command_line: CommandLine,
+) -> None:
+    done = call_here(command_line.arguments("--dry-run"))
+    assert done.returncode == 0, done.stdout
+    lines = done.stdout.splitlines()
+    heads = ("model", "data", "mode", "training", "processes", "memory", "results")
+    assert [line.split()[0] for line in lines if line.split()[0] in heads] == list(heads)
+    assert lines[-1].startswith("dry run: nothing was started")
     assert not command_line.runs.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("model__path", "nowhere", "nowhere"),
+        ("task__path", "nowhere.jsonl", "nowhere.jsonl"),
+        ("task__prompt_field", "frage", "'frage'"),
+        ("rewards__functions", "[{name: nowhere.py:score}]", "nowhere.py"),
+    ],
+)
+def test_a_dry_run_and_doctor_find_what_a_start_finds(
+    command_line: CommandLine, name: str, value: str, said: str
+) -> None:
+    arguments = command_line.arguments(**{name: value})
+    refusal(call_here([*arguments, "--dry-run"]), said)
+    refusal(call_here(["doctor" if one == "run" else one for one in arguments]), said)
+    assert not command_line.folder.exists()
 
 
 def test_an_algorithm_that_cannot_be_imported(command_line: CommandLine, tmp_path: Path) -> None:

@@ -86,8 +86,8 @@ def test_a_step_that_leaves_less_than_8_percent_is_refused(model: Path) -> None:
     refuse_too_large(fits, shape, Device("GPU 4", H100 * 2**20, on_gpu=True))
 
 
-def test_a_dry_run_says_what_a_step_needs(model: Path) -> None:
-    asked = ["run", str(EXAMPLE), "--dry-run"]
+def test_the_explained_settings_end_with_what_a_step_needs(model: Path) -> None:
+    asked = ["run", str(EXAMPLE), "--explain"]
     done = CliRunner().invoke(app, [*asked, "--set", f"model.path={model}"])
     assert done.exit_code == 0, done.output
     last = done.output.rstrip().splitlines()[-1]

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.controller.progress import Progress
-from asyncrl.evaluation.results import EvaluationResults
+from asyncrl.evaluation.results import EvaluationResults, before_of
 from asyncrl.evaluation.round import EvaluationPlan, EvaluationRound, PlannedSet
 from asyncrl.monitoring.config import MonitoringConfig
 from asyncrl.monitoring.metrics.metrics import ControllerMetrics, new_registry
@@ -34,10 +34,18 @@ def test_evaluations_are_shown_everywhere(tmp_path: Path) -> None:
         metrics=ControllerMetrics.register(registry, "controller"),
         earlier=[],
     )
+    again = before_of(0.75, 100)
+    progress.evaluated(again, is_known=True)
+    assert "before training (measured at the start): 0.750" in said.getvalue()
     results = progress.evaluations = EvaluationResults(tmp_path, EvaluationConfig(every=2))
     for step, accuracy, when in ((0, 0.25, "before"), (2, 0.75, "during"), (4, 0.5, "during")):
         one = SetEvaluation(
-            prompts=8, samples=32, accuracy=accuracy, accuracy_error=0.01, pass_at={1: 0.5, 4: 0.9}
+            prompts=8,
+            samples=32,
+            accuracy=accuracy,
+            accuracy_error=0.01,
+            reward=0.6,
+            pass_at={1: 0.5, 4: 0.9},
         )
         sets = {"held_out": one, "hard": one}
         record = EvaluationRecord(step=step, time=1.0, when=when, sets=sets, held_seconds=0.5)  # type: ignore[arg-type]
@@ -56,7 +64,10 @@ def test_evaluations_are_shown_everywhere(tmp_path: Path) -> None:
     assert status["accuracies"] == {"held_out": 0.5, "hard": 0.5}
     assert not status["phase"].startswith("evaluating")
     [line] = [one for one in status_lines(status) if "accuracy of step" in one]
-    assert line == "accuracy of step 4 0.500, best 0.750 at step 2, evaluating step 6, 0/8"
+    assert line == (
+        "accuracy of step 4 0.500, held-out reward 0.600, best 0.750 at step 2, "
+        "evaluating step 6, 0/8"
+    )
     lacking = SetEvaluation(prompts=8, samples=20, unscored=12, accuracy=None)
     failed = EvaluationRecord(
         step=6, time=1.0, when="during", sets={"held_out": lacking, "hard": one}
@@ -84,10 +95,11 @@ def test_evaluations_are_shown_everywhere(tmp_path: Path) -> None:
     assert math.isnan(found["asyncrl_evaluation_set_accuracy_ratio/controller/held_out"])
     assert found["asyncrl_evaluations_total/controller/incomplete"] == 1
     assert found["asyncrl_evaluation_set_accuracy_ratio/controller/hard"] == 0.5
-    assert found["asyncrl_evaluations_total/complete/controller"] == 3
+    assert found["asyncrl_evaluations_total/complete/controller"] == 4
     assert found["asyncrl_evaluations_total/controller/given_up"] == 1
     text = " ".join(said.getvalue().split())
-    assert "of step 2: 0.750 ± 0.020 (32 samples, drawn as in training), pass@4 0.900" in text
+    assert "of step 2: 0.750 (0.579 to 0.867 at 95%; 32 samples, drawn as in training)" in text
+    assert "mean reward 0.600, pass@4 0.900" in text
     assert "the best so far; it held new weights back for 0.5 s" in text
     result = progress.result(None, None, total_seconds=1.0)
     assert (result.best_step, result.best_accuracy) == (2, 0.75)

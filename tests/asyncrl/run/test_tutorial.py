@@ -123,6 +123,8 @@ def the_output_is_as_on_the_page(output: str) -> None:
     assert len(expected) == 7
     begin = printed.index(expected[0])
     assert printed[begin : begin + 7] == expected
-    assert "first: held-out accuracy before training: N ± N" in " ".join(printed)
-    evaluated = r": accuracy N ± N.*; reward N N tokens a response"  # a comma after a number is N
+    assert "first: held-out accuracy before training: N (N to N at N%; N samples" in " ".join(
+        printed
+    )
+    evaluated = r": accuracy N \(N to N at N%.*; N tokens a response"
     assert any(re.search(evaluated, line) for line in printed)

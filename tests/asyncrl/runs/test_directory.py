@@ -49,6 +49,23 @@ def test_a_name_in_use_is_refused_unless_resumed_or_cleaned(tmp_path: Path) -> N
     assert not (made.path / "checkpoints" / "step-000001").exists()
 
 
+def test_others_read_nothing_of_a_run_unless_its_folder_is_opened(tmp_path: Path) -> None:
+    def modes() -> set[str]:
+        return {f"{p.stat().st_mode & 0o777:o}" for p in (made.path, *made.path.rglob("*"))}
+
+    os.umask(0o022)
+    config = config_in(tmp_path / "runs")
+    made = RunDirectory.create(config, resume=False, clean=False)
+    made.close()
+    write_whole(made.path / "checkpoints", 1, settings=checkpoint_settings(config))
+    assert modes() == {"700", "600"}
+    assert (tmp_path / "runs").stat().st_mode & 0o777 == 0o755
+    os.umask(0o022)
+    made.path.chmod(0o750)
+    RunDirectory.create(config, resume=True, clean=False).close()
+    assert (made.path / "config.yaml").stat().st_mode & 0o777 == 0o640
+
+
 def test_a_trainer_of_a_killed_controller_is_fenced_off_before_a_checkpoint_is_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

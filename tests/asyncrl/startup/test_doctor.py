@@ -14,6 +14,7 @@ from asyncrl.config.run_config import RunConfig, load_config
 from asyncrl.errors import UserError
 from asyncrl.launch.agents.secret import write_secret
 from asyncrl.launch.gpus import Gpu, TorchBuild
+from asyncrl.monitoring.metrics import exporter
 from asyncrl.startup import devices, doctor
 from asyncrl.startup import machine_checks as checks
 from asyncrl.startup.doctor import diagnose
@@ -190,6 +191,13 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         found = checks.ports(load_config(None, [f"monitoring.port={port}"]))
     assert f"{port} of {port} to {port + 2} are taken" in found.text
     assert checks.ports(load_config(None)).fix == ""
+    free = {9101, 9103}
+    monkeypatch.setattr(exporter, "is_free", lambda _host, port: port in free)
+    named = load_config(None, ["monitoring.port=9100", "launcher.generators=2"])
+    with pytest.raises(UserError, match=r"port 9101 to 9103 of 127.0.0.1, and .* have 9102. Cho"):
+        checks.refuse_taken_ports(named)
+    free.add(9102)
+    checks.refuse_taken_ports(named)
 
 
 def test_the_port_of_the_page_and_those_of_relays_are_looked_at(
@@ -201,7 +209,7 @@ def test_the_port_of_the_page_and_those_of_relays_are_looked_at(
         asked.append(port)
         return port != 8080
 
-    monkeypatch.setattr(checks, "_is_free", is_free)
+    monkeypatch.setattr(checks, "is_free", is_free)
     web = "monitoring.web.port=8080"
     found = checks.ports(load_config(None, ["launcher.kind=ray", "monitoring.port=9100", web]))
     # Controller, trainer, generator, and a relay for each of the two.
@@ -255,6 +263,6 @@ def test_a_port_whose_connections_were_just_closed_is_free() -> None:
             accepted, _ = server.accept()
             accepted.close()  # this end waits (TIME_WAIT)
             assert client.recv(1) == b""
-    assert checks._is_free("127.0.0.1", port)
+    assert checks.is_free("127.0.0.1", port)
     with socket.create_server(("127.0.0.1", port)):
-        assert not checks._is_free("127.0.0.1", port)
+        assert not checks.is_free("127.0.0.1", port)

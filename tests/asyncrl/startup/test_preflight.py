@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config.run_config import load_config
+from asyncrl.cores import usable_cores
 from asyncrl.errors import RewardError, UserError
 from asyncrl.launch.gpus import Gpu, TorchBuild
 from asyncrl.rewards.config import RewardConfig
@@ -16,7 +16,7 @@ from asyncrl.startup import devices
 from asyncrl.startup.model_checks import check_builtin_positions, check_positions
 from asyncrl.startup.preflight import check_machine, check_rewards
 
-CORES = os.cpu_count() or 1
+CORES = usable_cores()
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,13 @@ def test_what_a_compiler_is_needed_for_is_refused_without_one(
         check_machine(config)
     (tmp_path / "c++").touch(mode=0o755)
     check_machine(config)
+
+
+def test_a_gpu_to_share_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "find_gpus", list)
+    with pytest.raises(UserError, match=r"^launcher.colocate: true has an effect only where"):
+        check_machine(load_config(None, ["launcher.colocate=true"]))
+    check_machine(load_config(None, ["launcher.colocate=false"]))
 
 
 def test_the_compiler_is_that_of_the_devices_that_the_run_has(

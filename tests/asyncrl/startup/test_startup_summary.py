@@ -22,6 +22,22 @@ def config(**sections: Any) -> RunConfig:
     return parse_config(sections, source="test")
 
 
+def test_what_data_and_steps_do_not_reach_is_said() -> None:
+    task: Any = SimpleNamespace(evaluation=[0, 1], evaluation_sets={"hard": [2], "own": [3, 4]})
+    sets = {"hard": {"path": "x", "prompts": 1}, "own": {"path": "y", "prompts": 3}}
+    settings = {"run": {"steps": 2}, "trainer": {"warmup_steps": 5}}
+    said = startup_summary.not_reached(
+        config(evaluation={"prompts": 500, "sets": sets}, **settings), task
+    )
+    assert [one.removeprefix("warning: ").partition(",")[0] for one in said] == [
+        "trainer.warmup_steps: 5 of 2 step(s)",
+        "evaluation.prompts: 500",
+        "evaluation.sets.own.prompts: 3",
+    ]
+    assert "the set own has 2 held-out prompts only" in said[2]
+    assert startup_summary.not_reached(config(trainer={"warmup_steps": 9}), task) == []
+
+
 def plan(count: int, **needs: Any) -> GpuPlan:
     found = [Gpu(str(number), f"GPU-{number}", number=number) for number in range(count)]
     return plan_gpus(found, GpuNeeds(**needs), renumbers=True)

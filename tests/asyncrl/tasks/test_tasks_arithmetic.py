@@ -80,7 +80,6 @@ def test_too_few_problems_are_refused() -> None:
         ({"digits": (3, 2)}, "fewest <= most"),
         ({"digits": (0, 2)}, "fewest <= most"),
         ({"kind": "dataset"}, "needs a path"),
-        ({"path": "x.jsonl"}, "add `kind: dataset`"),
         ({"digitz": (1, 2)}, "Extra inputs"),
     ],
 )

@@ -40,6 +40,8 @@ def test_a_step_is_taken_when_the_groups_of_its_plan_are_accumulated(tmp_path: P
         assert ready.initial_weights == FakeLearner.initial_weights
         (finished,) = await harness.sent(from_trainer.StepFinished, 1)
         assert (finished.step, finished.groups) == (0, (0, 1))
+        assert len(finished.shown) == 3, "run.print_samples, of both groups"
+        assert all(one.tokens and one.response and one.prompt for one in finished.shown)
         assert finished.manifest.policy_version == 1
         held_by_an_engine = torch.ones(3, dtype=torch.bfloat16)
         assert finished.manifest.fingerprint == fingerprint([("w", held_by_an_engine)])

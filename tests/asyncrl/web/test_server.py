@@ -246,13 +246,30 @@ def test_a_silent_controller_is_said_to_those_who_watch(client: Client, source: 
 
 
 def test_too_many_streams_are_refused(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "MAX_WATCHERS", 1)
-    with client.snapshots() as snapshots:
+    monkeypatch.setattr(feed, "MAX_WATCHERS", 2)
+    with client.snapshots() as snapshots, contextlib.ExitStack() as closing:
         next(snapshots)
+        together = [closing.enter_context(client.connect()) for _ in range(20)]
+        for one in together:
+            one.sendall(b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answers = sorted(one.recv(12) for one in together)
+        assert answers == [b"HTTP/1.1 200", *[b"HTTP/1.1 503"] * 19]
         answer = client.get("/api/events")
         assert answer.status == 503
         assert "too many" in answer.json["detail"]
         assert client.get("/api/status").status == 200
+
+
+def test_head_is_answered_and_a_long_head_is_not(client: Client) -> None:
+    for path in ("/", "/docs", "/api/status", "/api/metrics", "/api/report/work", "/api/events"):
+        answer = client.ask("HEAD", path)
+        assert (answer.status, answer.body) == (200, b""), path
+    assert client.get("/api/status", Cookie="x" * 10_000).status == 200
+    for answer in (client.get("/", Cookie="x" * 30_000), client.get(f"/?{'x' * 20_000}")):
+        assert (answer.status, answer.json) == (
+            431,
+            {"detail": "the head of the request is longer than 16384 bytes"},
+        )
 
 
 def test_who_takes_nothing_is_disconnected(
@@ -356,3 +373,5 @@ def test_an_address_in_use_is_a_clear_error() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"127.0.0.1:{port} .*monitoring.web.port to 0"):
             listen(WebConfig(port=port))
+    with pytest.raises(UserError, match=r"on \[::2\]:9100 \("):
+        listen(WebConfig(host="[::2]", port=9100, token_file="/token"))

@@ -51,10 +51,13 @@ def test_a_port_in_use_says_which_and_what_to_do():
             start_exporter(new_registry(), "127.0.0.1", port)
 
 
-@pytest.mark.parametrize(("host", "port"), [("192.0.2.1", 0), ("127.0.0.1", 70_000)])
+@pytest.mark.parametrize(
+    ("host", "port"), [("192.0.2.1", 0), ("2001:db8::1", 0), ("127.0.0.1", 70_000)]
+)
 def test_an_impossible_address_is_explained(host, port):
-    with pytest.raises(ExporterError, match=r"127\.0\.0\.1|65535"):
+    with pytest.raises(ExporterError, match=r"127\.0\.0\.1|65535") as refused:
         start_exporter(new_registry(), host, port)
+    assert "::" not in host or "on [2001:db8::1]:0 (" in str(refused.value)
 
 
 def test_the_configuration_turns_it_off():

@@ -12,12 +12,10 @@ from asyncrl.monitoring.report.plots import MAX_POINTS, Series, bar_plot, compac
 from asyncrl.monitoring.report.series import (
     difference_interval,
     growth,
-    independent_trials,
     less,
     smooth,
     thin,
     ticks,
-    wilson,
 )
 from asyncrl.monitoring.terminal.formatting import (
     UNKNOWN,
@@ -27,6 +25,7 @@ from asyncrl.monitoring.terminal.formatting import (
     percent,
     sparkline,
 )
+from asyncrl.wire.records.evaluations import independent_trials, wilson
 
 values = st.lists(
     st.none() | st.floats(-1e9, 1e9, allow_nan=False, allow_subnormal=False),

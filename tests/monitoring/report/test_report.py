@@ -14,7 +14,10 @@ from asyncrl.monitoring.records.samples import SampleLog, SampleRecord, SampleSe
 from asyncrl.monitoring.records.spans import Span
 from asyncrl.monitoring.records.timeline import Timeline
 from asyncrl.monitoring.report import write
+from asyncrl.monitoring.report.compare import table
+from asyncrl.monitoring.report.data import load_run
 from asyncrl.monitoring.report.write import write_report
+from asyncrl.runs.run_list import list_runs
 from asyncrl.wire.records.evaluations import EvaluationRecord, SetEvaluation
 from asyncrl.wire.records.step import (
     EnvironmentCounts,
@@ -193,6 +196,29 @@ def test_intervals_are_over_prompts(tmp_path):
     assert "before: 66.4% (57.2% to 74.5%)" in read
 
 
+def test_an_unfinished_run_shows_its_newest_evaluation(tmp_path):
+    folder = make_run(tmp_path / "demo")
+    (folder / "result.json").unlink()
+    records = [
+        EvaluationRecord(step=step, time=1.0, when=when, sets={"held_out": found})
+        for step, when, found in (
+            (0, "before", SetEvaluation(prompts=8, samples=8, accuracy=0.25, reward=0.25)),
+            (20, "during", SetEvaluation(prompts=8, samples=8, accuracy=0.5, reward=0.625)),
+        )
+    ]
+    lines = b"\n".join(msgspec.json.encode(one) for one in records) + b"\n"
+    (folder / "evaluations.jsonl").write_bytes(lines)
+    read = words(write_report(folder).read_text())
+    assert "→ 0.500 (step 20, mean reward 0.625)" in read
+    assert "held-out accuracy, before → step 20" in read
+    assert "Held-out reward by step" in read
+    data = load_run(folder)
+    accuracy = next(row for row in table([data]) if row.name == "held-out accuracy")
+    assert accuracy.values[0].endswith("→ 0.500 (step 20, mean reward 0.625)")
+    [listed] = list_runs(tmp_path)
+    assert listed.evaluated == records[1]
+
+
 def test_each_colour_that_is_used_is_declared():
     style = Path(write.__file__).with_name("report.css").read_text()
     declared = set(re.findall(r"(--[\w-]+):", style))
@@ -245,7 +271,7 @@ def test_an_unfinished_run_says_so(tmp_path):
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step":7,"rew')
     read = words(write_report(run).read_text())
-    assert "This run has not finished. Its records end after step 7 of 7" in read
+    assert "This run has not finished. Its records end after 7 of 7 steps" in read
     assert "Not evaluated." in read
 
 

@@ -31,7 +31,7 @@ def test_a_run_in_training_in_a_few_lines() -> None:
         "generator-0": {"state": "starting", "policy_version": -1, "metrics_port": None},
     }
     assert status_lines({**ABOUT, **view.as_status(), **last, "processes": processes}) == [
-        "mine: training, step 7 of 30, torch engine, 2 min 05 s left",
+        "mine: training, 7 of 30 steps, torch engine, 2 min 05 s left",
         "waiting: step 7 waits for 1 sample",
         "reward 0.412, accuracy before training 0.125",
         "staleness 0.00 on average, 0 at most, exactly on-policy so far",
@@ -45,7 +45,7 @@ def test_a_run_in_training_in_a_few_lines() -> None:
 
 def test_what_is_not_known_yet_is_left_out() -> None:
     assert status_lines({**ABOUT, **RunView().as_status(), "processes": {}}) == [
-        "mine: starting, step 0 of 30, torch engine",
+        "mine: starting, 0 of 30 steps, torch engine",
         "groups: 0 trained on, 0 failed",
     ]
 

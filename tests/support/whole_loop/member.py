@@ -79,6 +79,7 @@ class SlowRewards:
     """Take a few turns of the event loop, so that updates find samples without a reward."""
 
     waiting = running = 0
+    longest = ("", 0.0)
     counts = RewardCounts()
 
     async def score(

@@ -103,6 +103,8 @@ def test_asyncrl_export_replaces_nothing_and_says_what_it_wrote(run: Path, tmp_p
     assert f"exported: {place} (step 1, float32, " in asyncrl()
     assert f"already exported: {place}" in asyncrl("--step", 1)
     assert (place / "tokenizer.json").read_text() == '{"kept": true}'
+    modes = {path.stat().st_mode & 0o777 for path in (place, *place.iterdir())}
+    assert modes == {0o700, 0o600}, "others do not read the model"
     assert "(step 1, bfloat16, " in asyncrl("--dtype", "bfloat16")
     small = AutoModelForCausalLM.from_pretrained(f"{place}-bfloat16", dtype="auto")
     assert small.dtype == torch.bfloat16

@@ -12,6 +12,8 @@ from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.optimizer import optimizer
 from asyncrl.trainer.optimizer.coded_moments import CODES
 from asyncrl.trainer.optimizer.optimizer import SmallAdamW, make_adamw, round_by_chance
+from asyncrl.trainer.optimizer.update import Update
+from asyncrl.trainer.ranks.world import World
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
 
@@ -119,7 +121,21 @@ def test_a_second_moment_is_never_rounded_to_nothing() -> None:
 
 def test_settings_choose_the_optimizer() -> None:
     own = list(_model(torch.float32).parameters())
-    assert isinstance(make_adamw(own, TrainerConfig()), torch.optim.AdamW)
+    decayed = [one.ndim >= 2 for one in own]
+    assert isinstance(make_adamw(own, TrainerConfig(), decayed), torch.optim.AdamW)
     small = [{"optimizer_state": "bfloat16"}, {"optimizer_state": "int8"}]
     for settings in (*small, {"optimizer_offload": True}):
-        assert isinstance(make_adamw(own, TrainerConfig(**settings)), SmallAdamW)
+        assert isinstance(make_adamw(own, TrainerConfig(**settings), decayed), SmallAdamW)
+
+
+def test_biases_and_norms_are_not_decayed_those_of_experts_either() -> None:
+    model = nn.Module()
+    shapes = {"experts": (2, 3, 3), "experts_bias": (2, 3), "weight": (3, 3), "norm": (3,)}
+    for name, shape in shapes.items():
+        model.register_parameter(name, nn.Parameter(torch.ones(shape)))
+    update = Update(model, TrainerConfig(weight_decay=0.5, learning_rate=0.1), World(0, 1))
+    for one in model.parameters():
+        one.grad = torch.zeros_like(one)
+    update.step(0.1, 1.0, 1.0)
+    kept = {name for name, one in model.named_parameters() if bool((one == 1).all())}
+    assert kept == {"experts_bias", "norm"}
