@@ -41,8 +41,8 @@ class ShownSample(msgspec.Struct, frozen=True):
     """Text with special tokens; the middle of a long one is left out, as in `response`."""
     response: str
     reward: Finite
-    terms: tuple[Finite, ...]
-    """Result of each reward function; empty for a failed reward."""
+    terms: tuple[Finite | None, ...]
+    """Result of each reward function, None where it does not apply; empty for a failed reward."""
     tokens: Count
     finish_reason: FinishReason
 
