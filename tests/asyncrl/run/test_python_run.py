@@ -20,7 +20,7 @@ from shown_commands import blocks
 from step_records import full_step
 from tiny_warm_start import place_untrained
 
-from asyncrl import Run, python_run
+from asyncrl import Result, Run, python_run
 from asyncrl.config.run_config import RunConfig, load_config
 from asyncrl.errors import ConfigError, RewardError, RunFailed, UserError
 from asyncrl.runs.directory import RunState, read_state
@@ -123,8 +123,8 @@ def test_the_notebook(
 STAND_IN = """#!{python}
 import os, signal, sys, time
 from pathlib import Path
+END = int(os.environ.get("END", 0))
 signal.signal(signal.SIGINT, lambda *_: print("stopping", flush=True) or sys.exit(END))
-END = 0
 print("training", os.environ.get("FORCE_COLOR"), flush=True)
 (Path(sys.argv[4]).parents[1] / "words").write_text(" ".join(sys.argv[1:]) + f" {{os.getsid(0)}}")
 exec(Path("stand_in.py").read_text())
@@ -186,14 +186,17 @@ def test_an_exception_of_a_callback_stops_the_run_in_order_and_is_raised(
     assert int(session) != os.getsid(0)
 
 
-def test_ctrl_c_goes_to_the_run(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("stand_in")
+def test_ctrl_c_goes_to_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Presses:
         def on_start(self) -> None:
             signal.raise_signal(signal.SIGINT)
             seen.append("not interrupted")
 
     seen: list[str] = []
-    stand_in.write_text("END = 130; time.sleep(60)")
+    monkeypatch.setenv("END", "130")
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         Run({}, callbacks=[Presses()]).start()
@@ -251,6 +254,19 @@ def test_a_resumed_run_shows_only_what_is_new(stand_in: Path) -> None:
     following._look()
     following._look()
     assert [one[:2] for one in seen.calls] == [("start",), ("step", 4)]
+
+
+def test_metrics_without_pandas_are_dicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = Result(tmp_path, None)  # type: ignore[arg-type]
+    assert [*result.metrics.index] == [], "a run without a step"
+    step = full_step()
+    (tmp_path / "metrics.jsonl").write_bytes(msgspec.json.encode(step) + b"\n")
+    frame = result.metrics
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    [row] = result.metrics
+    assert row["step"] == step.step == frame.index[0]
+    assert row["learning/reward_mean"] == step.learning.reward_mean
+    assert row["learning/reward_mean"] == frame["learning/reward_mean"].iloc[0]
 
 
 def test_orders_work_where_a_loop_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
