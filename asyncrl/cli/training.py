@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shlex
 import signal
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -246,17 +248,28 @@ app.command(
 
 
 def _end_with(parent: int) -> None:
-    """Make the kernel end this command with its parent. Raises UserError for another parent."""
-    from asyncrl.user_code.process_tree import end_with_parent
+    """Send this command one SIGTERM when its parent ends. Raises UserError for another parent.
 
+    The kernel's own signal (PR_SET_PDEATHSIG) also comes when the thread that has started this
+    process ends, and several times when a parent with threads is killed: the second ends a run at
+    once.
+    """
     if sys.platform != "linux":
         raise UserError("--end-with works on Linux only")
-    if os.getppid() != parent:
+    watched = -1
+    with contextlib.suppress(ProcessLookupError):
+        watched = os.pidfd_open(parent)
+    if os.getppid() != parent or watched < 0:
         raise UserError(
             f"--end-with {parent}: process {os.getppid()} started this command, or process "
             f"{parent} has ended. Give the id of the process that starts it"
         )
-    end_with_parent(parent, signal.SIGTERM)
+
+    def end() -> None:
+        select.select([watched], [], [])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end, name="end-with", daemon=True).start()
 
 
 def _evaluations(directory: Path) -> list[EvaluationRecord]:

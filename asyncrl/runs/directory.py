@@ -18,6 +18,7 @@ sinks/            what W&B, TensorBoard and MLflow keep here (monitoring.sinks)
 samples.jsonl     a few trajectories for the report
 samples/          every trained sample (run.log_samples)
 cache/            the generators' rollout caches, for a resumed run
+python/           the configuration and functions of a run that Python started (`asyncrl.Run`)
 result.json       the result, for scripts
 report.html       the result, for people
 """
@@ -55,6 +56,9 @@ from asyncrl.wire.records.wrong_policy import TokenizerDigest
 from asyncrl.wire.transport.atomic_files import write_atomically
 
 logger = logging.getLogger(__name__)
+
+FROM_PYTHON = "python"
+"""A folder in the run's, which is written before the run begins."""
 
 Ending = Literal["done", "stopped", "failed"]
 """The end of a run: all steps trained, stopped by the user, or with an error."""
@@ -244,10 +248,11 @@ def refuse_unfit(config: RunConfig, *, resume: bool, clean: bool) -> None:
 
 def _has_files(path: Path) -> bool:
     """Return True if a folder has more than a start leaves that is killed before config.yaml."""
+    before = path / FROM_PYTHON
     return path.is_file() or any(
         entry.name != folder_lock.NAME and not entry.name.startswith(".config.yaml.")
         for entry in path.rglob("*")
-        if not entry.is_dir() or entry.is_symlink()
+        if (not entry.is_dir() or entry.is_symlink()) and before not in entry.parents
     )
 
 
@@ -257,9 +262,9 @@ def _clear_after_earlier(path: Path, name: str, say: Callable[[str], None]) -> N
 
 
 def _empty(path: Path) -> None:
-    """Delete the contents of a run's folder, except its lock, which is held."""
+    """Delete the contents of a run's folder, except its lock, which is held, and its inputs."""
     for entry in path.iterdir():
-        if entry.name == folder_lock.NAME:
+        if entry.name in (folder_lock.NAME, FROM_PYTHON):
             continue
         shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import sysconfig
+from importlib.resources import files
 from pathlib import Path
 
-import asyncrl
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.remote.client.process import LogFolder
 from asyncrl.engine.sglang.worker.plugin import MARK_VARIABLE
 
 _LONGEST_FOLDER = 80
 """Bytes. A socket's path may have 107."""
-_PACKAGES = Path(asyncrl.__file__).resolve().parents[1]
+_PACKAGES = Path(str(files("asyncrl"))).resolve().parent
 
 
 class SglangFolder(LogFolder):
