@@ -50,7 +50,7 @@ from asyncrl.runs.template_date import forget_unnamed
 from asyncrl.secret_files import take_permissions_of
 from asyncrl.trainer.checkpoint.format.files import ResumePoint
 from asyncrl.trainer.checkpoint.trainer_lease import fenced, raise_fence
-from asyncrl.wire.records.step import RunResult, StepMetrics
+from asyncrl.wire.records.step import StepMetrics
 from asyncrl.wire.records.wrong_policy import TokenizerDigest
 from asyncrl.wire.transport.atomic_files import write_atomically
 
@@ -195,7 +195,7 @@ class RunDirectory:
         except OSError as error:
             logger.warning("cannot write %s: %s", self.path / "config.yaml", error.strerror)
 
-    def write_result(self, result: RunResult) -> None:
+    def write_result(self, result: msgspec.Struct) -> None:
         """Write result.json. Raises OSError."""
         text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode()
         write_atomically(self.path / "result.json", text + "\n")
