@@ -271,7 +271,8 @@ def export(
     from asyncrl.tasks.model import no_transformers_bars
 
     with no_transformers_bars():
-        place, is_new = export_run(find_run(run, runs), step, output, dtype, merge=merge)
+        found = find_run(run, runs, may_be_supervised=True)
+        place, is_new = export_run(found, step, output, dtype, merge=merge)
     verb = "exported" if is_new else "already exported"
     typer.echo(f"{verb}: {place} ({describe(place)})")
 

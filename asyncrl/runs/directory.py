@@ -64,6 +64,7 @@ class RunState(msgspec.Struct):
     """The contents of run.json: what other commands need to know about a run."""
 
     pid: int
+    kind: Literal["rl", "sft"] = "rl"
     control_address: str = ""
     """Address at which the controller answers `asyncrl status|stop|pause|resume`."""
     accuracy_before: float | None = None
@@ -292,8 +293,27 @@ def read_state(path: Path) -> RunState | None:
         return None
 
 
-def find_run(name: str | None, directory: Path) -> Path:
-    """Return a run's folder by name or path, by default the last started. Raises UserError."""
+def find_run(name: str | None, directory: Path, *, may_be_supervised: bool = False) -> Path:
+    """Return a run's folder by name or path, by default the last started.
+
+    Raises UserError if there is none, or if it is one of `asyncrl sft`, unless it may be.
+    """
+    path = _find_run(name, directory)
+    if not may_be_supervised and is_supervised(path):
+        raise UserError(
+            f"{path} is a run of supervised fine-tuning, which `asyncrl list`, `status`, `logs`, "
+            "`eval` and `export` know; Ctrl-C or SIGTERM ends it"
+        )
+    return path
+
+
+def is_supervised(path: Path) -> bool:
+    """Return True for a folder of `asyncrl sft`."""
+    state = read_state(path)
+    return state is not None and state.kind == "sft"
+
+
+def _find_run(name: str | None, directory: Path) -> Path:
     if name is not None:
         for candidate in (Path(name), directory / name):
             if (candidate / "config.yaml").exists():

@@ -144,6 +144,7 @@ def train(
     directory = RunDirectory.create(config, resume=resume, clean=clean, say=say)
     with contextlib.closing(directory), directory.folder.required():
         ended: Ending = "failed"
+        directory.state.kind = "sft"
         directory.write_state()
         try:
             with _Watcher(directory, config, console, examples) as watcher:

@@ -21,6 +21,7 @@ from asyncrl.cli.entry import app
 from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.errors import UserError
 from asyncrl.monitoring.records.metrics_log import read_evaluations, read_metrics
+from asyncrl.runs.directory import find_run
 from asyncrl.sft import command
 from asyncrl.sft.command import with_settings
 from asyncrl.sft.training import SftTraining
@@ -118,7 +119,9 @@ def test_it_learns_and_says_so(typed: Typed, tmp_path: Path) -> None:
     assert "words-sft" in listed
     assert "done" in listed
     status = CliRunner().invoke(app, ["status", "words-sft", "--runs", str(run.parent)])
-    assert status.exit_code == 0, status.output
+    assert f"held-out loss {before:.4f} → {after:.4f}" in status.output
+    with pytest.raises(UserError, match="a run of supervised fine-tuning"):
+        find_run("words-sft", run.parent)
     with pytest.raises(UserError, match="is in use"):
         typed()
 
