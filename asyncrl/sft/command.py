@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import os
@@ -25,10 +26,12 @@ from asyncrl.config.run_config import RunConfig
 from asyncrl.cores import usable_cores
 from asyncrl.errors import Interrupted, UserError
 from asyncrl.launch.child_spec import MEETINGS, make_place, remove_meetings
+from asyncrl.launch.records import ProcessRecords
 from asyncrl.launch.start_order import child_environment, open_log
 from asyncrl.monitoring.records.metrics_log import EvaluationsLog, MetricsLog, read_metrics
 from asyncrl.runs.directory import Ending, RunDirectory, refuse_unfit
 from asyncrl.runs.resuming import rewind
+from asyncrl.runs.sinks import Sinks
 from asyncrl.sft.training import ALGORITHM, Rank, SftTraining, join_ranks
 from asyncrl.startup import startup_summary
 from asyncrl.startup.gpu_defaults import with_recorded_dtype
@@ -107,7 +110,7 @@ def train(
 ) -> None:
     """Train and print; `command` is what the user would give to continue.
 
-    Raises UserError for the data, the model or the folder; Interrupted; the learner's errors.
+    Raises UserError for the data, the model or the folder; the learner's errors.
     """
     began = time.monotonic()
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
@@ -148,13 +151,10 @@ def train(
         directory.write_state()
         try:
             with _Watcher(directory, config, console, examples) as watcher:
-                _train(config, examples, model_path, directory, watcher)
+                asyncio.run(_train_beside_sinks(config, examples, model_path, directory, watcher))
             ended = "done" if watcher.done == config.run.steps else "stopped"
         except UserError:
             directory.undo()
-            raise
-        except Interrupted:
-            ended = "stopped"
             raise
         finally:
             if not directory.folder.is_gone():
@@ -164,12 +164,28 @@ def train(
     _say_end(say, config, watcher, time.monotonic() - began, command)
 
 
+async def _train_beside_sinks(
+    config: RunConfig,
+    examples: Examples,
+    model_path: str,
+    directory: RunDirectory,
+    watcher: _Watcher,
+) -> None:
+    records = ProcessRecords(directory.path)
+    sinks = Sinks(config, directory.path, records, watcher.say)
+    try:
+        await asyncio.to_thread(_train, config, examples, model_path, directory, watcher, records)
+    finally:
+        await sinks.close()
+
+
 def _train(
     config: RunConfig,
     examples: Examples,
     model_path: str,
     directory: RunDirectory,
     watcher: _Watcher,
+    records: ProcessRecords,
 ) -> None:
     """Train as the first rank, with the others as processes."""
     point, ranks = directory.resume_point, config.trainer.ranks
@@ -190,7 +206,9 @@ def _train(
                     parent=os.getpid(),
                     resume_from=resume_from,
                 )
-                closing.callback(_end, _start(spec, directory.path / "logs", _gpu(config, rank)))
+                process = _start(spec, directory.path / "logs", _gpu(config, rank), records.mark)
+                records.add(f"trainer-{rank}", process.pid)
+                closing.callback(_end, process)
             os.environ |= _gpu(config, 0)
         world = join_ranks(config, meeting, 0) if ranks > 1 else ALONE
         closing.callback(world.close)
@@ -219,7 +237,7 @@ def _gpu(config: RunConfig, rank: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": names[rank]}
 
 
-def _start(spec: Rank, logs: Path, gpu: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(spec: Rank, logs: Path, gpu: dict[str, str], mark: str) -> subprocess.Popen[bytes]:
     with open_log(logs / f"trainer-{spec.rank}.log") as log:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "asyncrl.sft.training", msgspec.json.encode(spec)],
@@ -227,7 +245,7 @@ def _start(spec: Rank, logs: Path, gpu: dict[str, str]) -> subprocess.Popen[byte
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is the first rank's, which tells the others
-            env=os.environ | child_environment(spec.threads, "") | gpu,
+            env=os.environ | child_environment(spec.threads, mark) | gpu,
         )
 
 
@@ -249,12 +267,12 @@ class _Watcher:
         self._path, self._config = directory.path, config
         self._examples = len(examples.train)
         self._held_out = min(len(examples.held_out), config.evaluation.prompts)
-        self._say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+        self.say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
         self._closing = contextlib.ExitStack()
         for sentence in rewind(
             directory.path, directory.resume_point, groups_per_step=config.sft.batch_size
         ):
-            self._say(sentence)
+            self.say(sentence)
         earlier = read_metrics(directory.path / "metrics.jsonl")
         self._wall = earlier[-1].wall_seconds if earlier else 0.0
         self.done = directory.resume_point.step
@@ -283,8 +301,8 @@ class _Watcher:
             return
         self._signals += 1
         if self._signals > 1:
-            raise Interrupted
-        self._say("ending after this step, with a checkpoint; again: at once")
+            os._exit(Interrupted.exit_code)  # files are whole at any time; ranks and sinks see it
+        self.say("ending after this step, with a checkpoint; again: at once")
 
     def finished(self, step: int, metrics: LearnerMetrics, seconds: float) -> None:
         """Record and print a step."""
@@ -304,7 +322,7 @@ class _Watcher:
         )
         self._metrics.append(record)
         epoch = self.done * self._config.sft.batch_size / self._examples
-        self._say(
+        self.say(
             f"step {self.done}/{self._config.run.steps} | loss {learning.loss:.4f} | "
             f"{_update(learning)} | {tokens / max(seconds, 1e-9):,.0f} tok/s | epoch {epoch:.2f}"
         )
@@ -327,7 +345,7 @@ class _Watcher:
                 sets={HELD_OUT: estimate},
             )
         )
-        self._say(f"held-out loss {loss:.4f} after {version} steps")
+        self.say(f"held-out loss {loss:.4f} after {version} steps")
 
     def result(self) -> SftResult:
         """Return the contents of result.json."""
