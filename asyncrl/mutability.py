@@ -90,6 +90,7 @@ RULES: dict[str, Rule] = {
     "evaluation.every": _LIVE,
     "evaluation.hold_seconds": _LIVE,
     "evaluation.timeout_seconds": _LIVE,
+    "sft": Rule("never", "which examples belong to a step depends on it"),
     "launcher": Rule("resume", "the processes were started with it"),
     "launcher.generators": Rule(
         "resume", "generators join and leave by another order", "Use `asyncrl scale --generators N`"

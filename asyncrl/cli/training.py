@@ -168,6 +168,42 @@ def run(
 
 
 @app.command(
+    rich_help_panel=TRAINING,
+    epilog="Example: asyncrl sft examples/sft.yaml --set sft.epochs=2",
+)
+def sft(
+    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue this run from its newest whole checkpoint.")
+    ] = False,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Delete an earlier run of this name first.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and print all that a start does, and exit.")
+    ] = False,
+) -> None:
+    """Fine-tune on given responses before RL; the run is called NAME-sft."""
+    from asyncrl.config.run_config import load_config
+    from asyncrl.sft.command import train
+    from asyncrl.tasks.model import no_transformers_bars
+
+    if resume and clean:
+        raise UserError("--resume continues a run and --clean deletes it: give only one of them")
+    options = [word for one in overrides or [] for word in ("--set", one)]
+    with no_transformers_bars():
+        train(
+            load_config(config_file, overrides or []),
+            TerminalConsole(markup=False),
+            resume=resume,
+            clean=clean,
+            dry_run=dry_run,
+            command=shlex.join(["asyncrl", "sft", str(config_file), *options, "--resume"]),
+        )
+
+
+@app.command(
     "eval",
     rich_help_panel=TRAINING,
     epilog="Example: asyncrl eval runs/arithmetic --set evaluation.samples=4",
@@ -237,7 +273,8 @@ def export(
     from asyncrl.tasks.model import no_transformers_bars
 
     with no_transformers_bars():
-        place, is_new = export_run(find_run(run, runs), step, output, dtype, merge=merge)
+        found = find_run(run, runs, may_be_supervised=True)
+        place, is_new = export_run(found, step, output, dtype, merge=merge)
     verb = "exported" if is_new else "already exported"
     typer.echo(f"{verb}: {place} ({describe(place)})")
 

@@ -147,6 +147,7 @@ _TABLE: dict[str, Effect] = {
     "trainer sharding rank_network rank_seconds": _above("trainer.ranks", 1),
     "evaluation best_of": _is("evaluation.keep_best", True),
     "evaluation.sets.NAME subset split": _no_file("path"),
+    "sft": Effect("in `asyncrl sft`", lambda *_: False, may_stand=True),
     "launcher gpus": Effect(
         "where engine.device or trainer.device is not cpu",
         lambda config, _: {config.engine.device, config.trainer.device} != {"cpu"},

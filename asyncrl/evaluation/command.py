@@ -54,7 +54,7 @@ def resolve_target(
     """
     is_run = (runs / target / "config.yaml").exists() or (Path(target) / "config.yaml").exists()
     if is_run:
-        run = find_run(target, runs)
+        run = find_run(target, runs, may_be_supervised=True)
         newest = _newest_checkpoint(run, console)
         if newest is None:
             raise UserError(f"the run {run} has not written a checkpoint yet; evaluate its model")

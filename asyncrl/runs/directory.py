@@ -51,7 +51,7 @@ from asyncrl.runs.template_date import forget_unnamed
 from asyncrl.secret_files import take_permissions_of
 from asyncrl.trainer.checkpoint.format.files import ResumePoint
 from asyncrl.trainer.checkpoint.trainer_lease import fenced, raise_fence
-from asyncrl.wire.records.step import RunResult, StepMetrics
+from asyncrl.wire.records.step import StepMetrics
 from asyncrl.wire.records.wrong_policy import TokenizerDigest
 from asyncrl.wire.transport.atomic_files import write_atomically
 
@@ -68,6 +68,7 @@ class RunState(msgspec.Struct):
     """The contents of run.json: what other commands need to know about a run."""
 
     pid: int
+    kind: Literal["rl", "sft"] = "rl"
     control_address: str = ""
     """Address at which the controller answers `asyncrl status|stop|pause|resume`."""
     accuracy_before: float | None = None
@@ -199,7 +200,7 @@ class RunDirectory:
         except OSError as error:
             logger.warning("cannot write %s: %s", self.path / "config.yaml", error.strerror)
 
-    def write_result(self, result: RunResult) -> None:
+    def write_result(self, result: msgspec.Struct) -> None:
         """Write result.json. Raises OSError."""
         text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode()
         write_atomically(self.path / "result.json", text + "\n")
@@ -297,8 +298,27 @@ def read_state(path: Path) -> RunState | None:
         return None
 
 
-def find_run(name: str | None, directory: Path) -> Path:
-    """Return a run's folder by name or path, by default the last started. Raises UserError."""
+def find_run(name: str | None, directory: Path, *, may_be_supervised: bool = False) -> Path:
+    """Return a run's folder by name or path, by default the last started.
+
+    Raises UserError if there is none, or if it is one of `asyncrl sft`, unless it may be.
+    """
+    path = _find_run(name, directory)
+    if not may_be_supervised and is_supervised(path):
+        raise UserError(
+            f"{path} is a run of supervised fine-tuning, which `asyncrl list`, `status`, `logs`, "
+            "`eval` and `export` know; Ctrl-C or SIGTERM ends it"
+        )
+    return path
+
+
+def is_supervised(path: Path) -> bool:
+    """Return True for a folder of `asyncrl sft`."""
+    state = read_state(path)
+    return state is not None and state.kind == "sft"
+
+
+def _find_run(name: str | None, directory: Path) -> Path:
     if name is not None:
         for candidate in (Path(name), directory / name):
             if (candidate / "config.yaml").exists():
