@@ -98,6 +98,7 @@ def _trusts(config: RunConfig, launcher: Any) -> bool:
 
 
 _TABLE: dict[str, Effect] = {
+    "run steps": Effect("without run.epochs", lambda _, run: run.epochs is None),
     "run log_sample_tokens log_samples_mb": _is("run.log_samples", "jsonl"),
     "task path prompt_field answer_field id_field map on_bad_row evaluation_path": _is(
         "task.kind", "dataset"

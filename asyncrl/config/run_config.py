@@ -345,9 +345,12 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     values = {} if path is None else _read(path)
     for override in overrides:
         _apply(values, override)
-    if path is None:
-        return parse_config(values, source="the defaults")
-    return parse_config(values, source=str(path), folder=path.parent)
+    run, source = values.get("run"), "the defaults" if path is None else str(path)
+    if isinstance(run, dict) and None not in (run.get("steps"), run.get("epochs")):
+        raise ConfigError(
+            f"{source}: run.steps and run.epochs both say how long the run is; leave one out"
+        )
+    return parse_config(values, source=source, folder=None if path is None else path.parent)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -408,3 +411,6 @@ def _apply(values: dict[str, Any], override: str) -> None:
             raise ConfigError(f"{shown}: {shortened(section)} is a value, not a section")
         place = inner
     place[last] = value
+    length = {"run.steps": "epochs", "run.epochs": "steps"}.get(key.strip())
+    if length is not None and value is not None:
+        place.pop(length, None)  # the file's: an order of the command line takes its place

@@ -77,6 +77,11 @@ class RunSection(BaseModel):
     """Name of the run and of its folder: letters, digits, dot, dash, underscore."""
     steps: int = Field(default=100, ge=1, le=MAX_STEPS)
     """Optimizer steps."""
+    epochs: float | None = Field(default=None, gt=0, le=MAX_STEPS)
+    """The length of the run as passes over the training prompts, in place of `steps`: 0.5, 3. The
+    run takes the fewest steps that draw so many groups, counted when it starts; its config.yaml has
+    that number as `steps`. Groups that `scheduler.dynamic_sampling` leaves out are drawn besides.
+    """
     seed: int = Field(default=0, ge=-(10**18), le=10**18)
     """Seed of the data order, the sampling and the trainer. Data order and sampling also depend on
     the weights that the run starts from, so a run from another run's model draws anew. The split

@@ -192,4 +192,5 @@ async def _generator(
     episodes = None
     if pool is not None:
         episodes = episodes_with(pool, config, task.tokenizer, decode, task.stop_tokens)
+    sampling = config.evaluation.sampling_of(sampling)
     return SampleGenerator(engine, scoring, sampling, episodes=episodes)

@@ -45,8 +45,8 @@ def model_line(config: RunConfig, model: str) -> str:
     return _line("model", f"{config.model.path}: {', '.join(filter(None, (family, size)))}")
 
 
-def data_line(config: RunConfig, task: Task) -> str:
-    """Describe the source and number of the prompts, and the size of a step."""
+def data_line(config: RunConfig, task: Task, epochs: float | None = None) -> str:
+    """Describe the source and number of the prompts, the run's length and the size of a step."""
     scheduler, steps = config.scheduler, config.run.steps
     source = config.task.path if config.task.kind == "dataset" else f"built-in {config.task.kind}"
     per_step = f"{scheduler.groups_per_step:,} prompts x {scheduler.group_size:,} samples"
@@ -54,7 +54,8 @@ def data_line(config: RunConfig, task: Task) -> str:
     return _line(
         "data",
         f"{source}: {len(task.train):,} prompts to train on, {len(task.evaluation):,} held "
-        f"out{sets}; {steps:,} step{'' if steps == 1 else 's'} of {per_step}",
+        f"out{sets}; {steps:,} step{'' if steps == 1 else 's'} of {per_step}"
+        + ("" if epochs is None else f" (run.epochs: {epochs:g})"),
     )
 
 

@@ -224,6 +224,7 @@ class GeneratorHarness:
             self.engine,  # type: ignore[arg-type]
             rewards,
             SamplingParams(max_tokens=8),
+            held_out_sampling=SamplingParams(max_tokens=8, temperature=0.5),
             noise_floor_every=noise_floor_every,
             traces=traces,
             episodes=episodes,

@@ -120,6 +120,23 @@ def test_what_may_stand_or_has_an_effect_at_some_step_is_accepted(settings: list
     load_users_config(None, settings)
 
 
+def test_a_run_is_as_long_as_its_steps_or_its_epochs_say_but_not_both(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "run: {steps: 100, epochs: 2}\n"
+    )  # 100 is the default, and was written all the same
+    with pytest.raises(ConfigError, match=r"run\.steps and run\.epochs both say .* leave one out"):
+        load_users_config(file)
+    file.write_text("run: {epochs: 2}\n")
+    config = load_users_config(file)
+    assert without_effect(config).keys() & {("run", "steps")}
+    assert "run.epochs" not in dump_config(load_config(file, ["run.steps=7"])).replace(" ", "")
+    assert (load_config(file, ["run.steps=7"]).run.steps, config.run.epochs) == (7, 2)
+    assert load_config(file, ["run.steps=7"]).run.epochs is None, "--set goes before the file"
+    assert load_config(file, ["run.steps=7", "run.epochs=0.5"]).run.epochs == 0.5
+    assert parse_config(yaml.safe_load(dump_config(config)), source="orders") == config
+
+
 def test_every_default_and_every_recorded_configuration_passes(tmp_path: Path) -> None:
     assert not [one for one in without_effect(RunConfig()).values() if one.is_refused]
     for algorithm in known_algorithms():
