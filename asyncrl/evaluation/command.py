@@ -85,7 +85,7 @@ def _newest_checkpoint(run: Path, console: Console) -> Path | None:
 
 
 def evaluate_model(config: RunConfig, model_path: str, console: Console) -> EvaluationRecord:
-    """Sample every held-out prompt as in training; return the estimates of each set.
+    """Sample every held-out prompt; return the estimates of each set.
 
     Raises UserError for the model, the data or the rewards, AsyncrlError for the engine.
     """

@@ -32,10 +32,14 @@ _NAMED = 3
 
 def learning(data: RunData) -> Markup:
     """Rewards and held-out accuracy."""
+    temperature = data.setting("evaluation.temperature")
+    drawn = "sampled as in training"
+    if temperature is not None:
+        drawn = f"sampled at temperature {temperature:g}" if temperature else "answered greedily"
     return section(
         "Learning",
         "The reward is that of the samples that each step trained on. Accuracy is measured on "
-        "held-out prompts, sampled as in training.",
+        f"held-out prompts, {drawn}.",
         _failures(data),
         _environment(data),
         _incomplete(data),

@@ -42,7 +42,10 @@ def estimates(one: SetEvaluation) -> str:
     """
     if one.accuracy is None:
         return f"incomplete, {_too_few(one)}"
-    about = [f"{one.samples:,} samples, drawn as in training"]
+    drawn = "drawn as in training"
+    if one.temperature is not None:
+        drawn = f"at temperature {one.temperature:g}" if one.temperature else "greedy"
+    about = [f"{one.samples:,} samples, {drawn}"]
     if one.unscored:
         about.append(f"{one.unscored:,} more without a reward are left out")
     if one.failed:

@@ -68,6 +68,8 @@ class SetEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     pass_at_error: dict[int, float] = {}
     tokens: float = 0.0
     """Mean response length in tokens."""
+    temperature: Measured = None
+    """Temperature of the samples if it was not that of training; 0: greedy."""
 
     @property
     def is_complete(self) -> bool:

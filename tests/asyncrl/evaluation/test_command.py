@@ -18,6 +18,7 @@ from asyncrl.errors import AsyncrlError, ModelError, UserError
 from asyncrl.evaluation import command
 from asyncrl.evaluation.command import evaluate_model, resolve_target
 from asyncrl.monitoring.records.metrics_log import EvaluationsLog
+from asyncrl.monitoring.terminal.evaluation_text import estimates
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.tasks.model import builtin_tokenizer
 from asyncrl.tasks.prompts import Prompt, Task
@@ -120,6 +121,7 @@ def test_a_run_with_an_environment_is_evaluated_in_its_environment(
     config = load_config(None, [named, *lengths, "evaluation.temperature=0"])
     (found,) = evaluate_model(config, str(tmp_path), Console()).sets.values()
     assert {one.sampling.top_k for one in engine.requests} == {1}, "greedy"
+    assert "3 samples, greedy" in estimates(found)
     assert engine.turns == {"eval-0.0": 2, "eval-0.1": 2, "eval-0.2": 1}
     assert found.reward == pytest.approx((1.0 + 0.5 + 0.5) / 3)
     assert found.tokens == pytest.approx((4 + 4 + 2) / 3)
