@@ -4,9 +4,6 @@
 they have one. The rule of a key is its entry's, or else that of the section around it. Values that
 are a setting's default pass, since a run's own config.yaml names all of them; and recorded
 configurations are not judged, so that every run stays readable.
-
->>> rule_of("environment.max_turns").when
-'with environment.name'
 """
 
 from __future__ import annotations

@@ -1,12 +1,4 @@
-"""Generates the reference of all settings from the Config classes.
-
-Each setting is a pydantic field with a docstring, its meaning; type, bounds and default come from
-the field. Two outputs are rendered from these:
-
-- `explain_config`: a run's configuration as commented YAML (`asyncrl run CONFIG --explain`);
-- `reference_page`: docs/configuration.md, rewritten by
-  `python -m asyncrl.config.reference > docs/configuration.md`. A test compares the two.
-"""
+"""Generates the reference of all settings from the Config classes."""
 
 from __future__ import annotations
 

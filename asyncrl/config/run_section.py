@@ -1,15 +1,4 @@
-"""Configuration of the run itself (`run:`).
-
-Settings can change at a step of a run by `run.changes`, written in advance or by `asyncrl set`.
-
-    run:
-      changes:
-        100: {trainer.learning_rate: 1.0e-6}
-
-They may also be written in sections, `{trainer: {learning_rate: 1.0e-6}}`. An order adds its line
-here, so a run that received the order and a run that had the line from the beginning are the same,
-also when they continue from an earlier checkpoint.
-"""
+"""Configuration of the run itself (`run:`)."""
 
 from __future__ import annotations
 

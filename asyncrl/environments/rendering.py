@@ -12,17 +12,6 @@ the template puts a special token at the border, which no merge crosses, the pie
 tokens as the whole text. Otherwise the text is the same but a token at the border may differ;
 `TurnRenderer.findings` says so.
 
-Example:
-    >>> from asyncrl.tasks.model import builtin_tokenizer
-    >>> tokenizer = builtin_tokenizer()
-    >>> renderer = TurnRenderer(tokenizer, stop_tokens=(tokenizer.eos_token_id,))
-    >>> question = [{"role": "user", "content": "1+1=?"}]
-    >>> tokenizer.decode(renderer.prompt(question))
-    '<user>1+1=?<assistant>'
-    >>> turn = tokenizer("3<end>")["input_ids"]
-    >>> tokenizer.decode(renderer.between(question, [{"role": "user", "content": "less"}], turn))
-    '<user>less<assistant>'
-
 A turn is rendered with only the messages nearest to it, although a template may change earlier
 turns. `ConversationCheck` compares the result with whole conversations: one of our own at the
 start, and actual ones later.

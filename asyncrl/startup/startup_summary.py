@@ -1,15 +1,4 @@
-"""Writes seven lines about a starting run; more with an environment or a shared GPU.
-
-model      /models/qwen3-1.7b: qwen3, 1.7 billion parameters
-data       gsm8k.jsonl: 7,200 prompts to train on, 273 held out; 100 steps of 16 prompts x 8 samples
-mode       verify: generated ahead of time, verified by the policy in training; exactly on-policy
-training   rloo: an unbiased gradient; on-policy, nothing to correct
-turns      guessing: at most 5 a sample; goes back by replay (deterministic); 64 open at once ...
-processes  trainer on GPU 1 (26 GiB), 1 generator (vllm) on GPU 0; ...
-memory     trainer: about 26 GiB of GPU 1 (80 GiB): moments 13 GiB, weights 6.3 GiB, ...
-shared     GPU 0 (80 GiB): trainer 28 GiB; vllm 32 GiB: weights 3.2 GiB, KV 27 GiB ...
-results    runs/first: report.html, result.json, checkpoints/
-"""
+"""Writes seven lines about a starting run; more with an environment or a shared GPU."""
 
 from __future__ import annotations
 

@@ -17,11 +17,7 @@ from asyncrl.wire.records.evaluations import (
 def evaluation_lines(
     record: EvaluationRecord, *, is_best: bool = False, is_known: bool = False
 ) -> list[str]:
-    """Describe an evaluation, a line per set; `is_known`: it was measured before a resume.
-
-    held-out accuracy of step 40: 0.711 (0.653 to 0.763 at 95%; 256 samples, drawn as in training),
-    the best so far
-    """
+    """Describe an evaluation, a line per set; `is_known`: it was measured before a resume."""
     when = f"of step {record.step}" if record.when == "during" else f"{record.when} training"
     when += " (measured at the start)" if is_known else ""
     lines = []
@@ -36,10 +32,7 @@ def evaluation_lines(
 
 
 def estimates(one: SetEvaluation) -> str:
-    """`0.664 (0.604 to 0.719 at 95%; 256 samples, ...), pass@4 0.902`, or why there is none.
-
-    The mean reward follows if it says more than the accuracy.
-    """
+    """`0.664 (0.604 to 0.719 at 95%; 256 samples, ...), pass@4 0.902`, or why there is none."""
     if one.accuracy is None:
         return f"incomplete, {_too_few(one)}"
     drawn = "drawn as in training"

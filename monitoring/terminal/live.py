@@ -1,8 +1,4 @@
-"""The live view of a run: a panel in a terminal, plain lines anywhere else.
-
-The panel is redrawn at a fixed rate. Lines are printed when a step is finished, when the phase
-changes, and at least every half minute.
-"""
+"""The live view of a run: a panel in a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -268,10 +264,7 @@ WIDE_COLUMNS = 92
 
 
 class LiveView:
-    """Shows snapshots of a run as the configuration and the terminal allow.
-
-    `config.live` chooses the view; `total_steps` are those of the whole run; `clock` is monotonic.
-    """
+    """Shows snapshots of a run as the configuration and the terminal allow."""
 
     def __init__(
         self,

@@ -353,15 +353,7 @@ class SignalTotals(Counts, frozen=True, kw_only=True):
 
 
 class OnPolicySteps(NamedTuple):
-    """Numbers of steps that were exactly on-policy, were not, or are unknown.
-
-    >>> OnPolicySteps(yes=2).exactly
-    True
-    >>> OnPolicySteps(yes=2, no=1, unknown=1).exactly
-    False
-    >>> OnPolicySteps(yes=2, unknown=1).exactly is None
-    True
-    """
+    """Numbers of steps that were exactly on-policy, were not, or are unknown."""
 
     yes: int = 0
     no: int = 0

@@ -157,12 +157,7 @@ def _check_parameter(name: str, value: Any, policy: PolicySettings) -> None:
 
 
 def differences(settings: Mapping[str, Any], policy: PolicySettings) -> dict[str, Any]:
-    """Return those of a program's sampling settings that differ from the run's.
-
-    Example:
-        >>> differences({"temperature": 0.5, "top_p": 1, "max_tokens": None}, PolicySettings())
-        {'temperature': 0.5}
-    """
+    """Return those of a program's sampling settings that differ from the run's."""
     found = {}
     for name, value in settings.items():
         if value is None or name in _NO_EFFECT:

@@ -192,12 +192,7 @@ async def _read(stream: asyncio.StreamReader, kept: bytearray) -> None:
 
 
 def reward_of(result: Any) -> Any:
-    """Return an agent's reward, given as a number or `{"reward": number}`; None is 0.
-
-    Example:
-        >>> reward_of({"reward": 0.5}), reward_of(None)
-        (0.5, 0.0)
-    """
+    """Return an agent's reward, given as a number or `{"reward": number}`; None is 0."""
     if isinstance(result, dict) and "reward" in result:
         result = result["reward"]
     return 0.0 if result is None else result
