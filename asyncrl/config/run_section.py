@@ -68,9 +68,8 @@ class RunSection(BaseModel):
     """Optimizer steps."""
     epochs: float | None = Field(default=None, gt=0, le=MAX_STEPS)
     """The length of the run as passes over the training prompts, in place of `steps`: 0.5, 3. The
-    run takes the fewest steps that draw so many groups, counted when it starts; its config.yaml has
-    that number as `steps`. Groups that `scheduler.dynamic_sampling` leaves out are drawn besides.
-    """
+    steps are counted when the run starts, rounded up, and its config.yaml has them as `steps`.
+    Groups that `scheduler.dynamic_sampling` leaves out are drawn besides."""
     seed: int = Field(default=0, ge=-(10**18), le=10**18)
     """Seed of the data order, the sampling and the trainer. Data order and sampling also depend on
     the weights that the run starts from, so a run from another run's model draws anew. The split
