@@ -310,7 +310,8 @@ class TurnRenderer:
         near = list(messages) if self._check.needs_whole else nearest_context(messages)
         text = end_of_turn(self._template, near, new, tools)
         self._check.look_for(near, new, tools)
-        if _is_power_of_two(1 + [m.get("role") for m in messages].count("assistant")):
+        turn = 1 + [m.get("role") for m in messages].count("assistant")
+        if turn & (turn - 1) == 0:  # 1, 2, 4, 8, ...
             at = TurnInConversation(messages, new, self._pieces.text(turn_tokens), tools)
             text = self._check.check(at, text)
         return np.asarray(self._after(text, turn_tokens), np.int32)
@@ -390,10 +391,6 @@ class TurnRenderer:
                 '"eos_token_id" in generation_config.json',
             )
         return [] if by_role else ids[: place + 1]
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
 
 
 def _as_messages(messages: Sequence[Message] | str) -> list[Message]:

@@ -214,8 +214,12 @@ def parse_turn(text: str, form: ToolFormat, tools: Tools | None, *, turn: int = 
 
 def checked_call(call: WrittenCall, tools: Tools, call_id: str) -> ToolCall:
     """Check a written call against the tools."""
-    functions = [_function(tool) for tool in tools]
-    schemas = {one["name"]: one for one in functions if isinstance(one.get("name"), str)}
+    functions = [tool.get("function", tool) for tool in tools]
+    schemas = {
+        one["name"]: one
+        for one in functions
+        if isinstance(one, Mapping) and isinstance(one.get("name"), str)
+    }
     if call.error or not call.name:
         wrong = call.error or "a call is an object with `name` and `arguments`"
         return ToolCall(call_id, call.name, {}, wrong[:_MAX_MESSAGE], "json")
@@ -247,11 +251,6 @@ def _value(name: str, text: str, schema: Any) -> Any:
         return text
     value, error = load_json(text)
     return text if error else value
-
-
-def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = tool.get("function", tool)
-    return function if isinstance(function, Mapping) else {}
 
 
 def _misfit(arguments: dict[str, Any], schema: Any) -> str | None:

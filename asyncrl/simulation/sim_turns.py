@@ -80,8 +80,6 @@ class TurnGenerator(SimGenerator):
         self.away = 0
         self.told_away = 0
 
-    # -------------------------------------------------------------------- time
-
     def advance(self, now: float) -> None:
         """Decode up to time `now`, and count the idle time."""
         seconds = now - max(self._clock, min(now, self.paused_until))
@@ -102,8 +100,6 @@ class TurnGenerator(SimGenerator):
             return end
         back = max(self._clock, away[0][0])
         return back if end is None else min(end, back)
-
-    # ---------------------------------------------------------------- requests
 
     def start(self, sample: SampleId, priority: int) -> None:
         """Add a request."""
@@ -182,8 +178,6 @@ class TurnGenerator(SimGenerator):
     def _leave(self, request: SimRequest) -> None:
         super()._leave(request)
         self._context = max(0.0, self._context - request.observed)
-
-    # ------------------------------------------------------------ verification
 
     def _accept(self, request: SimRequest) -> float:
         if not isinstance(request, TurnRequest):

@@ -42,13 +42,16 @@ NOTABLE_SHARE = 0.1
 
 def panel(view: RunView, *, run_name: str, total_steps: int, wide: bool = True) -> Panel:
     """The panel of a snapshot; `wide` puts the numbers into two columns."""
+    waiting: list[RenderableType] = []
+    if view.waiting_for:
+        waiting = [Text(), Text.assemble(("waiting: ", "yellow"), (_clean(view.waiting_for), ""))]
     body = Group(
         _head(view, total_steps),
         Text(),
         _progress(view, total_steps),
         Text(),
         _numbers(view, wide),
-        *_foot(view),
+        *waiting,
     )
     title = Text.assemble(("asyncrl", "bold"), ("  ·  ", "dim"), (_clean(run_name), "cyan"))
     return Panel(
@@ -193,12 +196,6 @@ def _samples(view: RunView) -> Text:
 
 def _idle(share: float | None) -> Text:
     return Text(percent(share), style="yellow" if (share or 0.0) >= HIGH_IDLE_SHARE else "")
-
-
-def _foot(view: RunView) -> list[RenderableType]:
-    if not view.waiting_for:
-        return []
-    return [Text(), Text.assemble(("waiting: ", "yellow"), (_clean(view.waiting_for), ""))]
 
 
 def plain_line(view: RunView, total_steps: int) -> str:
