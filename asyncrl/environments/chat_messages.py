@@ -61,11 +61,7 @@ def chat_message(message: Any) -> Message:
 
 
 def new_messages(known: Sequence[Message], messages: Sequence[Message]) -> list[Message] | None:
-    """Return the messages added to a known conversation, or None if it is not continued.
-
-    Example:
-        >>> new_messages([{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}])
-    """
+    """Return the messages added to a known conversation, or None if it is not continued."""
     if len(messages) <= len(known):
         return None
     pairs = zip(known, messages, strict=False)

@@ -45,9 +45,6 @@ class Network:
 
     def depth(self, node: int) -> int:
         """Return the links between the trainer's node and this one, numbered breadth first from 0.
-
-        >>> [Network(fan_out=2).depth(node) for node in range(7)]
-        [1, 1, 2, 2, 2, 2, 3]
         """
         if self.fan_out == 1:
             return node + 1

@@ -23,14 +23,7 @@ Measured = float | None
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """Counts that add and subtract as a whole.
-
-    >>> before, resumed = TokenCounts(generated=100, drafted=40), TokenCounts(generated=30)
-    >>> (before + resumed).generated
-    130
-    >>> before + resumed - before == resumed
-    True
-    """
+    """Counts that add and subtract as a whole."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(
