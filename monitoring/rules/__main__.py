@@ -20,8 +20,7 @@ _TOKENS = re.compile(r"(?<=\[1h\]\)\) > )\d+")
 
 
 def faster(text: str, factor: float) -> str:
-    r"""Divide the times of the rules in `text` by `factor`. Raises ValueError unless it is above 0.
-    """
+    """Divide the times of the rules in `text` by `factor`; ValueError unless it is above 0."""
     if not factor > 0:
         raise ValueError(f"rules cannot be made {factor} times faster; give a number above 0")
 
