@@ -76,11 +76,7 @@ class Cost:
     message_seconds: float = 1e-3
 
     def decode(self, rows: float, context: float, drafting: int = 0) -> float:
-        """Return the seconds of a decode step with `rows` rows that attend to `context` tokens.
-
-        `drafting` rows draft from their own old continuation, with the free arithmetic; other
-        drafts are not modelled.
-        """
+        """Return the seconds of a decode step with `rows` rows that attend to `context` tokens."""
         fed = rows
         if drafting:
             fed = max(fed, min(rows + MAX_DRAFTS * drafting, int(self.free_tokens)))
