@@ -166,7 +166,9 @@ class FakeRewards:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def score(self, _prompt: str, text: str, row: Any, *, example_id: str) -> Reward:
+    async def score(
+        self, _prompt: str, text: str, row: Any, *, example_id: str, is_beside_another: bool = False
+    ) -> Reward:
         assert example_id == "p"
         self.asked.append(text)
         self.rows.append(row)
