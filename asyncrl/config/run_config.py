@@ -345,12 +345,9 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     values = {} if path is None else _read(path)
     for override in overrides:
         _apply(values, override)
-    run, source = values.get("run"), "the defaults" if path is None else str(path)
-    if isinstance(run, dict) and None not in (run.get("steps"), run.get("epochs")):
-        raise ConfigError(
-            f"{source}: run.steps and run.epochs both say how long the run is; leave one out"
-        )
-    return parse_config(values, source=source, folder=None if path is None else path.parent)
+    if path is None:
+        return parse_config(values, source="the defaults")
+    return parse_config(values, source=str(path), folder=path.parent)
 
 
 def _read(path: Path) -> dict[str, Any]:
