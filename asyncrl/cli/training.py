@@ -23,6 +23,7 @@ from asyncrl.runs.command_lines import DEFAULT_RUNS, resume_command
 from asyncrl.simulation.command import simulate
 
 if TYPE_CHECKING:
+    from asyncrl.config.run_config import RunConfig
     from asyncrl.wire.records.evaluations import EvaluationRecord
     from asyncrl.wire.records.step import RunResult
 
@@ -117,10 +118,9 @@ def run(
             "--continue resumes a run or begins it: give it without --resume and --clean"
         )
     if continues:
-        from asyncrl.runs.directory import is_complete, may_be_resumed
+        from asyncrl.runs.directory import may_be_resumed
 
-        if is_complete(config):
-            typer.echo(f"the run in {config.directory} is complete; there is nothing to do")
+        if _is_complete(config):
             return
         resume = may_be_resumed(config)
     resume = resume or resume_from is not None
@@ -140,6 +140,9 @@ def run(
     from asyncrl.startup.prepare import prepare
 
     prepared = prepare(config, console)
+    config = prepared.config
+    if continues and _is_complete(config):
+        return  # the steps of `run.epochs` are known now
     if dry_run:
         from asyncrl.startup.machine_checks import refuse_taken_ports
 
@@ -163,6 +166,7 @@ def run(
         config.directory,
         result,
         planned=config.run.steps,
+        at_start=config.evaluation.at_start,
         to_continue=resume_command(config.directory, config_file, overrides or []),
     )
 
@@ -309,6 +313,15 @@ def _end_with(parent: int) -> None:
     threading.Thread(target=end, name="end-with", daemon=True).start()
 
 
+def _is_complete(config: RunConfig) -> bool:
+    from asyncrl.runs.directory import is_complete
+
+    if not is_complete(config):
+        return False
+    typer.echo(f"the run in {config.directory} is complete; there is nothing to do")
+    return True
+
+
 def _evaluations(directory: Path) -> list[EvaluationRecord]:
     from asyncrl.monitoring.errors import RecordError
     from asyncrl.monitoring.records.metrics_log import read_evaluations
@@ -319,7 +332,13 @@ def _evaluations(directory: Path) -> list[EvaluationRecord]:
 
 
 def _print_result(
-    console: Console, directory: Path, result: RunResult, *, planned: int, to_continue: str
+    console: Console,
+    directory: Path,
+    result: RunResult,
+    *,
+    planned: int,
+    at_start: bool = True,
+    to_continue: str,
 ) -> None:
     from asyncrl.monitoring.terminal.evaluation_text import course, incomplete
     from asyncrl.monitoring.terminal.formatting import counted, number
@@ -340,9 +359,11 @@ def _print_result(
         lacks = [text for one in whole if (text := incomplete(one))]
         shown = "no held-out prompts, so no accuracy"
         if after is not None and not lacks:
+            changed = "rows or functions changed since the first start"
+            why = changed if at_start else "evaluation.at_start is false"
             shown = (
-                f"held-out accuracy {after:.3f}; rows or functions changed since the first start, "
-                "so there is no earlier accuracy to compare it with"
+                f"held-out accuracy {after:.3f}; {why}, so there is no earlier accuracy to compare "
+                "it with"
             )
         elif lacks:
             shown = (

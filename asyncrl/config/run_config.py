@@ -410,3 +410,6 @@ def _apply(values: dict[str, Any], override: str) -> None:
             raise ConfigError(f"{shown}: {shortened(section)} is a value, not a section")
         place = inner
     place[last] = value
+    length = {"run.steps": "epochs", "run.epochs": "steps"}.get(key.strip())
+    if length is not None and value is not None:
+        place.pop(length, None)  # the file's: an order of the command line takes its place

@@ -85,7 +85,7 @@ def _newest_checkpoint(run: Path, console: Console) -> Path | None:
 
 
 def evaluate_model(config: RunConfig, model_path: str, console: Console) -> EvaluationRecord:
-    """Sample every held-out prompt as in training; return the estimates of each set.
+    """Sample every held-out prompt; return the estimates of each set.
 
     Raises UserError for the model, the data or the rewards, AsyncrlError for the engine.
     """
@@ -192,4 +192,5 @@ async def _generator(
     episodes = None
     if pool is not None:
         episodes = episodes_with(pool, config, task.tokenizer, decode, task.stop_tokens)
+    sampling = config.evaluation.sampling_of(sampling)
     return SampleGenerator(engine, scoring, sampling, episodes=episodes)

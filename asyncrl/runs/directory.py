@@ -212,10 +212,13 @@ def may_be_resumed(config: RunConfig) -> bool:
 
 
 def is_complete(config: RunConfig) -> bool:
-    """Return True if a run of this name has trained all these steps and is not active."""
+    """Return True if a run of this name has trained all these steps and is not active.
+
+    With `run.epochs`, which `prepare` turns into steps, it is not known yet: False.
+    """
     path = config.directory
     state = read_state(path)
-    if state is None or state.ended != "done" or is_alive(path):
+    if config.run.epochs or state is None or state.ended != "done" or is_alive(path):
         return False
     return load_config(path / "config.yaml").run.steps >= config.run.steps
 

@@ -95,7 +95,7 @@ def with_settings(config: RunConfig, steps: int) -> RunConfig:
     whole = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     name = config.run.name.removesuffix(SUFFIX) + SUFFIX
     updates = {
-        "run": {"name": name, "steps": steps, "changes": {}},
+        "run": {"name": name, "steps": steps, "epochs": None, "changes": {}},
         "trainer": trainer,
         "sampling": whole,
         "scheduler": {"group_size": 1, "groups_per_step": sft.batch_size},

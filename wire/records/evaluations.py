@@ -70,6 +70,8 @@ class SetEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Mean response length in tokens."""
     loss: Measured = None
     """Mean -log p of a learned token, in nats: the only estimate of supervised fine-tuning."""
+    temperature: Measured = None
+    """Temperature of the samples if it was not that of training; 0: greedy."""
 
     @property
     def is_complete(self) -> bool:
