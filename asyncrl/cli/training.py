@@ -105,8 +105,14 @@ def run(
         _end_with(end_with)
     from asyncrl.config.effects import load_users_config
     from asyncrl.config.reference import explain_config
+    from asyncrl.tasks.sft_config import ALGORITHM
 
     config = load_users_config(config_file, overrides or [])
+    if config.trainer.algorithm == ALGORITHM:
+        raise UserError(
+            f"{config_file} is of a run of supervised fine-tuning, which `asyncrl sft` begins and "
+            "continues; train its newest model on with --set model.path=RUN/checkpoints/STEP"
+        )
     if explain:
         typer.echo(explain_config(config, lambda line: typer.style(line, dim=True)), nl=False)
         from asyncrl.startup.memory import memory_comment

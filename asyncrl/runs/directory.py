@@ -69,6 +69,8 @@ class RunState(msgspec.Struct):
 
     pid: int
     kind: Literal["rl", "sft"] = "rl"
+    examples: str = ""
+    """Digest of the examples of a run of `asyncrl sft`."""
     control_address: str = ""
     """Address at which the controller answers `asyncrl status|stop|pause|resume`."""
     accuracy_before: float | None = None
@@ -356,6 +358,9 @@ def is_alive(path: Path) -> bool:
 def _refuse_active(path: Path) -> NoReturn:
     state = read_state(path)
     process = "" if state is None else f" (process {state.pid})"
+    how = f"`{command_for('stop', path)}`"
+    if state is not None and state.kind == "sft":
+        how = f"`kill {state.pid}`, after its step"
     status = None if state is None else status_of(state.pid)
     if state is not None and status is not None and status.is_stopped:
         raise UserError(
@@ -364,7 +369,7 @@ def _refuse_active(path: Path) -> NoReturn:
         )
     raise UserError(
         f"the run in {path} is active{process}; watch it with `{command_for('status', path)}`, "
-        f"or end it with `{command_for('stop', path)}`"
+        f"or end it with {how}"
     )
 
 
@@ -386,6 +391,9 @@ def _refuse_if_different(path: Path, config: RunConfig) -> None:
     previous = load_config(path / "config.yaml").model_dump(mode="json")
     current = config.model_dump(mode="json")
     forget_unnamed(previous, current)
+    if not is_supervised(path):
+        for one in (previous, current):
+            one.pop("sft", None)
     key = fixed_difference(previous, current)
     if key is not None:
         before, now = value_of(previous, key), value_of(current, key)

@@ -15,7 +15,7 @@ import yaml
 from fake_processes import generator_spec, relay_spec, spec
 from msgspec.structs import replace
 
-from asyncrl.child import configure_allocator
+from asyncrl.launch.start_order import configure_allocator
 from asyncrl.config.run_config import load_config
 from asyncrl.errors import ConfigError, UserError
 from asyncrl.launch.child_spec import CONFIG_VARIABLE, ChildSpec, TrainerSpec, keys_of, read_spec
