@@ -136,7 +136,7 @@ def test_it_learns_and_says_so(typed: Typed, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}], ids=["whole", "LoRA"])
 def test_a_run_that_is_stopped_continues_to_the_same_weights(
-    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any]
+    typed: Typed, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any]
 ) -> None:
     """Ctrl-C ends it after the step, with a checkpoint; the same command continues it."""
     run = tmp_path / "runs/words-sft"
@@ -158,7 +158,9 @@ def test_a_run_that_is_stopped_continues_to_the_same_weights(
     assert "stopped after 3 steps; continue with: asyncrl sft run.yaml --resume" in said
     assert "ended" in (run / "run.json").read_text()
     with pytest.raises(UserError, match="the chat template or the tokenizer have changed"):
-        typed("--resume", "--set", "task.prompt_field=response", **lora)
+        rows.write_text((before := rows.read_text()).replace("say 3", "tell 3"))
+        typed("--resume", **lora)
+    rows.write_text(before)
     with pytest.raises(UserError, match="which `asyncrl sft` begins and continues"):
         invoke("run", str(run / "config.yaml"), "--resume")
     typed("--resume", **lora)
