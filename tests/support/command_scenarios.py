@@ -69,6 +69,7 @@ RUN_BY: dict[str, str] = {
     """,
     f"{HERE}::test_a_run_of_ones_own_from_its_first_file_to_its_model": """
         asyncrl init
+        asyncrl init --prometheus
         asyncrl doctor run.yaml
         asyncrl doctor CONFIG
         asyncrl doctor [CONFIG]
