@@ -79,12 +79,14 @@ def test_what_is_replaced_as_a_whole_is_copied_as_a_whole(tmp_path: Path) -> Non
         unfinished, cache = "unfinished/step-000004/generator-0.bin", "cache/generator-0.snapshot"
         write(relays.node, unfinished, b"u" * (5 << 20))
         write(relays.node, cache, b"one")
+        write(relays.node, "recent/generator-0.jsonl", b"{}\n")
         write(relays.node, "cache/.generator-0.snapshot.77", b"being written")
         relays.follow("generator-0")
         assert await relays.finish() == {}
         assert (relays.run / unfinished).read_bytes() == b"u" * (5 << 20)
         assert not (relays.node / unfinished).exists(), "the run's folder alone forgets it in time"
         assert (relays.run / cache).read_bytes() == b"one"
+        assert (relays.run / "recent/generator-0.jsonl").read_bytes() == b"{}\n"
         (relays.run / unfinished).unlink()
         (relays.node / cache).unlink()
         write(relays.node, cache, b"another")
