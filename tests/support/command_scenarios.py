@@ -111,7 +111,6 @@ RUN_BY: dict[str, str] = {
         asyncrl agent-key ~/agents.key
         asyncrl simulate
         asyncrl simulate --generators 64 --model 7b
-        asyncrl simulate --rule block
     """,
     "tests/asyncrl/run/test_tutorial.py::test_the_commands_of_the_tutorial": """
         asyncrl init first
