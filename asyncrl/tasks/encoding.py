@@ -63,15 +63,14 @@ class PromptEncoder:
         the template fails for a prompt or exceeds its limits, or a prompt is longer than
         `max_prompt_tokens` with `too_long: refuse`.
         """
-        if not questions:
-            return [], 0
-        texts = zip(questions, self._texts(questions), strict=True)
-        kept = [(question, text) for question, text in texts if not self._is_huge(question, text)]
+        all_texts = zip(questions, self._texts(questions), strict=True)
+        kept = [(one, text) for one, text in all_texts if not self._is_huge(one, text)]
         prompts, left_out = [], len(questions) - len(kept)
-        # A chat template contains the special tokens; without one, the tokenizer adds its own.
-        for (question, text), tokens in zip(
-            kept, self._tokens([text for _, text in kept]), strict=True
-        ):
+        texts, ids = [text for _, text in kept], []
+        if texts:
+            # A chat template contains the special tokens; without one, the tokenizer adds its own.
+            ids = self._tokenizer(texts, add_special_tokens=self._template is None)["input_ids"]
+        for (question, text), tokens in zip(kept, ids, strict=True):
             if not tokens:
                 raise DataError(f"{question.where}: the prompt is empty once tokenised")
             if self._too_long(question, len(tokens)):
@@ -84,14 +83,6 @@ class PromptEncoder:
             text = "left out %d of %d prompts longer than %s tokens (task.too_long: filter)"
             log.warning(text, left_out, len(questions), self._config.max_prompt_tokens)
         return prompts, left_out
-
-    def _tokens(self, texts: list[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=self._template is None)[
-            "input_ids"
-        ]
-        return ids
 
     def _texts(self, questions: Sequence[Question]) -> list[str]:
         if self._template is None:

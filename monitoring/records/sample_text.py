@@ -89,7 +89,8 @@ def newest(run: Path, count: int) -> list[SampleRecord | TrainedSample]:
     known = {(one.step, one.sample_id) for one in recorded}
     logged = newest_trained(run / "samples", count + len(recorded))
     others = [one for one in logged if (one.step, one.sample_id) not in known]
-    return sorted([*others, *recorded], key=lambda one: one.step)[-count:]
+    both: list[SampleRecord | TrainedSample] = [*others, *recorded]
+    return sorted(both, key=lambda one: one.step)[-count:]
 
 
 def _runs(record: SampleRecord) -> Iterator[tuple[str, str]]:

@@ -25,7 +25,7 @@ from asyncrl.monitoring.records.jsonl import (
 logger = logging.getLogger(__name__)
 
 RECENT = "recent"
-_RECENT_BYTES = 1 << 20
+_RECENT_BYTES = 1 << 18
 _TAIL_BYTES = 4 << 20
 _NEWEST_FILES = 16
 """Files of `recent/` that are read; the others are older."""
@@ -105,7 +105,7 @@ class SampleLog(RetryingJsonlWriter[SampleRecord]):
 
 
 class RecentSamples:
-    """Keeps the newest trajectories of one process in the file `path`, up to 1 MiB.
+    """Keeps the newest trajectories of one process in the file `path`, up to 256 KiB.
 
     The file is replaced as a whole. A disk that hangs is waited for once.
     """

@@ -181,8 +181,8 @@ def load_run(run_dir: Path) -> RunData:
     data.evaluations = _load_or_note(
         data, lambda: read_evaluations(run_dir / "evaluations.jsonl"), []
     )
-    spread = _load_or_note(data, lambda: read_samples(run_dir / "samples.jsonl"), [])
-    data.samples = with_recent(run_dir, trained_on(spread), RECENT_SAMPLES)
+    data.samples = _load_or_note(data, lambda: read_samples(run_dir / "samples.jsonl"), [])
+    data.samples = with_recent(run_dir, trained_on(data.samples), RECENT_SAMPLES)
     if (run_dir / "orders.jsonl").exists():
         data.orders = _load_or_note(
             data, lambda: read_jsonl(run_dir / "orders.jsonl", OrderRecord), []

@@ -92,12 +92,12 @@ def test_recent_samples_forget_the_oldest_and_those_before_a_rewind(tmp_path: Pa
     def record(*steps: int) -> list[int]:
         for step in steps:
             sample = SampleId(GROUPS * step, (GROUPS * step + step) % GROUP_SIZE)
-            recorder.consider(held(sample, 10_000), reward=Reward(1.0), step=step)
+            recorder.consider(held(sample, 2_500), reward=Reward(1.0), step=step)
         return [one.step for one in newest_samples(tmp_path, 200) if one.step % 4]
 
     steps = record(*range(1, 20))
     assert steps[-1] == 19
-    assert (tmp_path / "recent" / "generator-0.jsonl").stat().st_size <= 1 << 20
+    assert (tmp_path / "recent" / "generator-0.jsonl").stat().st_size <= 1 << 18
     assert len(steps) < 10, "it grows with the run"
     recorder.rewind()
     assert record(5)[-1] == 5
