@@ -76,7 +76,7 @@ activations."""
 _ROOM = 1.1
 """Factor of the KV that all slots can fill, for partial blocks and steps in flight."""
 _FINER = 10_000
-TELL_SECONDS = 1.0
+TELL_SECONDS = 0.7
 """Silence before a line says what takes so long."""
 _WRITTEN = "(a run writes both to its config.yaml when it starts)"
 """Hint for users who resume from a config.yaml and have set neither the KV nor the share."""

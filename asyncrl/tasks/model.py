@@ -144,7 +144,7 @@ def _make(directory: Path, recipe: WarmStart, progress: Progress | None) -> None
         if progress.disable:  # no terminal
             text = (
                 f"training the built-in model first (once): {recipe.steps:,} supervised steps, "
-                + ("half a minute to a few minutes" if recipe.task == "arithmetic" else "minutes")
+                + ("half a minute to a few minutes" if recipe.task == "arithmetic" else "several minutes")
             )
             progress.console.print(text, soft_wrap=True, highlight=False)
     log.info("training the built-in model: %d supervised steps", recipe.steps)
