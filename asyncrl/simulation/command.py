@@ -194,6 +194,8 @@ def simulate(
 
     Costs come from a roofline model, or from a run with --from.
     """
+    note = partial(typer.echo, err=True)
+    note("simulating; a line follows for each mode")  # before the imports, which take a second
     from dataclasses import asdict
 
     from asyncrl.config.run_config import load_config
@@ -223,13 +225,12 @@ def simulate(
     changes |= _environments(context, environment_latency, options)
     if steps is not None:
         changes["warm_up"] = min(4, steps - 1)
-    note = partial(typer.echo, err=True)
     config = None if config_file is None else load_config(config_file)
     if from_run is not None:
         note(f"reading the costs and lengths of {from_run}")
     fit = None if from_run is None else fit_run(from_run)
     cluster = study.cluster(config, fit, **changes)
-    note(f"simulating {cluster.steps} steps of {cluster.generators} generators in each mode")
+    note(f"{cluster.steps} steps of {cluster.generators} generators in each mode")
     least = _MIN_TABLE_WIDTH if environment_latency is None else _MIN_WIDE_WIDTH
     console = Console(width=max(Console().width, least))
     if regimes:

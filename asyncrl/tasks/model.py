@@ -142,9 +142,10 @@ def _make(directory: Path, recipe: WarmStart, progress: Progress | None) -> None
     if progress is not None:
         bar = progress.add_task("Warm start of the built-in model (first use)", total=recipe.steps)
         if progress.disable:  # no terminal
+            some = "half a minute to a few" if recipe.task == "arithmetic" else "several"
             text = (
                 f"training the built-in model first (once): {recipe.steps:,} supervised steps, "
-                + ("half a minute to a few minutes" if recipe.task == "arithmetic" else "several minutes")
+                f"{some} minutes"
             )
             progress.console.print(text, soft_wrap=True, highlight=False)
     log.info("training the built-in model: %d supervised steps", recipe.steps)
