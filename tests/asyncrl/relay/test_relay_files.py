@@ -101,6 +101,30 @@ def test_what_is_replaced_as_a_whole_is_copied_as_a_whole(tmp_path: Path) -> Non
     with_relays(tmp_path, work)
 
 
+def test_a_file_that_is_replaced_again_and_again_is_no_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `recent/` is: each time after it was listed, and before it is read."""
+    path, times = "recent/generator-0.jsonl", iter(range(100))
+    list_files = FileClient.list
+
+    async def work(relays: Relays) -> None:
+        async def listed(client: FileClient) -> tuple[files.FileInfo, ...]:
+            found = await list_files(client)
+            (relays.node / path).unlink()
+            write(relays.node, path, b"{}\n" * next(times))
+            return found
+
+        write(relays.node, path, b"{}\n" * 500)
+        monkeypatch.setattr(FileClient, "list", listed)
+        next(times)
+        relays.follow("generator-0")
+        assert await relays.finish() == {}
+        assert 0 < (relays.run / path).stat().st_size < 300
+
+    with_relays(tmp_path, work)
+
+
 def test_a_named_file_is_fetched_from_whoever_has_it(tmp_path: Path) -> None:
     async def work(relays: Relays) -> None:
         path = "unfinished/leaving/generator-3.bin"
