@@ -284,7 +284,7 @@ def replaced(scheduler: SchedulerConfig, **changes: Any) -> SchedulerConfig:
 def compare(
     cluster: Cluster, modes: Iterable[str], note: Callable[[str], None] = lambda _: None
 ) -> dict[str, Outcome]:
-    """Simulate each mode on the same cluster; `note` is told of each result."""
+    """Simulate each mode on the same cluster; `note` takes a line for each result."""
     outcomes: dict[str, Outcome] = {}
     for mode in modes:
         outcomes[mode] = cluster.simulate(mode)

@@ -21,7 +21,7 @@ Messages = list[dict[str, Any]]
 _HUGE = 1 << 17
 """Characters of a text that is judged before it is tokenised."""
 _SLACK = 16
-"""Such a text has at least one token for so many times the characters of the longest token."""
+"""Characters per token of such a text, at most, as a multiple of the longest token's."""
 
 
 @dataclass(frozen=True, slots=True)

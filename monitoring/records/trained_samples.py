@@ -1,7 +1,7 @@
 """`samples/000001.jsonl` and so on: every sample that a run has trained on, once, by step.
 
 When a file is full the next number begins, and the oldest files are removed when all together
-exceed a limit. Each rank of the trainer writes files of its own, those from 1 on
+exceed a limit. Each rank of the trainer writes separate files, those from 1 on
 `samples/000001-rank-1.jsonl` and so on. The trainer drops the records of steps that it repeats
 before it adds any (`truncate`).
 """
@@ -79,7 +79,7 @@ class TrainedSample(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def sample_id(self) -> str:
-        """As in samples.jsonl."""
+        """The id that samples.jsonl has."""
         return f"{self.group}.{self.sample}"
 
     @property
