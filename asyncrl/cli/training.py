@@ -34,14 +34,26 @@ def init(
         Path,
         typer.Argument(metavar="FOLDER", help="Folder to write to; created if missing."),
     ] = Path(),
+    prometheus: Annotated[
+        bool,
+        typer.Option(
+            "--prometheus",
+            help="Write monitoring/ instead: Prometheus's configuration for the runs of the "
+            "folder, alert rules, and a dashboard for Grafana.",
+        ),
+    ] = False,
 ) -> None:
     """Write a configuration, a reward function and data to start from."""
-    from asyncrl.initialise.write import initialise
+    from asyncrl.initialise.write import initialise, write_monitoring
 
-    for path in initialise(folder):
+    for path in write_monitoring(folder) if prometheus else initialise(folder):
         typer.echo(f"wrote {path}")
     enter = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
-    typer.echo(f"train with: {enter}asyncrl run run.yaml")
+    if prometheus:
+        start = "prometheus --config.file=monitoring/prometheus.yml"
+        typer.echo(f"start it with: {enter}{start} --web.listen-address=127.0.0.1:9090")
+    else:
+        typer.echo(f"train with: {enter}asyncrl run run.yaml")
 
 
 @app.command(

@@ -16,6 +16,7 @@ engine/           each engine's counters over time
 evaluations.jsonl a line per evaluation of the held-out prompts
 sinks/            what W&B, TensorBoard and MLflow keep here (monitoring.sinks)
 samples.jsonl     a few trajectories for the report
+recent/           a few trajectories of each recent step, one file per generator
 samples/          every trained sample (run.log_samples)
 cache/            the generators' rollout caches, for a resumed run
 python/           the configuration and functions of a run that Python started (`asyncrl.Run`)

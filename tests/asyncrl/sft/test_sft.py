@@ -157,8 +157,8 @@ def test_a_run_that_is_stopped_continues_to_the_same_weights(
         said = typed("--clean", **lora)
     assert "stopped after 3 steps; continue with: asyncrl sft run.yaml --resume" in said
     assert "ended" in (run / "run.json").read_text()
+    rows.write_text((before := rows.read_text()).replace("say 3", "tell 3"))
     with pytest.raises(UserError, match="the chat template or the tokenizer have changed"):
-        rows.write_text((before := rows.read_text()).replace("say 3", "tell 3"))
         typed("--resume", **lora)
     rows.write_text(before)
     with pytest.raises(UserError, match="which `asyncrl sft` begins and continues"):
