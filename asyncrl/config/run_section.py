@@ -76,7 +76,8 @@ class RunSection(BaseModel):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """Name of the run and of its folder: letters, digits, dot, dash, underscore."""
     steps: int = Field(default=100, ge=1, le=MAX_STEPS)
-    """Optimizer steps."""
+    """Steps of the run. Each is one optimizer step, or several with `trainer.ppo_epochs` or
+    `trainer.minibatches`."""
     seed: int = Field(default=0, ge=-(10**18), le=10**18)
     """Seed of the data order, the sampling and the trainer. Data order and sampling also depend on
     the weights that the run starts from, so a run from another run's model draws anew. The split
