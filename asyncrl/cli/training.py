@@ -114,16 +114,20 @@ def run(
         raise UserError(
             "--continue resumes a run or begins it: give it without --resume and --clean"
         )
-    if continues:
-        from asyncrl.runs.directory import is_complete, may_be_resumed
-
-        if is_complete(config):
-            typer.echo(f"the run in {config.directory} is complete; there is nothing to do")
-            return
-        resume = may_be_resumed(config)
     resume = resume or resume_from is not None
     if resume and clean:
         raise UserError("--resume continues a run and --clean deletes it: give only one of them")
+    if continues or resume:
+        from asyncrl.runs.directory import is_complete, may_be_resumed
+
+        again = resume and (changed_data or resume_from is not None or _lacks(config.directory))
+        if is_complete(config) and not again:
+            typer.echo(
+                f"the run in {config.directory} is complete; there is nothing to do. --set "
+                "run.steps=N trains more, `asyncrl eval` measures again"
+            )
+            return
+        resume = resume or may_be_resumed(config)
     console = TerminalConsole(markup=False)
     from asyncrl.runs.directory import refuse_unfit
     from asyncrl.runs.template_date import with_recorded_date
@@ -259,6 +263,14 @@ def _end_with(parent: int) -> None:
     end_with_parent(parent, signal.SIGTERM)
 
 
+def _lacks(directory: Path) -> list[str]:
+    """Return what evaluations before and after training lack."""
+    from asyncrl.monitoring.terminal.evaluation_text import incomplete
+
+    whole = [one for one in _evaluations(directory) if one.when != "during"]
+    return [text for one in whole if (text := incomplete(one))]
+
+
 def _evaluations(directory: Path) -> list[EvaluationRecord]:
     from asyncrl.monitoring.errors import RecordError
     from asyncrl.monitoring.records.metrics_log import read_evaluations
@@ -271,7 +283,7 @@ def _evaluations(directory: Path) -> list[EvaluationRecord]:
 def _print_result(
     console: Console, directory: Path, result: RunResult, *, planned: int, to_continue: str
 ) -> None:
-    from asyncrl.monitoring.terminal.evaluation_text import course, incomplete
+    from asyncrl.monitoring.terminal.evaluation_text import course
     from asyncrl.monitoring.terminal.formatting import counted, number
     from asyncrl.wire.records.evaluations import newest_of
 
@@ -286,8 +298,7 @@ def _print_result(
             rest += f"; mean reward {result.reward_before:.3f} → {result.reward_after:.3f}"
         console.print(Text.assemble(accuracy, rest), highlight=False)
     elif result.steps >= planned:
-        whole = [one for one in records if one.when != "during"]
-        lacks = [text for one in whole if (text := incomplete(one))]
+        lacks = _lacks(directory)
         shown = "no held-out prompts, so no accuracy"
         if after is not None and not lacks:
             shown = (

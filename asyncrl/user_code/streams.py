@@ -16,6 +16,8 @@ from typing import BinaryIO
 import msgspec
 
 TRACEBACK_LINES = 8
+MESSAGE_LINES = 4
+"""Of the exception itself; its further lines are counted."""
 MESSAGE_CHARACTERS = 4000
 _OWN_CODE = f"{Path(__file__).parents[1]}{os.sep}"
 """Folder of the frames that call the user's code."""
@@ -30,9 +32,12 @@ def last_lines() -> str:
     theirs = [not frame.filename.startswith(_OWN_CODE) for frame in shown.stack]
     first = theirs.index(True) if any(theirs) else -1  # a built-in one: where it was raised
     frames = list(shown.stack)[first:]
+    more = len("".join(shown.format_exception_only()).strip().splitlines()) - MESSAGE_LINES
     while True:  # whole frames, so that no line stands without the one that it belongs to
         shown.stack = traceback.StackSummary.from_list(frames)
         lines = "".join(shown.format()).strip().splitlines()
+        if more > 0:
+            lines[-more:] = [f"... ({more:,} more lines)"]
         if len(lines) <= TRACEBACK_LINES or len(frames) <= 1:
             return bounded("\n".join(lines[-TRACEBACK_LINES:]))
         del frames[0]
