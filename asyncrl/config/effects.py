@@ -32,7 +32,7 @@ _FILES = (".jsonl", ".parquet")
 
 
 class Effect(NamedTuple):
-    """When a setting has an effect."""
+    """Condition under which a setting has an effect."""
 
     when: str
     """The condition in words, after "only"."""

@@ -4,7 +4,7 @@ model      /models/qwen3-1.7b: qwen3, 1.7 billion parameters
 data       gsm8k.jsonl: 7,200 prompts to train on, 273 held out; 100 steps of 16 prompts x 8 samples
 mode       verify: generated ahead of time, verified by the policy in training; exactly on-policy
 training   rloo: an unbiased gradient; on-policy, nothing to correct
-turns      guessing: at most 5 a sample; goes back by replay (deterministic); 64 open at once ...
+turns      guessing: at most 5 a sample, with 256 tokens in all; goes back by replay ...
 processes  trainer on GPU 1 (26 GiB), 1 generator (vllm) on GPU 0; ...
 memory     trainer: about 26 GiB of GPU 1 (80 GiB): moments 13 GiB, weights 6.3 GiB, ...
 shared     GPU 0 (80 GiB): trainer 28 GiB; vllm 32 GiB: weights 3.2 GiB, KV 27 GiB ...
@@ -209,7 +209,8 @@ def turns_line(config: RunConfig, traits: Traits | None) -> str:
     each = " of each generator" if config.launcher.generators > 1 else ""
     return _line(
         "turns",
-        f"{environment.name}: at most {environment.max_turns:,} a sample; {back}; "
+        f"{environment.name}: at most {environment.max_turns:,} a sample, with "
+        f"{config.sampling.max_tokens:,} tokens in all; {back}; "
         f"{environment.total_sessions:,} open at once, in {workers}{each}",
     )
 

@@ -17,7 +17,7 @@ import msgspec
 
 TRACEBACK_LINES = 8
 MESSAGE_LINES = 4
-"""Of the exception itself; its further lines are counted."""
+"""Lines of the exception itself; further ones are counted."""
 MESSAGE_CHARACTERS = 4000
 _OWN_CODE = f"{Path(__file__).parents[1]}{os.sep}"
 """Folder of the frames that call the user's code."""

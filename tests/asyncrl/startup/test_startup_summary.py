@@ -46,7 +46,8 @@ def plan(count: int, **needs: Any) -> GpuPlan:
 def test_an_environment_has_a_line_of_its_own() -> None:
     line = startup_summary.turns_line(config(environment={"name": "guessing", "workers": 2}), None)
     assert line == (
-        "turns      guessing: at most 16 a sample; not tried; 128 open at once, in 2 processes"
+        "turns      guessing: at most 16 a sample, with 256 tokens in all; not tried; "
+        "128 open at once, in 2 processes"
     )
 
 
