@@ -52,6 +52,11 @@ def nearest_path(path: Path) -> str:
     return f" Did you mean {close}?" if close is not None else ""
 
 
+def looked_from() -> str:
+    """Return the places at which a relative path of a configuration was looked for."""
+    return f"(looked from {Path.cwd()} and from the folder of the configuration file)"
+
+
 def shortened(text: str, limit: int = 160) -> str:
     """Return the text, or its beginning and '...' if it is longer than `limit` characters.
 
