@@ -7,6 +7,7 @@ processes of `task.map` and of chat templates load this file.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -19,8 +20,8 @@ TRACEBACK_LINES = 8
 MESSAGE_LINES = 4
 """Lines of the exception itself; further ones are counted."""
 MESSAGE_CHARACTERS = 4000
-_OWN_CODE = f"{Path(__file__).parents[1]}{os.sep}"
-"""Folder of the frames that call the user's code."""
+_NOT_THEIRS = (f"{Path(__file__).parents[1]}{os.sep}", importlib.__file__, "<frozen importlib")
+"""Beginnings of the files of frames that call the user's code."""
 
 
 def last_lines() -> str:
@@ -29,7 +30,7 @@ def last_lines() -> str:
     if error is None:
         raise RuntimeError("no exception is being handled")
     shown = traceback.TracebackException.from_exception(error)
-    theirs = [not frame.filename.startswith(_OWN_CODE) for frame in shown.stack]
+    theirs = [not frame.filename.startswith(_NOT_THEIRS) for frame in shown.stack]
     first = theirs.index(True) if any(theirs) else -1  # a built-in one: where it was raised
     frames = list(shown.stack)[first:]
     more = len("".join(shown.format_exception_only()).strip().splitlines()) - MESSAGE_LINES
