@@ -135,15 +135,18 @@ def run(
         raise UserError(
             "--continue resumes a run or begins it: give it without --resume and --clean"
         )
-    if continues:
-        from asyncrl.runs.directory import may_be_resumed
-
-        if _is_complete(config):
-            return
-        resume = may_be_resumed(config)
     resume = resume or resume_from is not None
     if resume and clean:
         raise UserError("--resume continues a run and --clean deletes it: give only one of them")
+    once = continues
+    if continues or resume:
+        from asyncrl.runs.directory import may_be_resumed
+
+        measures = changed_data or resume_from is not None or bool(_lacks(config.directory))
+        once = continues or not measures
+        if once and _is_complete(config):
+            return
+        resume = resume or may_be_resumed(config)
     console = TerminalConsole(markup=False)
     from asyncrl.runs.directory import refuse_unfit
     from asyncrl.runs.template_date import with_recorded_date
@@ -159,7 +162,7 @@ def run(
 
     prepared = prepare(config, console)
     config = prepared.config
-    if continues and _is_complete(config):
+    if once and _is_complete(config):
         return  # the steps of `run.epochs` are known now
     if dry_run:
         from asyncrl.startup.machine_checks import refuse_taken_ports
@@ -336,8 +339,19 @@ def _is_complete(config: RunConfig) -> bool:
 
     if not is_complete(config):
         return False
-    typer.echo(f"the run in {config.directory} is complete; there is nothing to do")
+    typer.echo(
+        f"the run in {config.directory} is complete; there is nothing to do. --set run.steps=N "
+        "trains more, `asyncrl eval` measures again"
+    )
     return True
+
+
+def _lacks(directory: Path) -> list[str]:
+    """Return what evaluations before and after training lack."""
+    from asyncrl.monitoring.terminal.evaluation_text import incomplete
+
+    whole = [one for one in _evaluations(directory) if one.when != "during"]
+    return [text for one in whole if (text := incomplete(one))]
 
 
 def _evaluations(directory: Path) -> list[EvaluationRecord]:
@@ -358,7 +372,7 @@ def _print_result(
     at_start: bool = True,
     to_continue: str,
 ) -> None:
-    from asyncrl.monitoring.terminal.evaluation_text import course, incomplete
+    from asyncrl.monitoring.terminal.evaluation_text import course
     from asyncrl.monitoring.terminal.formatting import counted, number
     from asyncrl.wire.records.evaluations import newest_of
 
@@ -373,8 +387,7 @@ def _print_result(
             rest += f"; mean reward {result.reward_before:.3f} → {result.reward_after:.3f}"
         console.print(Text.assemble(accuracy, rest), highlight=False)
     elif result.steps >= planned:
-        whole = [one for one in records if one.when != "during"]
-        lacks = [text for one in whole if (text := incomplete(one))]
+        lacks = _lacks(directory)
         shown = "no held-out prompts, so no accuracy"
         if after is not None and not lacks:
             changed = "rows or functions changed since the first start"

@@ -80,7 +80,8 @@ def report(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
 def watch(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Show an active run live, until it ends or Ctrl-C; the run is not affected.
 
-    A terminal shows the panel of `asyncrl run`, other outputs get a line per step.
+    A terminal shows the panel of `asyncrl run`, other outputs get a line per step, at most one
+    each second.
     """
     import asyncio
 

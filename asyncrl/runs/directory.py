@@ -50,6 +50,7 @@ from asyncrl.runs.resuming import find_resume_point
 from asyncrl.runs.runtime_folders import Folder, clear_leftovers
 from asyncrl.runs.template_date import forget_unnamed
 from asyncrl.secret_files import take_permissions_of
+from asyncrl.suggestions import written
 from asyncrl.trainer.checkpoint.format.files import ResumePoint
 from asyncrl.trainer.checkpoint.trainer_lease import fenced, raise_fence
 from asyncrl.wire.records.step import StepMetrics
@@ -399,6 +400,6 @@ def _refuse_if_different(path: Path, config: RunConfig) -> None:
     if key is not None:
         before, now = value_of(previous, key), value_of(current, key)
         raise UserError(
-            f"cannot resume {path}: {key} was {before!r} and is now {now!r}: {RULES[key].reason}. "
-            "Change it back, or start a new run under another name"
+            f"cannot resume {path}: {key} was {written(before)} and is now {written(now)}: "
+            f"{RULES[key].reason}. Change it back, or start a new run under another name"
         )

@@ -36,6 +36,7 @@ from asyncrl.engine.sglang.config import SglangConfig
 from asyncrl.engine.vllm.config import VllmConfig
 from asyncrl.errors import DataError, UserError
 from asyncrl.launch.placement import GpuPlan
+from asyncrl.monitoring.terminal.formatting import size
 from asyncrl.runs.template_date import with_date
 from asyncrl.startup import startup_summary
 from asyncrl.startup.devices import engine_device, place
@@ -54,7 +55,6 @@ from asyncrl.startup.memory import (
     refuse_too_large,
     samples_of,
     shape_of,
-    size,
 )
 from asyncrl.startup.model_check import check_files, check_vocabulary, unexpected_line
 from asyncrl.startup.model_checks import (

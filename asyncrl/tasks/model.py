@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.errors import ModelError, UserError
-from asyncrl.suggestions import nearest_path
+from asyncrl.suggestions import looked_from, nearest_path
 from asyncrl.tasks.builtin.tokenizer import END, builtin_tokenizer, make_tokenizer, vocabulary_of
 from asyncrl.tasks.builtin.warm_start_recipe import AGENT_RECIPE, RECIPE, WarmStart, recipe_fields
 from asyncrl.tasks.config import ModelConfig
@@ -65,7 +65,7 @@ def resolve_model(config: ModelConfig, progress: Progress | None) -> str:
         raise ModelError(f"model.path: {path!r} is a file; give the directory that holds it")
     if not hub.is_id(path):
         raise ModelError(
-            f"model.path: there is no directory {path!r} (looked from {Path.cwd()}); give a HF "
+            f"model.path: there is no directory {path!r} {looked_from()}; give a HF "
             f"model directory, a hub id such as Qwen/Qwen3-0.6B, or {BUILTIN_ARITHMETIC!r}."
             f"{nearest_path(directory)}"
         )

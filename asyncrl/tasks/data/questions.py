@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import DataError
-from asyncrl.suggestions import shortened
+from asyncrl.suggestions import shortened, written
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.data.map_worker import Answer, Failed, Load, Loaded, Mapped, Refused
 from asyncrl.tasks.data.sources import BadRow, Row, checked, read_rows
@@ -222,7 +222,7 @@ def _identity(row: Row, name: str, setting: str) -> str:
     value = _column(row, name, setting)
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
         raise UnusableError(
-            f"{setting} {name!r} must be a text or an integer, got {shortened(repr(value), 40)}"
+            f"{setting} {name!r} must be a text or an integer, got {written(value, 40)}"
         )
     text = str(value)
     if len(text) > MAX_ID:
@@ -262,8 +262,7 @@ def plain_prompt(content: Any) -> str | Messages:
 def _message(place: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UnusableError(
-            f"message {place} of the prompt must have role and content, got "
-            f"{shortened(repr(message), 80)}"
+            f"message {place} of the prompt must have role and content, got {written(message, 80)}"
         )
     content = message.get("content")
     if content is None and message.get("tool_calls"):

@@ -181,7 +181,7 @@ def test_settings_of_another_run_are_refused_before_anything_is_moved(tmp_path: 
     before = contents(folder)
     with pytest.raises(UserError, match=r"betas: \[0\.9, 0\.999\] -> \[0\.5, 0\.5\]"):
         resume(tmp_path, 2, trainer={"betas": (0.5, 0.5)})
-    with pytest.raises(UserError, match=r"sampling\.stop was \[\] and is now \['END'\]"):
+    with pytest.raises(UserError, match=r"stop was \[\] and is now \[.END.\]"):
         resume(tmp_path, 2, sampling={"stop": ["END"]})
     assert contents(folder) == before
     assert len(resume(tmp_path, 2, trainer={"learning_rate": 1e-3})) == 1
