@@ -51,7 +51,7 @@ def check_interpreter(python: str) -> str:
         )
     try:
         answer = subprocess.run(
-            [Path(python).absolute(), "-c", _ASK],
+            [str(Path(python).absolute()), "-c", _ASK],
             capture_output=True,
             timeout=_SECONDS,
             check=True,
