@@ -145,11 +145,7 @@ class WebConfig(BaseModel):
 
 
 class MonitoringConfig(BaseModel):
-    """Metrics, live view and report of a run.
-
-    >>> MonitoringConfig(port=9100).port_of(2), MonitoringConfig(port=0).port_of(2)
-    (9102, 0)
-    """
+    """Metrics, live view and report of a run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 

@@ -50,6 +50,10 @@ def test_every_section_says_what_it_is(section: Section) -> None:
     assert section.meaning
 
 
+def test_no_section_shows_an_example_in_python() -> None:
+    assert [section.path for section in sections() if ">>>" in section.meaning] == []
+
+
 def test_no_key_is_left_out() -> None:
     def keys(values: object, path: str) -> set[str]:
         if isinstance(values, list) and values and isinstance(values[0], dict):
