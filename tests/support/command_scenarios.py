@@ -255,6 +255,7 @@ NOT_RUN: dict[str, str] = {
         python -m benchmarks.cache
         python -m benchmarks.chaos
         python -m benchmarks.chaos --cluster
+        python -m benchmarks.chaos --kills 20
         python -m benchmarks.chaos --quick
         python -m benchmarks.chaos --stalls
         python -m benchmarks.controller --part samples
