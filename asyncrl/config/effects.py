@@ -70,7 +70,7 @@ def _no_file(*names: str) -> Effect:
         paths = [Path(path) for name in names if (path := getattr(section, name)) is not None]
         return any(one.suffix not in _FILES and not one.is_file() for one in paths)
 
-    return Effect(f"where {' or '.join(names)} is not a file", holds)
+    return Effect(f"where {' or '.join(names)} is a folder or a hub id", holds)
 
 
 def _clips(_: RunConfig, trainer: Any) -> bool:
