@@ -320,7 +320,7 @@ class Progress:
             return None
         wait = self._reward_wait
         about = f" ({wait.function}, {duration(wait.seconds)})" if wait.function else ""
-        return self._scheduler.snapshot(wait.samples, about)
+        return self._scheduler.snapshot(wait.samples if wait.step == self._step else 0, about)
 
     def unrewarded(self) -> tuple[int, str]:
         """Samples without a reward if the current step lacks nothing else, and the reason."""
@@ -333,7 +333,6 @@ class Progress:
     def _run_view(
         self, fleet: Fleet, evaluation: EvaluationRound | None, snapshot: SchedulerView | None
     ) -> RunView:
-        self._count()
         results = self.evaluations
         best = None if results is None else results.best
         left = self._config.run.steps - self._step
@@ -371,6 +370,7 @@ class Progress:
 
     def view(self, fleet: Fleet, evaluation: EvaluationRound | None) -> RunView:
         """Return the current view of the run."""
+        self._count()
         return self._run_view(fleet, evaluation, self._snapshot())
 
     def result(
