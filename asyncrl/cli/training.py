@@ -100,10 +100,11 @@ def run(
     """Train: evaluate, run the steps, evaluate again, write a report."""
     if end_with is not None:
         _end_with(end_with)
-    from asyncrl.config.effects import load_users_config
+    from asyncrl.config.effects import refuse_without_effect
     from asyncrl.config.reference import explain_config
+    from asyncrl.config.run_config import load_config
 
-    config = load_users_config(config_file, overrides or [])
+    config = load_config(config_file, overrides or [])
     if explain:
         typer.echo(explain_config(config, lambda line: typer.style(line, dim=True)), nl=False)
         from asyncrl.startup.memory import memory_comment
@@ -122,6 +123,8 @@ def run(
             return
         resume = may_be_resumed(config)
     resume = resume or resume_from is not None
+    if not resume:
+        refuse_without_effect(config, config_file)
     if resume and clean:
         raise UserError("--resume continues a run and --clean deletes it: give only one of them")
     console = TerminalConsole(markup=False)

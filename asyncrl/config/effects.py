@@ -2,8 +2,8 @@
 
 `asyncrl run` and `doctor` refuse them, `--explain` greys them, and docs/configuration.md says when
 they have one. The rule of a key is its entry's, or else that of the section around it. Values that
-are a setting's default pass, since a run's own config.yaml names all of them; and recorded
-configurations are not judged, so that every run stays readable.
+are a setting's default pass, since a run's own config.yaml names all of them; and what a run began
+with is not judged again, so that it stays readable and can be resumed.
 
 >>> rule_of("environment.max_turns").when
 'with environment.name'
@@ -99,6 +99,7 @@ def _trusts(config: RunConfig, launcher: Any) -> bool:
 
 _TABLE: dict[str, Effect] = {
     "run log_sample_tokens log_samples_mb": _is("run.log_samples", "jsonl"),
+    "run print_samples": _is("monitoring.live", "auto", "rich", "plain"),
     "task path prompt_field answer_field id_field map on_bad_row evaluation_path": _is(
         "task.kind", "dataset"
     ),
@@ -220,25 +221,26 @@ def without_effect(config: RunConfig) -> dict[Place, Idle]:
     return found
 
 
-def refuse_without_effect(config: RunConfig, source: str) -> None:
-    """Refuse settings of the user's that have no effect. Raises ConfigError."""
+def refuse_without_effect(config: RunConfig, path: Path | None) -> None:
+    """Refuse a user's settings that have no effect. Raises ConfigError."""
     lines = []
     for place, idle in without_effect(config).items():
         if idle.is_refused:
             value = idle.section.model_dump(mode="json")[idle.name]
             lines.append(
                 f"  {'.'.join(place)}: {shortened(json.dumps(value))} has an effect only "
-                f"{idle.rule.when}; see to that, or leave it out"
+                f"{idle.rule.when}; otherwise leave it out"
             )
     if lines:
         listed = "\n".join(lines)
+        source = "the command line" if path is None else path
         raise ConfigError(f"{source} has settings without effect:\n{listed}")
 
 
 def load_users_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a configuration as `load_config` does, and refuse settings without effect, too."""
     config = load_config(path, overrides)
-    refuse_without_effect(config, "the command line" if path is None else str(path))
+    refuse_without_effect(config, path)
     return config
 
 
