@@ -81,10 +81,12 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
     on_policy = status.get("exactly_on_policy")
     answered = status.get("environment_seconds")
     failed = RewardCounts(failed=status.get("reward_failures") or {})
+    after = status.get("accuracy_after")
     so_far = " so far" if status.get("processes") else ""  # an ended run has none
     known = {
         **status,
-        "accuracy_later": status.get("accuracy_step") or None,  # step 0 is in the line before
+        # That of step 0, or of the last one, is in the line before.
+        "accuracy_later": status.get("accuracy_step") or None if after is None else None,
         "left": None if eta is None else duration(eta),
         "in_environments": status.get("samples_in_environments") or None,
         "answered": None if answered is None else brief(answered),

@@ -24,7 +24,7 @@ def test_a_delivery_waits_for_the_reward_and_a_slot_does_not():
         harness.engine.feed("train-5.1-v2", [3, 4], 2, verified=2, end="stop")
         await settle()
         assert await harness.delivered() == []
-        assert harness.process.deliveries.unrewarded == (0, 1)
+        assert harness.process.deliveries.unrewarded == (2, 1)
         harness.rewards.gate.set()
         await settle()
         assert harness.process.deliveries.unrewarded == (0, 0)
