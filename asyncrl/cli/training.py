@@ -287,7 +287,7 @@ def _print_result(
         rest = f" ({after - before:+.3f}) after {steps}, {result.wall_seconds:.0f} s of training"
         if result.reward_before is not None and result.reward_after is not None:
             rest += f"; mean reward {result.reward_before:.3f} → {result.reward_after:.3f}"
-        console.print(Text.assemble(accuracy, rest), highlight=False)
+        say(Text.assemble(accuracy, rest))
     elif result.steps >= planned:
         whole = [one for one in records if one.when != "during"]
         lacks = [text for one in whole if (text := incomplete(one))]

@@ -119,6 +119,8 @@ class Progress:
         self, record: EvaluationRecord, *, is_best: bool = False, is_known: bool = False
     ) -> None:
         """Record a complete evaluation; `is_known`: it was measured before a resume."""
+        if record.when == "before":
+            self._phase = "training begins"
         self._metrics.evaluated(record)
         for line in evaluation_lines(record, is_best=is_best, is_known=is_known):
             self._view.log(line)
@@ -233,7 +235,7 @@ class Progress:
     def _record(self, message: StepFinished, now: float) -> StepMetrics:
         seconds = max(1e-9, now - self._last_step_at)
         times = message.times.within(seconds)
-        recent = self._totals.recent(now, times.wait_seconds)
+        recent = self._totals.recent(now, times.wait_seconds, self._unrewarded_seconds)
         self._recent_tokens = recent.tokens
         wrong, learned = self._findings.of_step(), msgspec.structs.asdict(message.metrics)
         if wrong or self._findings.last:
@@ -253,7 +255,7 @@ class Progress:
             idle=IdleShares(
                 generator=min(1.0, max(0.0, 1 - recent.busy_share / generators)),
                 trainer=min(1.0, recent.wait_share),
-                for_rewards=min(1.0, self._unrewarded_seconds / seconds),
+                for_rewards=min(1.0, recent.reward_share),
             ),
             times=times,
             rewards=self._reward_totals.named(message.reward_terms),

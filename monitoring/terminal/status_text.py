@@ -78,7 +78,7 @@ _PROCESS = ("{state}", "policy version {policy_version}", "metrics on port {metr
 def status_lines(status: Mapping[str, Any]) -> list[str]:
     """Format the reply to a status request, without unknown values."""
     eta = status.get("eta_seconds")
-    on_policy = status.get("exactly_on_policy")
+    on_policy = status.get("exactly_on_policy") if status["step"] else None
     answered = status.get("environment_seconds")
     failed = RewardCounts(failed=status.get("reward_failures") or {})
     after = status.get("accuracy_after")

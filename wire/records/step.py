@@ -244,7 +244,7 @@ class IdleShares(msgspec.Struct, frozen=True, kw_only=True):
     trainer: float = 0.0
     """Mean of the same time, from the trainer's waits in its steps."""
     for_rewards: float = 0.0
-    """Share of the step's time in which it lacked nothing but rewards."""
+    """Share of the same time in which its step lacked nothing but rewards."""
 
 
 class StepGroups(msgspec.Struct, frozen=True, kw_only=True):

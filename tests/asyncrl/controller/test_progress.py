@@ -398,10 +398,11 @@ def test_rates_are_taken_over_three_seconds_at_least() -> None:
             tokens=TokenCounts(generated=50 + 10 * second**2), busy_seconds=5.0 + second / 2
         )
         totals.update([stats])
-        rates.append(totals.recent(10.0 + second, 0.25))
+        rates.append(totals.recent(10.0 + second, 0.25, 0.5))
     assert (rates[0].seconds, rates[0].tokens.generated) == (1.0, 10), "the first step is one"
     assert (rates[-1].seconds, rates[-1].tokens.generated) == (3.0, 360 - 90)
     assert rates[-1].wait_share == pytest.approx(0.25), "in the same time"
+    assert rates[-1].reward_share == pytest.approx(0.5)
     assert rates[-1].busy_share == pytest.approx(0.5)
     assert totals.tokens == TokenCounts(generated=360)
 
