@@ -77,6 +77,8 @@ _PROCESS = ("{state}", "policy version {policy_version}", "metrics on port {metr
 
 def status_lines(status: Mapping[str, Any]) -> list[str]:
     """Format the reply to a status request, without unknown values."""
+    if status["phase"].startswith("evaluating"):  # nothing is queued, and the phase says it
+        status = {**status, "evaluating": None, "samples_queued": None}
     eta = status.get("eta_seconds")
     on_policy = status.get("exactly_on_policy") if status["step"] else None
     answered = status.get("environment_seconds")
