@@ -2,8 +2,8 @@
 
 `asyncrl run` and `doctor` refuse them, `--explain` greys them, and docs/configuration.md says when
 they have one. The rule of a key is its entry's, or else that of the section around it. Values that
-are a setting's default pass, since a run's own config.yaml names all of them; and what a run began
-with is not judged again, so that it stays readable and can be resumed.
+are a setting's default pass, since a run's own config.yaml names all of them; and recorded
+configurations are not judged, so that every run stays readable.
 
 >>> rule_of("environment.max_turns").when
 'with environment.name'
