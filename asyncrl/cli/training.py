@@ -124,7 +124,7 @@ def run(
         resume = may_be_resumed(config)
     resume = resume or resume_from is not None
     if not resume:
-        refuse_without_effect(config, config_file)
+        refuse_without_effect(config, str(config_file or "the command line"))
     if resume and clean:
         raise UserError("--resume continues a run and --clean deletes it: give only one of them")
     console = TerminalConsole(markup=False)

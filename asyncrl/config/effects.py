@@ -221,8 +221,8 @@ def without_effect(config: RunConfig) -> dict[Place, Idle]:
     return found
 
 
-def refuse_without_effect(config: RunConfig, path: Path | None) -> None:
-    """Refuse a user's settings that have no effect. Raises ConfigError."""
+def refuse_without_effect(config: RunConfig, source: str) -> None:
+    """Refuse settings of the user's that have no effect. Raises ConfigError."""
     lines = []
     for place, idle in without_effect(config).items():
         if idle.is_refused:
@@ -233,14 +233,13 @@ def refuse_without_effect(config: RunConfig, path: Path | None) -> None:
             )
     if lines:
         listed = "\n".join(lines)
-        source = "the command line" if path is None else path
         raise ConfigError(f"{source} has settings without effect:\n{listed}")
 
 
 def load_users_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a configuration as `load_config` does, and refuse settings without effect, too."""
     config = load_config(path, overrides)
-    refuse_without_effect(config, path)
+    refuse_without_effect(config, "the command line" if path is None else str(path))
     return config
 
 
