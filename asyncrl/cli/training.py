@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -117,20 +118,8 @@ def run(
         _end_with(end_with)
     from asyncrl.config.effects import refuse_without_effect
     from asyncrl.config.reference import explain_config
-<<<<<<< HEAD
-    from asyncrl.tasks.sft_config import ALGORITHM
 
-    config = load_users_config(config_file, overrides or [])
-    if config.trainer.algorithm == ALGORITHM:
-        raise UserError(
-            f"{config_file} is of a run of supervised fine-tuning, which `asyncrl sft` begins and "
-            "continues; train its newest model on with --set model.path=RUN/checkpoints/STEP"
-        )
-=======
-    from asyncrl.config.run_config import load_config
-
-    config = load_config(config_file, overrides or [])
->>>>>>> s48-h1
+    config = _config_for_rl(config_file, overrides or [])
     if explain:
         typer.echo(explain_config(config, lambda line: typer.style(line, dim=True)), nl=False)
         from asyncrl.startup.memory import memory_comment
@@ -143,7 +132,7 @@ def run(
         )
     resume = resume or resume_from is not None
     if not resume:
-        refuse_without_effect(config, str(config_file or "the command line"))
+        refuse_without_effect(config, str(config_file))
     if resume and clean:
         raise UserError("--resume continues a run and --clean deletes it: give only one of them")
     once = continues
@@ -340,6 +329,19 @@ def _end_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end, name="end-with", daemon=True).start()
+
+
+def _config_for_rl(config_file: Path, overrides: Sequence[str]) -> RunConfig:
+    from asyncrl.config.run_config import load_config
+    from asyncrl.tasks.sft_config import ALGORITHM
+
+    config = load_config(config_file, overrides)
+    if config.trainer.algorithm == ALGORITHM:
+        raise UserError(
+            f"{config_file} is of a run of supervised fine-tuning, which `asyncrl sft` begins and "
+            "continues; train its newest model on with --set model.path=RUN/checkpoints/STEP"
+        )
+    return config
 
 
 def _is_complete(config: RunConfig) -> bool:
