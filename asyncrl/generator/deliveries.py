@@ -18,7 +18,7 @@ from asyncrl.rewards.calls import Reward
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire import Line
 from asyncrl.wire.messages import data, from_generator, to_generator
-from asyncrl.wire.messages.frames import encode_trajectory
+from asyncrl.wire.messages.data import encode_trajectory
 
 
 class TrainerLines:

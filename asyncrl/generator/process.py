@@ -44,7 +44,7 @@ from asyncrl.monitoring.config import set_log_level
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire import Line
 from asyncrl.wire.messages import data, from_generator, to_generator
-from asyncrl.wire.messages.frames import decode_tokens, encode_floats
+from asyncrl.wire.messages.data import decode_tokens, encode_floats
 
 _MIN_VERIFICATION_SLOTS = 8
 """Held samples can be verified in at least this many slots, about one group: the trainer waits for

@@ -18,7 +18,7 @@ from asyncrl.generator.sample_state import HeldSample, SampleGeneration
 from asyncrl.rollout.trajectory import KeptTokens, SampleId
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.wire.messages import from_generator, to_generator
-from asyncrl.wire.messages.frames import digest_of, encode_trajectory
+from asyncrl.wire.messages.data import digest_of, encode_trajectory
 
 
 class Samples:

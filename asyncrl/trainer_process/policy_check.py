@@ -26,8 +26,8 @@ from asyncrl.rollout.trajectory import FloatArray, Trajectory
 from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.objective.logprob_mismatch import MIN_TOKENS, Disagreement, Limits
 from asyncrl.trainer.objective.policy_candidates import explain, logprobs_of
-from asyncrl.trainer_process.group_queue import WholeGroup
-from asyncrl.wire.messages.frames import encode_floats, encode_tokens
+from asyncrl.trainer_process.delivery_check import WholeGroup
+from asyncrl.wire.messages.data import encode_floats, encode_tokens
 from asyncrl.wire.messages.from_trainer import SuspectSample, WrongPolicyFound
 from asyncrl.wire.records.wrong_policy import WrongPolicy
 from asyncrl.wire.weights.writer import WeightPublisher

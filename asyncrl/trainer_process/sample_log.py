@@ -24,7 +24,7 @@ from asyncrl.monitoring.records.trained_samples import SampleFiles, TrainedSampl
 from asyncrl.rollout.trajectory import BoolArray, IntArray, Provenance, Trajectory
 from asyncrl.trainer.base.errors import Superseded
 from asyncrl.trainer.checkpoint.trainer_lease import UNFENCED, TrainerLease
-from asyncrl.trainer_process.group_queue import WholeGroup
+from asyncrl.trainer_process.delivery_check import WholeGroup
 from asyncrl.wire.messages.from_trainer import ShownSample
 
 logger = logging.getLogger("asyncrl.trainer")

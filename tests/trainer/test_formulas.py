@@ -20,8 +20,7 @@ from asyncrl.trainer.algorithms.base import Finish, StepSums, TokenBatch, finish
 from asyncrl.trainer.base.algorithm_registry import known_algorithms
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import TrainerError
-from asyncrl.trainer.loss import Objective, overlong_penalties
-from asyncrl.trainer.objective.algorithm_factory import make
+from asyncrl.trainer.loss import Objective, make, overlong_penalties
 
 Array = np.ndarray
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.trainer.base.errors import NonFiniteError, TrainerError
-from asyncrl.trainer.model.packed_batch import PackedBatch
+from asyncrl.trainer.model.packing import PackedBatch
 from asyncrl.trainer.model.token_batch import token_batch
 
 ModelPath = Callable[[str], str]

@@ -63,7 +63,7 @@ class TokenBatch:
     are not divided between micro-batches. None: all tokens are of one sample."""
     importance: Tensor | None = None
     """`[N]` the correction's weight for the ratio of current and behaviour probability, without a
-    gradient (`asyncrl.trainer.corrections`). None: 1."""
+    gradient (`asyncrl.trainer.loss`). None: 1."""
     kept: Tensor | None = None
     """`[N]` 0 where the correction leaves a token out, else 1. None: 1."""
     proximal_logprobs: Tensor | None = None

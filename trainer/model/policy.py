@@ -41,8 +41,7 @@ from asyncrl.trainer.model import head
 from asyncrl.trainer.model.compiled import compile_blocks, results_of, where_different
 from asyncrl.trainer.model.head import LogitMap, Processing, TokenScores, process, score_tokens
 from asyncrl.trainer.model.model_loading import load_model
-from asyncrl.trainer.model.packed_batch import PackedBatch
-from asyncrl.trainer.model.packing import ATTENTION_NAME
+from asyncrl.trainer.model.packing import ATTENTION_NAME, PackedBatch
 
 
 def has_experts(model: PreTrainedModel) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.rollout.trajectory import FloatArray, Trajectory
-from asyncrl.trainer.model.packed_batch import PackedBatch
+from asyncrl.trainer.model.packing import PackedBatch
 from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.objective.logprob_mismatch import Disagreement, Limits, disagreement_of
 from asyncrl.wire.records.wrong_policy import Cause
