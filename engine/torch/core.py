@@ -33,11 +33,10 @@ from asyncrl.engine.torch.admission import Admission
 from asyncrl.engine.torch.drafting import Drafter
 from asyncrl.engine.torch.model import SlotModel
 from asyncrl.engine.torch.reports import Unreported, choose, moved_places
-from asyncrl.engine.torch.rows import Rows
+from asyncrl.engine.torch.rows import Rows, Waiting
 from asyncrl.engine.torch.scoring import score_all
 from asyncrl.engine.torch.slots import StepInputs
 from asyncrl.engine.torch.step_sampling import Draws, draw_step, judge_rows
-from asyncrl.engine.torch.waiting import Waiting
 from asyncrl.engine.weights import MergingBuffer, ModelShapes, NamedTensors, StagedWeights
 from asyncrl.rollout.trajectory import FinishReason
 from asyncrl.wire.errors import WeightsReadError

@@ -12,10 +12,9 @@ from asyncrl.engine.drafting.proposals import NO_HANDLE, Proposer
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
 from asyncrl.engine.protocol import turn_end
 from asyncrl.engine.torch.reports import AppendedDraws
-from asyncrl.engine.torch.rows import Rows
+from asyncrl.engine.torch.rows import Rows, context_of
 from asyncrl.engine.torch.step_kernels import pick_tokens
 from asyncrl.engine.torch.step_sampling import Draws
-from asyncrl.engine.torch.waiting import context_of
 from asyncrl.rollout.acceptance import AcceptedPaths, accept_tree
 
 
