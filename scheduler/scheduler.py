@@ -100,11 +100,10 @@ from asyncrl.scheduler.dynamic_sampling import DynamicSampling
 from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
 from asyncrl.scheduler.events import Event
 from asyncrl.scheduler.records import DELIVERED, DELIVERING, STARTED, Generator, Group
-from asyncrl.scheduler.sample_transitions import Work
+from asyncrl.scheduler.sample_transitions import Weights, Work
 from asyncrl.scheduler.state import SchedulerState
 from asyncrl.scheduler.steps import RunControl, SampleEvents, Steps
 from asyncrl.scheduler.view import SchedulerView, view_of
-from asyncrl.scheduler.weights import Weights
 
 
 class Rewind:

@@ -20,9 +20,8 @@ from asyncrl.scheduler.records import (
     Generator,
     Group,
 )
-from asyncrl.scheduler.sample_transitions import Work
+from asyncrl.scheduler.sample_transitions import Weights, Work
 from asyncrl.scheduler.state import SchedulerState
-from asyncrl.scheduler.weights import Weights
 
 
 class Steps:

@@ -6,9 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.cache.tree.rollout_tree import RolloutCache
-from asyncrl.engine.drafting.continuation import Continuations
 from asyncrl.engine.drafting.planner import Planner
-from asyncrl.engine.drafting.proposals import NO_HANDLE, Proposer
+from asyncrl.engine.drafting.proposals import NO_HANDLE, Continuations, Proposer
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
 from asyncrl.engine.protocol import turn_end
 from asyncrl.engine.torch.reports import AppendedDraws

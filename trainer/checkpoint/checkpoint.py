@@ -57,8 +57,7 @@ from asyncrl.trainer.optimizer.training_state import (
     random_targets,
     set_random_states,
 )
-from asyncrl.trainer.ranks.network import this_machine
-from asyncrl.trainer.ranks.world import World
+from asyncrl.trainer.ranks.world import World, this_machine
 from asyncrl.wire.messages.from_trainer import CheckpointFault
 from asyncrl.wire.records.step import TrainedStep
 from asyncrl.wire.transport.atomic_files import replacing, sync

@@ -1,6 +1,6 @@
 """Generates responses: kept tokens are verified first, then the core draws the rest.
 
-The worker judges kept tokens in one prefill (`asyncrl.engine.remote.worker.scored`). The rest of
+The worker judges kept tokens in one prefill (`asyncrl.engine.remote.worker.scoring`). The rest of
 the response becomes an ordinary request with a longer prefix, most of whose KV is in the engine's
 prefix cache, and with the rejected tokens as its draft. Accepted tokens carry the version that
 judged them, even if the weights change before the response resumes.

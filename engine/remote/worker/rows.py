@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.cache.tree.rollout_tree import Drafts, RolloutCache
-from asyncrl.engine.drafting.continuation import Continuations
 from asyncrl.engine.drafting.planner import Planner
-from asyncrl.engine.drafting.proposals import NO_HANDLE, Proposer
+from asyncrl.engine.drafting.proposals import NO_HANDLE, Continuations, Proposer
 from asyncrl.engine.remote.worker.entries import Entry
 from asyncrl.engine.sampling.verification import offsets_of
 from asyncrl.rollout.jit import kernels_of

@@ -16,7 +16,7 @@ from served_vllm import REAL_VLLM
 
 from asyncrl.controller.policy_watch import conclusion
 from asyncrl.engine.protocol import SamplingParams
-from asyncrl.engine.vllm.client.core import VllmCore
+from asyncrl.engine.vllm.client.engine import VllmCore
 from asyncrl.generator.process import rescore
 from asyncrl.rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
 from asyncrl.trainer.base.config import TrainerConfig

@@ -15,7 +15,7 @@ from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.checkpoint import checkpoint, snapshot
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.ranks.network import this_machine
+from asyncrl.trainer.ranks.world import this_machine
 
 GroupOf = Callable[..., list[Trajectory]]
 
