@@ -25,8 +25,8 @@ from asyncrl.scheduler.records import (
     VERIFYING,
     Generator,
     Group,
+    GroupSignal,
 )
-from asyncrl.scheduler.reward_signal import GroupSignal
 from asyncrl.scheduler.state import SchedulerState
 
 

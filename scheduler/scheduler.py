@@ -13,12 +13,10 @@ data order ─► open steps ─► place ─► start samples ─► DeliverGro
                   asynchronous loop side by side
     state         all known facts: the groups in flight (`records`), the `ledger`, versions, flags
     placement     which generator a group goes to
-    sample_transitions  moves of samples between their states; which are verified when
-    steps         issuing groups, declaring steps, the end of the run; pause, resume, stop
-    dynamic_sampling  which groups a step takes if all must carry signal (`reward_signal`,
-                  `dynamic_ledger`)
-    weights       publishing and installing policy versions
-    samples       events of samples
+    sample_transitions  moves of samples between their states; which are verified when; publishing
+                  and installing policy versions
+    steps         issuing groups, declaring steps, the end of the run; events of samples and users
+    dynamic_sampling  which groups a step takes if all must carry signal (`dynamic_ledger`)
     view          a snapshot for people; invariants: what `Scheduler.check` verifies
 
 Invariants, checked by `Scheduler.check`:
@@ -43,9 +41,9 @@ commanded delivery could still take a group away.
 included, and all later steps that are already declared, since the trainer trains those without
 asking. All other work is withdrawn at once; `FinishRun` follows. The run ends at once if no sample
 of the current step was started, no generator is left, or the controller gives the step up
-(`StepGivenUp`). A paused run is resumed so that it can
-stop. `DrainRequested` is a stop after the last step of which every group is begun: no other group
-is begun, and begun groups of later steps are withdrawn.
+(`StepGivenUp`). A paused run is resumed so that it can stop. `DrainRequested` is a stop after the
+last step of which every group is begun: no other group is begun, and begun groups of later steps
+are withdrawn.
 
 **A generator leaves** because the user has ordered it:
 

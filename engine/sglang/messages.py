@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncrl.engine.remote.calls import RemoteWorker
+from asyncrl.engine.remote.extras import RemoteWorker
 
 
 class SglangWorker(RemoteWorker):

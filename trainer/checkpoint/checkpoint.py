@@ -38,8 +38,14 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel
 
 from asyncrl.trainer.base.errors import CheckpointError, CheckpointUnwritable
-from asyncrl.trainer.checkpoint.format.disk import check_space, unwritable
-from asyncrl.trainer.checkpoint.format.files import STEPS, remove_remains, set_aside, verified
+from asyncrl.trainer.checkpoint.format.files import (
+    STEPS,
+    check_space,
+    remove_remains,
+    set_aside,
+    unwritable,
+    verified,
+)
 from asyncrl.trainer.checkpoint.format.index import INDEX, STATE, Part, merge, part_path, read_index
 from asyncrl.trainer.checkpoint.format.manifest import Published, check_settings, write_manifest
 from asyncrl.trainer.checkpoint.format.tensors import (

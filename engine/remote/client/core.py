@@ -11,11 +11,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import msgspec
 
 from asyncrl.engine.errors import EngineError
-from asyncrl.engine.remote.calls import RemoteWorker, StagingReport
-from asyncrl.engine.remote.client.inbox import Inbox
 from asyncrl.engine.remote.client.process import CoreProcess
-from asyncrl.engine.remote.client.responses import Responses
-from asyncrl.engine.remote.extras import RequestExtra
+from asyncrl.engine.remote.client.responses import Inbox, Responses
+from asyncrl.engine.remote.extras import RemoteWorker, RequestExtra, StagingReport
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ import numpy as np
 from asyncrl.engine.errors import EngineError, RequestError
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, Score, ScoreRequest
 from asyncrl.engine.remote.client.core import Core, CoreRequest
-from asyncrl.engine.remote.client.inbox import Scored, not_finite
+from asyncrl.engine.remote.client.responses import Scored, not_finite
 from asyncrl.engine.remote.extras import RequestExtra, ScoreColumns
 from asyncrl.rollout.trajectory import FloatArray, IntArray, KeptTokens
 

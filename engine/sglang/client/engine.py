@@ -18,11 +18,9 @@ from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.remote.client.core import Core, CoreRequest, Meter, P, T, W
 from asyncrl.engine.remote.client.engine import RemoteEngine
-from asyncrl.engine.remote.client.inbox import Inbox, Scored
-from asyncrl.engine.remote.client.responses import Response, Responses
+from asyncrl.engine.remote.client.responses import Inbox, Response, Responses, Scored
 from asyncrl.engine.remote.extras import DrafterSettings, StepTable
-from asyncrl.engine.sglang.client.environment import SglangFolder, environment_of
-from asyncrl.engine.sglang.client.process import SglangProcess
+from asyncrl.engine.sglang.client.process import SglangFolder, SglangProcess, environment_of
 from asyncrl.engine.sglang.interpreter import path_of
 from asyncrl.engine.sglang.messages import (
     AddRequest,

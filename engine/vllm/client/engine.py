@@ -16,7 +16,7 @@ from asyncrl.cache.sharing.cache_setup import CachePlace
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.remote.client.core import Core, CoreRequest, P, T, W
 from asyncrl.engine.remote.client.engine import RemoteEngine
-from asyncrl.engine.remote.client.inbox import Inbox
+from asyncrl.engine.remote.client.responses import Inbox
 from asyncrl.engine.vllm.client.process import VllmProcess
 from asyncrl.engine.vllm.remote import ADAPTER_ID, VllmWorker, to_extra_args
 from asyncrl.wire.records.step import EngineStats

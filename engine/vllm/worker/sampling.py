@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.engine.remote.worker.batch import Batch
-from asyncrl.engine.remote.worker.entries import Entry
+from asyncrl.engine.remote.worker.entries import Batch, Entry
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.sampling.drawing import UNREPORTED_K, Streams
 from asyncrl.engine.sampling.logits import LogitDraws, draw_from_logits

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from asyncrl.engine.errors import WeightsError
-from asyncrl.engine.remote.calls import StagingReport
-from asyncrl.engine.remote.extras import DrafterSettings
+from asyncrl.engine.remote.extras import DrafterSettings, StagingReport
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.sglang.messages import Answer, Call
 from asyncrl.engine.sglang.settings import WorkerSettings

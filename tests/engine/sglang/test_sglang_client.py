@@ -21,7 +21,7 @@ from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
 from asyncrl.engine.remote.client.core import CoreRequest
-from asyncrl.engine.remote.client.inbox import Inbox
+from asyncrl.engine.remote.client.responses import Inbox
 from asyncrl.engine.remote.extras import RequestExtra
 from asyncrl.engine.sglang.client import core, process
 from asyncrl.engine.sglang.client.engine import SglangEngine
@@ -283,7 +283,7 @@ from pathlib import Path
 sys.path[:0] = {paths!r}
 import test_sglang_client as tests
 from asyncrl.engine.remote.client.core import CoreRequest
-from asyncrl.engine.remote.client.inbox import Inbox
+from asyncrl.engine.remote.client.responses import Inbox
 from asyncrl.engine.remote.extras import RequestExtra
 from asyncrl.engine.sglang.client import core, process
 process.MODULE = "fake_sglang"

@@ -17,8 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncrl.engine.remote.calls import StagingReport
-from asyncrl.engine.remote.extras import Outcome, RequestExtra, ScoreColumns
+from asyncrl.engine.remote.extras import Outcome, RequestExtra, ScoreColumns, StagingReport
 from asyncrl.engine.remote.worker.held_weights import shard_of
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.sampling.drawing import noise_seeds, top_k
