@@ -28,7 +28,7 @@ from asyncrl.trainer.model.packing import PackedBatch
 from asyncrl.trainer.model.policy import Policy, check_routes
 from asyncrl.trainer.ranks import World
 from asyncrl.trainer.sharding.policy import ShardedPolicy
-from asyncrl.trainer.sharding.rows import local
+from asyncrl.trainer.sharding.weights import local
 
 
 class Reference:

@@ -28,7 +28,7 @@ from asyncrl.trainer.optimizer.coded_moments import CODES, SCALE
 from asyncrl.trainer.optimizer.training_state import Sharding, Shardings
 from asyncrl.trainer.ranks.shards import Shards
 from asyncrl.trainer.ranks.world import World
-from asyncrl.trainer.sharding.rows import LocalRows, local
+from asyncrl.trainer.sharding.weights import LocalRows, local
 
 SLICE = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Numbers of a parameter that are updated at a time, by device."""

@@ -30,10 +30,11 @@ from asyncrl.engine.sglang.messages import (
     EndRequests,
     Outputs,
     Ready,
+    ServerSettings,
     SglangWorker,
     ToClient,
+    WorkerSettings,
 )
-from asyncrl.engine.sglang.settings import ServerSettings, WorkerSettings
 
 _ID_LENGTH = 16
 """Length of all request ids: SGLang's abort takes every request whose id begins with the given one

@@ -30,8 +30,8 @@ from asyncrl.engine.sglang.messages import (
     Gauges,
     Outputs,
     Ready,
+    WorkerSettings,
 )
-from asyncrl.engine.sglang.settings import WorkerSettings
 from asyncrl.engine.sglang.worker.api import (
     AbortReq,
     ContinueGenerationReqInput,

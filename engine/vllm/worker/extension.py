@@ -19,10 +19,8 @@ from asyncrl.engine.vllm.remote import VllmWorker
 from asyncrl.engine.vllm.worker.adapter import AdapterWeights, ServedAdapter
 from asyncrl.engine.vllm.worker.api import get_tp_group
 from asyncrl.engine.vllm.worker.drafter import CacheDrafter, prepare_plainly
-from asyncrl.engine.vllm.worker.held_weights import VllmHeldWeights
-from asyncrl.engine.vllm.worker.sampling import CoreSampler, RunnerBatch
-from asyncrl.engine.vllm.worker.scoring import CoreScorer
-from asyncrl.engine.vllm.worker.weights import VllmLoader, check_reloadable
+from asyncrl.engine.vllm.worker.sampling import CoreSampler, CoreScorer, RunnerBatch
+from asyncrl.engine.vllm.worker.weights import VllmHeldWeights, VllmLoader, check_reloadable
 from asyncrl.rollout.acceptance import warm_up_verification
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 

@@ -12,8 +12,7 @@ import torch
 from asyncrl.engine.errors import WeightsError
 from asyncrl.engine.remote.extras import DrafterSettings, StagingReport
 from asyncrl.engine.remote.worker.ranks import Ranks
-from asyncrl.engine.sglang.messages import Answer, Call
-from asyncrl.engine.sglang.settings import WorkerSettings
+from asyncrl.engine.sglang.messages import Answer, Call, WorkerSettings
 from asyncrl.engine.sglang.worker.calls import WorkerCalls, answer
 from asyncrl.wire.weights.layout import WeightManifest
 

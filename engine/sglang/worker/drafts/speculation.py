@@ -17,7 +17,7 @@ import torch
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from asyncrl.engine.sglang.settings import CPU_ATTENTION
+from asyncrl.engine.sglang.messages import CPU_ATTENTION
 from asyncrl.engine.sglang.worker.api import HookRegistry, HookType
 from asyncrl.engine.sglang.worker.drafts import tree_attention
 

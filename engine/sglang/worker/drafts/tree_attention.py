@@ -16,7 +16,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from asyncrl.engine.sglang.settings import CPU_ATTENTION
+from asyncrl.engine.sglang.messages import CPU_ATTENTION
 from asyncrl.engine.sglang.worker.segments import Segments, segments_of
 
 
