@@ -97,7 +97,7 @@ from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.scheduler.dynamic_sampling import DynamicSampling
 from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
 from asyncrl.scheduler.events import Event
-from asyncrl.scheduler.records import DELIVERED, DELIVERING, STARTED, Generator, Group
+from asyncrl.scheduler.records import DELIVERED, DELIVERING, STARTED, Generator
 from asyncrl.scheduler.sample_transitions import Weights, Work
 from asyncrl.scheduler.state import SchedulerState
 from asyncrl.scheduler.steps import RunControl, SampleEvents, Steps
@@ -186,7 +186,9 @@ class Rewind:
         state.outdated |= state.lost
         keeps_work = state.admission.verifies or not are_gone
         groups = list(state.groups.values())
-        self._work.discard([g for g in groups if not keeps_work or _may_be_in_trainer(g)])
+        # The lost trainer had a sample of these, or may have had one.
+        sent = [g for g in groups if DELIVERED in g.states or DELIVERING in g.states]
+        self._work.discard(sent if keeps_work else groups)
         for group in state.groups.values():
             group.sent = bytearray(len(group.sent))
             if state.admission.verifies:
@@ -199,11 +201,6 @@ class Rewind:
             state.commands.append(commands.RewindGenerator(generator.name, version, state.lineage))
         self._steps.open()
         self._work.place_waiting()
-
-
-def _may_be_in_trainer(group: Group) -> bool:
-    """Return True if the lost trainer had a sample of the group, or may have had one."""
-    return DELIVERED in group.states or DELIVERING in group.states
 
 
 class Leaving:

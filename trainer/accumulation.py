@@ -111,8 +111,7 @@ def of_all_ranks(own: StepTotals, world: World) -> StepTotals:
     return StepTotals(own.signals, **values)
 
 
-def _added(values: Sequence[Any]) -> Any:
-    return reduce(operator.add, values)
+_added: Callable[[Sequence[Any]], Any] = partial(reduce, operator.add)
 
 
 def _by_column(rows: Sequence[list[float]]) -> list[float]:

@@ -210,7 +210,7 @@ class GeneratorProcess:
                 self._unfinished.save(command)
             case to_generator.Release():
                 self._generator.noise_floor.cancel()
-                self._unfinished.release(command)
+                self._tasks.start(self._unfinished.release(command))
             case to_generator.Discard():
                 self._discard(command.samples)
             case to_generator.Pause() | to_generator.Resume():
@@ -302,7 +302,7 @@ class GeneratorProcess:
             kv_full=stats.kv_used >= self._kv_limit and stats.waiting > 0,
         ):
             self._metrics.preempted.inc()
-            self.samples.interrupt(generation)
+            self._generator.interrupt(generation)
 
     async def _report(self) -> None:
         while True:

@@ -101,11 +101,7 @@ class Samples:
         elif sample in self._generating:
             generation, _ = self._generating[sample]
             if generation.request_verification(seed, min_version):
-                self.interrupt(generation)
-
-    def interrupt(self, generation: SampleGeneration) -> None:
-        """End the running attempt of a sample; see `asyncrl.generator.sample_state`."""
-        self._generator.interrupt(generation)
+                self._generator.interrupt(generation)
 
     def end_overdue(self) -> None:
         """Interrupt samples past their deadline; they end with their tokens and reason `deadline`.
@@ -120,7 +116,7 @@ class Samples:
                 continue
             if not generation.awaits_verification and not generation.expired:
                 generation.expired = True
-                self.interrupt(generation)
+                self._generator.interrupt(generation)
 
     def extend_deadlines(self, seconds: float) -> None:
         """Extend every sample's deadline by the time for which the engine was paused."""
@@ -130,9 +126,9 @@ class Samples:
 
     def interrupt_all(self) -> None:
         """Interrupt every sample; none resumes before `resume_all`."""
-        self._generator.hold_attempts()
+        self._generator.attempts_allowed.clear()
         for generation in self.in_generation:
-            self.interrupt(generation)
+            self._generator.interrupt(generation)
 
     async def rewind(self, version: int, lineage: int, *, newest: int) -> None:
         """Forget the policies after this version. No sample resumes before `resume_all`.
@@ -176,7 +172,7 @@ class Samples:
 
     def resume_all(self) -> None:
         """Resume the samples from their tokens."""
-        self._generator.allow_attempts()
+        self._generator.attempts_allowed.set()
 
     def discard(self, samples: Sequence[SampleId]) -> None:
         """Forget these samples, finished or not."""

@@ -82,11 +82,8 @@ class UnfinishedFiles:
             self._copied.set()
         await self._write(command, found)
 
-    def release(self, command: to_generator.Release) -> None:
+    async def release(self, command: to_generator.Release) -> None:
         """Copy the samples' tokens, forget the samples, write the tokens, and report it."""
-        self._tasks.start(self._release(command))
-
-    async def _release(self, command: to_generator.Release) -> None:
         samples = frozenset(command.samples)
         reason, found = "", list[_Found]()
         try:
