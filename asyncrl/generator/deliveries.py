@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.background import ControllerLine
 from asyncrl.generator.lenient_reuse import LenientReuse
 from asyncrl.generator.reports import GeneratorRecords
 from asyncrl.generator.sample_state import HeldSample

@@ -29,8 +29,7 @@ from pathlib import Path
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.protocol import Engine, SamplingParams, ScoreRequest
 from asyncrl.generator.activity import GeneratorState
-from asyncrl.generator.background import BackgroundTasks
-from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.background import BackgroundTasks, ControllerLine
 from asyncrl.generator.deliveries import Deliveries, TrainerLines
 from asyncrl.generator.evaluation import Evaluation
 from asyncrl.generator.lenient_reuse import LenientReuse

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from asyncrl.engine.errors import RequestError
 from asyncrl.environments.workers.pool import EnvironmentFailed
 from asyncrl.errors import AsyncrlError
-from asyncrl.generator.background import BackgroundTasks
-from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.background import BackgroundTasks, ControllerLine
 from asyncrl.generator.lenient_reuse import LenientReuse
 from asyncrl.generator.reports import GeneratorReports
 from asyncrl.generator.sample_runner import SampleGenerator

@@ -14,7 +14,7 @@ from asyncrl.engine.errors import EngineError, EngineStartError, RequestError
 from asyncrl.engine.factory import create_engine
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.generator.activity import Activity
-from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.background import ControllerLine
 from asyncrl.generator.lenient_reuse import LenientReuse
 from asyncrl.generator.noise_floor import EVERY
 from asyncrl.generator.process import GeneratorProcess

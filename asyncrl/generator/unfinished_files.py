@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncrl.engine.errors import EngineError
-from asyncrl.generator.background import BackgroundTasks
-from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.background import BackgroundTasks, ControllerLine
 from asyncrl.generator.weight_installs import WeightInstalls
 from asyncrl.rollout.trajectory import KeptTokens, SampleId
 from asyncrl.wire.messages import from_generator, to_generator
