@@ -34,9 +34,9 @@ from asyncrl.trainer.accumulation import NewGroup
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import BatchError, CheckpointError, NonFiniteError
 from asyncrl.trainer.checkpoint import checkpoint
+from asyncrl.trainer.checkpoint.checkpoint import Snapshot
 from asyncrl.trainer.checkpoint.format import files as checkpoint_files
 from asyncrl.trainer.checkpoint.format.manifest import Published, settings_of
-from asyncrl.trainer.checkpoint.snapshot import Snapshot
 from asyncrl.trainer.checkpoint.trainer_lease import UNFENCED, TrainerLease
 from asyncrl.trainer.loss import Objective
 from asyncrl.trainer.model.model_loading import multiply_in_tf32

@@ -31,7 +31,7 @@ from asyncrl.trainer.base.rank_network import is_loopback
 from asyncrl.trainer.checkpoint.format.files import dtype_of, path_of
 from asyncrl.trainer.checkpoint.trainer_lease import TrainerLease
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.model.host_memory import host_bytes, keep_freed_memory
+from asyncrl.trainer.model.memory_estimate import host_bytes, keep_freed_memory
 from asyncrl.trainer.model.policy import has_experts
 from asyncrl.trainer.objective import logprob_mismatch
 from asyncrl.trainer.ranks.world import join

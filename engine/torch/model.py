@@ -21,7 +21,7 @@ from asyncrl.engine.torch.attention import (
     decode_block,
     resumed_blocks,
 )
-from asyncrl.engine.torch.cpu.blas import sgemm_address
+from asyncrl.engine.torch.cpu.fused_kernels import sgemm_address
 from asyncrl.engine.torch.cpu.fused_model import FusedDecoder
 from asyncrl.engine.torch.cpu.invariant_attention import filled_up, missing
 from asyncrl.engine.torch.slots import SlotAttention, SlotCache, StepInputs, StepLayout

@@ -35,7 +35,7 @@ from asyncrl.engine.errors import (
     WeightsSupersededError,
 )
 from asyncrl.engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
-from asyncrl.engine.remote.client.core import Core
+from asyncrl.engine.remote.client.core import Core, CoreProcess
 from asyncrl.engine.remote.client.generation import (
     Generation,
     check_temperature,
@@ -43,7 +43,6 @@ from asyncrl.engine.remote.client.generation import (
     scoring,
     unscored,
 )
-from asyncrl.engine.remote.client.process import CoreProcess
 from asyncrl.engine.remote.client.streams import Reader, Streams
 from asyncrl.engine.remote.client.unreported import warm_up
 from asyncrl.engine.requests import Limits, SeedStream

@@ -21,7 +21,7 @@ from asyncrl.engine.remote.client.engine import RemoteEngine
 from asyncrl.engine.remote.client.responses import Inbox, Response, Responses, Scored
 from asyncrl.engine.remote.extras import DrafterSettings, StepTable
 from asyncrl.engine.sglang.client.process import SglangFolder, SglangProcess, environment_of
-from asyncrl.engine.sglang.interpreter import path_of
+from asyncrl.engine.sglang.config import path_of
 from asyncrl.engine.sglang.messages import (
     AddRequest,
     Answer,

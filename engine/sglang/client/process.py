@@ -26,7 +26,7 @@ import zmq.asyncio
 import asyncrl
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError, EngineStartError
-from asyncrl.engine.remote.client.process import STATUS_SECONDS, CoreProcess, LogFolder
+from asyncrl.engine.remote.client.core import STATUS_SECONDS, CoreProcess, LogFolder
 from asyncrl.engine.sglang.config import SglangConfig
 from asyncrl.engine.sglang.messages import ToClient, ToWorker
 from asyncrl.engine.sglang.worker.plugin import MARK_VARIABLE
