@@ -23,7 +23,7 @@ from asyncrl.engine.remote.extras import DrafterSettings, RemoteWorker
 VARIABLE = "ASYNCRL_SGLANG_SETTINGS"
 """Environment variable with a `WorkerSettings` as JSON."""
 CPU_ATTENTION = "asyncrl_torch"
-"""Name of `worker.tree_attention` in SGLang's `attention_backend`."""
+"""Name of `worker.drafts.speculation.TreeAttention` in SGLang's `attention_backend`."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
