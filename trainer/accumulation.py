@@ -33,13 +33,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
-from asyncrl.trainer.algorithms.base import LossSums, Rewards, TokenBatch, finisher
+from asyncrl.trainer.algorithms.base import (
+    LossSums,
+    Rewards,
+    TokenBatch,
+    finisher,
+    to_device,
+    token_batch,
+)
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import NonFiniteError
 from asyncrl.trainer.critic import SIGNALS, Values, value_loss
 from asyncrl.trainer.loss import GradientParts, Objective
 from asyncrl.trainer.model.head import TokenScores
-from asyncrl.trainer.model.token_batch import to_device, token_batch
 from asyncrl.trainer.objective.logprob_mismatch import SUMS, disagreement_of
 from asyncrl.trainer.objective.step_statistics import StepTotals, TokenSums
 from asyncrl.trainer.ranks import World

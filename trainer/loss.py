@@ -56,6 +56,7 @@ from asyncrl.trainer.algorithms.base import (
     TokenBatch,
     Wrapper,
     declares,
+    denominator,
     finisher,
     owners_of,
     sample_means,
@@ -66,7 +67,6 @@ from asyncrl.trainer.algorithms.router_balance import WithRouterBalance
 from asyncrl.trainer.base.algorithm_registry import class_of
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import TrainerError
-from asyncrl.trainer.model.token_batch import denominator
 from asyncrl.trainer.objective.step_statistics import StepTotals
 from asyncrl.trainer.ranks import World
 from asyncrl.trainer.step_targets import StepTargets, normalise

@@ -32,10 +32,10 @@ from transformers import AttentionInterface
 from asyncrl.rollout.contexts import contexts_of
 from asyncrl.rollout.model_parts import capped, weights_of
 from asyncrl.rollout.trajectory import BoolArray, IntArray, Trajectory
+from asyncrl.trainer.algorithms.base import to_device
 from asyncrl.trainer.base.errors import UnsupportedModelError
 from asyncrl.trainer.model import tiled_attention as tiled
 from asyncrl.trainer.model import varlen
-from asyncrl.trainer.model.token_batch import to_device
 
 SCORE_BUDGET = 1 << 25
 """Scores (numbers) in memory at once."""
