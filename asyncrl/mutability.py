@@ -34,6 +34,7 @@ class Rule(NamedTuple):
 
 
 _STEP, _BEGUN, _LIVE = Rule("next step"), Rule("first step not begun"), Rule("at once")
+_LENGTH = Rule("resume", "the schedules and the end of the run were planned with it")
 _TRAINER = "the trainer was built with it"
 _RESUMED: tuple[str, ...] = (
     "device", "compile", "fused", "threads", "learning_rate_minimum", "learning_rate_schedule",
@@ -52,7 +53,8 @@ RULES: dict[str, Rule] = {
         "the run's folder has this name",
         "Stop the run, rename its folder and continue it with `--resume --set run.name=NAME`",
     ),
-    "run.steps": Rule("resume", "the schedules and the end of the run were planned with it"),
+    "run.steps": _LENGTH,
+    "run.epochs": _LENGTH,
     "run.seed": Rule("never", "the data order and the sampling depend on it"),
     "run.changes": Rule(
         "resume",
@@ -90,6 +92,7 @@ RULES: dict[str, Rule] = {
     "evaluation.every": _LIVE,
     "evaluation.hold_seconds": _LIVE,
     "evaluation.timeout_seconds": _LIVE,
+    "sft": Rule("never", "which examples belong to a step depends on it"),
     "launcher": Rule("resume", "the processes were started with it"),
     "launcher.generators": Rule(
         "resume", "generators join and leave by another order", "Use `asyncrl scale --generators N`"

@@ -191,11 +191,7 @@ def overrides(settings: Iterable[str]) -> list[str]:
 
 
 def run_command(config: Path | str, settings: Iterable[str], *more: str) -> list[str]:
-    """`asyncrl run CONFIG` with this interpreter, and further arguments.
-
-    Start it in the main thread: the run ends when the thread that has started it ends, however that
-    happens.
-    """
+    """Return `asyncrl run CONFIG` with this interpreter; the run ends with this process."""
     parent = ("--end-with", str(os.getpid()))
     given = overrides(settings)
     return [sys.executable, "-m", "asyncrl", "run", str(config), *parent, *more, *given]

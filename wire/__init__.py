@@ -1,12 +1,4 @@
-"""Communication between processes: messages, sockets and weights.
-
-messages/   every message, one module per direction, and their frames
-records/    the numbers of engines and steps, typed once for every process
-sockets     a `Hub` that many peers connect to, and a `Line` to one hub
-transport/  keys, addresses, decoding, and several messages in one frame
-sessions/   what travels through relays of other nodes, each frame exactly once
-weights/    the layout of one version of the weights in shared memory
-"""
+"""Communication between processes: messages, sockets and weights."""
 
 if __name__ == "wire":
     raise ImportError("asyncrl's package wire is imported as asyncrl.wire", name="wire")

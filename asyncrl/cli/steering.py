@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from asyncrl.cli.app import STEERING, OrderedRun, Runs, app
-from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.errors import UserError
 from asyncrl.runs.command_lines import DEFAULT_RUNS
 from asyncrl.suggestions import shortened
 
@@ -89,18 +89,9 @@ def set_setting(
 
 
 def _request(name: str | None, runs: Path, request: Callable[[Any], control.Request]) -> None:
-    """Send a request, made from `wire.messages.control`, and print its effect.
-
-    Raises UserError if it is refused, AsyncrlError for an unexpected reply.
-    """
+    """Send a request, made from `wire.messages.control`, and print its effect."""
     from asyncrl.runs.run_list import find_run_for_order
-    from asyncrl.steering.control_socket import ask
+    from asyncrl.steering.control_socket import order
     from asyncrl.wire.messages import control
 
-    run = find_run_for_order(name, runs)
-    reply, name = ask(run, request(control)), run.resolve().name
-    if isinstance(reply, control.Refused):
-        raise UserError(f"{name}: {reply.reason}")
-    if not isinstance(reply, control.Accepted):
-        raise AsyncrlError(f"{name}: the controller answered an order with {reply}")
-    typer.echo(f"{name}: {reply.message}")
+    typer.echo(order(find_run_for_order(name, runs), request(control)))

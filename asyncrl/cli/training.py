@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shlex
 import signal
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -21,6 +23,7 @@ from asyncrl.runs.command_lines import DEFAULT_RUNS, resume_command
 from asyncrl.simulation.command import simulate
 
 if TYPE_CHECKING:
+    from asyncrl.config.run_config import RunConfig
     from asyncrl.wire.records.evaluations import EvaluationRecord
     from asyncrl.wire.records.step import RunResult
 
@@ -115,10 +118,9 @@ def run(
             "--continue resumes a run or begins it: give it without --resume and --clean"
         )
     if continues:
-        from asyncrl.runs.directory import is_complete, may_be_resumed
+        from asyncrl.runs.directory import may_be_resumed
 
-        if is_complete(config):
-            typer.echo(f"the run in {config.directory} is complete; there is nothing to do")
+        if _is_complete(config):
             return
         resume = may_be_resumed(config)
     resume = resume or resume_from is not None
@@ -138,6 +140,9 @@ def run(
     from asyncrl.startup.prepare import prepare
 
     prepared = prepare(config, console)
+    config = prepared.config
+    if continues and _is_complete(config):
+        return  # the steps of `run.epochs` are known now
     if dry_run:
         from asyncrl.startup.machine_checks import refuse_taken_ports
 
@@ -161,8 +166,45 @@ def run(
         config.directory,
         result,
         planned=config.run.steps,
+        at_start=config.evaluation.at_start,
         to_continue=resume_command(config.directory, config_file, overrides or []),
     )
+
+
+@app.command(
+    rich_help_panel=TRAINING,
+    epilog="Example: asyncrl sft examples/sft.yaml --set sft.epochs=2",
+)
+def sft(
+    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue this run from its newest whole checkpoint.")
+    ] = False,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Delete an earlier run of this name first.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and print all that a start does, and exit.")
+    ] = False,
+) -> None:
+    """Fine-tune on given responses before RL; the run is called NAME-sft."""
+    from asyncrl.config.run_config import load_config
+    from asyncrl.sft.command import train
+    from asyncrl.tasks.model import no_transformers_bars
+
+    if resume and clean:
+        raise UserError("--resume continues a run and --clean deletes it: give only one of them")
+    options = [word for one in overrides or [] for word in ("--set", one)]
+    with no_transformers_bars():
+        train(
+            load_config(config_file, overrides or []),
+            TerminalConsole(markup=False),
+            resume=resume,
+            clean=clean,
+            dry_run=dry_run,
+            command=shlex.join(["asyncrl", "sft", str(config_file), *options, "--resume"]),
+        )
 
 
 @app.command(
@@ -235,7 +277,8 @@ def export(
     from asyncrl.tasks.model import no_transformers_bars
 
     with no_transformers_bars():
-        place, is_new = export_run(find_run(run, runs), step, output, dtype, merge=merge)
+        found = find_run(run, runs, may_be_supervised=True)
+        place, is_new = export_run(found, step, output, dtype, merge=merge)
     verb = "exported" if is_new else "already exported"
     typer.echo(f"{verb}: {place} ({describe(place)})")
 
@@ -246,17 +289,37 @@ app.command(
 
 
 def _end_with(parent: int) -> None:
-    """Make the kernel end this command with its parent. Raises UserError for another parent."""
-    from asyncrl.user_code.process_tree import end_with_parent
+    """Send this command one SIGTERM when its parent ends. Raises UserError for another parent.
 
+    The kernel's own signal (PR_SET_PDEATHSIG) also comes when the thread that has started this
+    process ends, and several times when a parent with threads is killed: the second ends a run at
+    once.
+    """
     if sys.platform != "linux":
         raise UserError("--end-with works on Linux only")
-    if os.getppid() != parent:
+    watched = -1
+    with contextlib.suppress(ProcessLookupError):
+        watched = os.pidfd_open(parent)
+    if os.getppid() != parent or watched < 0:
         raise UserError(
             f"--end-with {parent}: process {os.getppid()} started this command, or process "
             f"{parent} has ended. Give the id of the process that starts it"
         )
-    end_with_parent(parent, signal.SIGTERM)
+
+    def end() -> None:
+        select.select([watched], [], [])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end, name="end-with", daemon=True).start()
+
+
+def _is_complete(config: RunConfig) -> bool:
+    from asyncrl.runs.directory import is_complete
+
+    if not is_complete(config):
+        return False
+    typer.echo(f"the run in {config.directory} is complete; there is nothing to do")
+    return True
 
 
 def _evaluations(directory: Path) -> list[EvaluationRecord]:
@@ -269,7 +332,13 @@ def _evaluations(directory: Path) -> list[EvaluationRecord]:
 
 
 def _print_result(
-    console: Console, directory: Path, result: RunResult, *, planned: int, to_continue: str
+    console: Console,
+    directory: Path,
+    result: RunResult,
+    *,
+    planned: int,
+    at_start: bool = True,
+    to_continue: str,
 ) -> None:
     from asyncrl.monitoring.terminal.evaluation_text import course, incomplete
     from asyncrl.monitoring.terminal.formatting import counted, number
@@ -290,9 +359,11 @@ def _print_result(
         lacks = [text for one in whole if (text := incomplete(one))]
         shown = "no held-out prompts, so no accuracy"
         if after is not None and not lacks:
+            changed = "rows or functions changed since the first start"
+            why = changed if at_start else "evaluation.at_start is false"
             shown = (
-                f"held-out accuracy {after:.3f}; rows or functions changed since the first start, "
-                "so there is no earlier accuracy to compare it with"
+                f"held-out accuracy {after:.3f}; {why}, so there is no earlier accuracy to compare "
+                "it with"
             )
         elif lacks:
             shown = (

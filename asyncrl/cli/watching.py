@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,9 +21,17 @@ from asyncrl.runs.command_lines import DEFAULT_RUNS
 @app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl status arithmetic --json")
 def status(name: RunName = None, runs: Runs = DEFAULT_RUNS, as_json: Json = False) -> None:
     """Show what an active run is doing, or what became of one that ended."""
-    from asyncrl.runs.directory import find_run, is_alive
+    from asyncrl.runs.directory import find_run, is_alive, is_supervised
+    from asyncrl.runs.run_list import listed
 
-    run = find_run(name, runs)
+    run = find_run(name, runs, may_be_supervised=True)
+    if is_supervised(run):
+        import msgspec
+
+        one = listed(run)
+        line = f"{one.name}: {one.state}, {one.progress} steps, {one.course_of_loss}"
+        typer.echo(json.dumps(msgspec.to_builtins(one), indent=2) if as_json else line)
+        return
     found, more = _status_now(run) if is_alive(run) else _status_at_the_end(run)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
@@ -119,16 +128,17 @@ def _run_and_process(words: list[str], runs: Path) -> tuple[Path, str | None]:
     """Resolve the arguments of `asyncrl logs`. One word is a run if a run has this name."""
     from asyncrl.runs.directory import find_run
 
+    find = partial(find_run, may_be_supervised=True)
     if len(words) > 2:
         raise UserError("write it as asyncrl logs [RUN] [PROCESS]")
     if len(words) == 2:
-        return find_run(words[0], runs), words[1]
+        return find(words[0], runs), words[1]
     if not words:
-        return find_run(None, runs), None
+        return find(None, runs), None
     try:
-        return find_run(words[0], runs), None
+        return find(words[0], runs), None
     except UserError:
-        return find_run(None, runs), words[0]
+        return find(None, runs), words[0]
 
 
 @app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl samples arithmetic -n 2")
@@ -178,8 +188,8 @@ def list_all(runs: Runs = DEFAULT_RUNS, as_json: Json = False) -> None:
     table = Table("run", "state", "step", "reward", "accuracy", box=None, pad_edge=False)
     for run in found:
         accuracy = course(run.accuracy_before, run.accuracy_after, run.evaluated, digits=2)
-        steps = f"{run.step} of {run.steps}" if run.steps is not None else str(run.step)
-        table.add_row(Text(run.name), run.state, steps, number(run.reward, 3), accuracy)
+        accuracy = run.course_of_loss or accuracy
+        table.add_row(Text(run.name), run.state, run.progress, number(run.reward, 3), accuracy)
     TerminalConsole(highlight=False).print(table)
 
 

@@ -4,9 +4,6 @@
 they have one. The rule of a key is its entry's, or else that of the section around it. Values that
 are a setting's default pass, since a run's own config.yaml names all of them; and recorded
 configurations are not judged, so that every run stays readable.
-
->>> rule_of("environment.max_turns").when
-'with environment.name'
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ _FILES = (".jsonl", ".parquet")
 
 
 class Effect(NamedTuple):
-    """When a setting has an effect."""
+    """The condition under which a setting has an effect."""
 
     when: str
     """The condition in words, after "only"."""
@@ -98,6 +95,7 @@ def _trusts(config: RunConfig, launcher: Any) -> bool:
 
 
 _TABLE: dict[str, Effect] = {
+    "run steps": Effect("without run.epochs", lambda _, run: run.epochs is None),
     "run log_sample_tokens log_samples_mb": _is("run.log_samples", "jsonl"),
     "task path prompt_field answer_field id_field map on_bad_row evaluation_path": _is(
         "task.kind", "dataset"
@@ -147,6 +145,7 @@ _TABLE: dict[str, Effect] = {
     "trainer sharding rank_network rank_seconds": _above("trainer.ranks", 1),
     "evaluation best_of": _is("evaluation.keep_best", True),
     "evaluation.sets.NAME subset split": _no_file("path"),
+    "sft": Effect("in `asyncrl sft`", lambda *_: False, may_stand=True),
     "launcher gpus": Effect(
         "where engine.device or trainer.device is not cpu",
         lambda config, _: {config.engine.device, config.trainer.device} != {"cpu"},

@@ -1,8 +1,4 @@
-"""Formats the mistakes in a refused configuration, one line each.
-
-A line has the key's path, the mistake, the given value and, for a value out of bounds, the first
-sentence of the setting's documentation. Lines and values are bounded in length.
-"""
+"""Formats the mistakes in a refused configuration, one line each."""
 
 from __future__ import annotations
 

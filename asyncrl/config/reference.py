@@ -1,12 +1,4 @@
-"""Generates the reference of all settings from the Config classes.
-
-Each setting is a pydantic field with a docstring, its meaning; type, bounds and default come from
-the field. Two outputs are rendered from these:
-
-- `explain_config`: a run's configuration as commented YAML (`asyncrl run CONFIG --explain`);
-- `reference_page`: docs/configuration.md, rewritten by
-  `python -m asyncrl.config.reference > docs/configuration.md`. A test compares the two.
-"""
+"""Generates the reference of all settings from the Config classes."""
 
 from __future__ import annotations
 
@@ -108,10 +100,7 @@ def sections() -> list[Section]:
 
 
 def explain_config(config: RunConfig, grey: Callable[[str], str] = str) -> str:
-    """Return the configuration as commented YAML; `load_config` reads it back.
-
-    Settings that have no effect in this configuration are named, and passed through `grey`.
-    """
+    """Return the configuration as commented YAML; `load_config` reads it back."""
     idle = without_effect(config)
     explained = _Explained({section.path: section for section in sections()}, idle, grey)
     lines: list[str] = []
@@ -138,7 +127,7 @@ def reference_page() -> str:
 
 
 def _sections(path: str, field: Schema, models: Schema) -> Iterator[Section]:
-    model = _model_of(field, models)
+    model: Schema = models[field["$ref"].rpartition("/")[2]]
     settings: list[Setting] = []
     nested: list[Section] = []
     for name, inner in model["properties"].items():
@@ -162,11 +151,6 @@ def _only(key: str) -> Iterator[str]:
     """Yield when a setting or section has an effect, if it does not always have one."""
     if key in EFFECTS:
         yield f"Has an effect only {EFFECTS[key].when}."
-
-
-def _model_of(field: Schema, models: Schema) -> Schema:
-    model: Schema = models[field["$ref"].rpartition("/")[2]]
-    return model
 
 
 def _setting(path: str, name: str, field: Schema) -> Setting:

@@ -33,6 +33,7 @@ from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.suggestions import nearest, shortened
 from asyncrl.tasks.config import ModelConfig, TaskConfig
 from asyncrl.tasks.evaluation_config import EvaluationConfig
+from asyncrl.tasks.sft_config import SftConfig
 from asyncrl.trainer.base.algorithm_registry import entry_of, is_own
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.rank_network import is_loopback
@@ -126,6 +127,7 @@ class RunConfig(BaseModel):
     scheduler: SchedulerConfig = SchedulerConfig()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    sft: SftConfig = SftConfig()
     launcher: LauncherConfig = LauncherConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
 
@@ -408,3 +410,6 @@ def _apply(values: dict[str, Any], override: str) -> None:
             raise ConfigError(f"{shown}: {shortened(section)} is a value, not a section")
         place = inner
     place[last] = value
+    length = {"run.steps": "epochs", "run.epochs": "steps"}.get(key.strip())
+    if length is not None and value is not None:
+        place.pop(length, None)  # the file's: an order of the command line takes its place

@@ -1,15 +1,4 @@
-"""Configuration of the run itself (`run:`).
-
-Settings can change at a step of a run by `run.changes`, written in advance or by `asyncrl set`.
-
-    run:
-      changes:
-        100: {trainer.learning_rate: 1.0e-6}
-
-They may also be written in sections, `{trainer: {learning_rate: 1.0e-6}}`. An order adds its line
-here, so a run that received the order and a run that had the line from the beginning are the same,
-also when they continue from an earlier checkpoint.
-"""
+"""Configuration of the run itself (`run:`)."""
 
 from __future__ import annotations
 
@@ -77,6 +66,10 @@ class RunSection(BaseModel):
     """Name of the run and of its folder: letters, digits, dot, dash, underscore."""
     steps: int = Field(default=100, ge=1, le=MAX_STEPS)
     """Optimizer steps."""
+    epochs: float | None = Field(default=None, gt=0, le=MAX_STEPS)
+    """The length of the run as passes over the training prompts, in place of `steps`: 0.5, 3. The
+    steps are counted when the run starts, rounded up, and its config.yaml has them as `steps`.
+    Groups that `scheduler.dynamic_sampling` leaves out are drawn besides."""
     seed: int = Field(default=0, ge=-(10**18), le=10**18)
     """Seed of the data order, the sampling and the trainer. Data order and sampling also depend on
     the weights that the run starts from, so a run from another run's model draws anew. The split

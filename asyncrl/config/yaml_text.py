@@ -3,10 +3,6 @@
 The safe loader does not run code, but it keeps the last of two equal keys, expands aliases without
 a limit (a file of 300 bytes can stand for gigabytes), and reads `010` as 8. This module refuses
 each of these.
-
-Numbers are those of YAML 1.2, and `100_000`: `1e-3` is a number, and `12:30:45` and `2026-11-28`
-are texts, where PyYAML reads a text, 45045 and a date. `dump_yaml` writes text that is read back
-unchanged.
 """
 
 from __future__ import annotations

@@ -2,16 +2,6 @@
 
 `RankAssignments` assigns a step's groups to the trainer's ranks. Each group, as it comes, goes to
 the rank with the fewest response tokens of its step so far, so ranks differ by at most one group:
-
-    >>> deals = RankAssignments(ranks=2)
-    >>> [deals.rank_of(group, step=0, tokens=tokens) for group, tokens in [(0, 900)]]
-    [0]
-    >>> [deals.rank_of(group, step=0, tokens=tokens) for group, tokens in [(1, 500), (2, 300)]]
-    [1, 1]
-    >>> deals.rank_of(0, step=0, tokens=100)  # a sample that was lost and regenerated
-    0
-    >>> deals.by_rank(0, (0, 1, 2))
-    [(0,), (1, 2)]
 """
 
 from __future__ import annotations

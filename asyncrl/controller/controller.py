@@ -280,7 +280,8 @@ class Controller:
             accuracy = Accuracy.of(known)
             self._progress.evaluated(known, is_known=True)
         else:
-            measured = await self._evaluation.measure(0)
+            begins = self._config.evaluation.at_start and not self._training.trained_steps
+            measured = await self._evaluation.measure(0) if begins else None
             if measured is None:
                 return None
             accuracy = Accuracy.of(measured)

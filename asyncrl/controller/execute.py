@@ -22,7 +22,6 @@ from asyncrl.controller.controller import Controller
 from asyncrl.controller.group_traces import open_group_traces
 from asyncrl.controller.inbox import Message
 from asyncrl.controller.progress import Progress
-from asyncrl.controller.sinks import Sinks
 from asyncrl.controller.web_page import open_page
 from asyncrl.errors import (
     AsyncrlError,
@@ -57,6 +56,7 @@ from asyncrl.runs.input_files import (
 )
 from asyncrl.runs.resuming import rewind
 from asyncrl.runs.runtime_folders import Surroundings
+from asyncrl.runs.sinks import Sinks
 from asyncrl.startup.gpu_defaults import visits_of, with_drafts_that_pay
 from asyncrl.startup.launching import Launching, open_launcher
 from asyncrl.startup.machine_checks import refuse_taken_ports

@@ -2,11 +2,6 @@
 
 A setting that affects training data becomes a line of `run.changes`: it holds from a step on, and a
 run that is resumed from an earlier checkpoint applies it from the same step on.
-
-    order ──► key and value checked ──► step ──► run.changes ──► trainer, scheduler, config.yaml
-
-Processes receive a change before the step can begin: the trainer before the plan of the step, the
-scheduler before it issues a group of it.
 """
 
 from __future__ import annotations

@@ -94,8 +94,6 @@ class Progress:
         for warning in warnings.at_start(config):
             self.say(warning)
 
-    # ------------------------------------------------------------ what happened
-
     def say(self, text: str) -> None:
         """Print a message."""
         self._view.log(text)
@@ -220,12 +218,6 @@ class Progress:
         self._metrics.policy_version.set(step)
         self._metrics.count_on_policy(self._on_policy)
 
-    def _exactly_on_policy(self) -> bool | None:
-        """Return True if all steps were exactly on-policy; findings may follow the last step."""
-        if self._findings.all and self._config.run.on_wrong_policy == "warn":
-            return False
-        return self._on_policy.exactly
-
     @property
     def _on_policy(self) -> OnPolicySteps:
         return self._steps.on_policy(self._step)
@@ -239,10 +231,12 @@ class Progress:
         if wrong or self._findings.last:
             learned["exactly_on_policy"] = False
         generators = max(1, len(self._fleet.generators()) if self._fleet is not None else 1)
+        ledger = None if self._scheduler is None else self._scheduler.state.ledger
+        end = None if ledger is None else ledger.end_of(message.step)
         return StepMetrics(
             step=message.step,
             time=time.time(),  # noqa: TID251 - for the record of the step
-            groups=self._groups.of_step(message.step, message.groups, self._end_of(message.step)),
+            groups=self._groups.of_step(message.step, message.groups, end),
             wall_seconds=self._seconds_before + now - self._totals.began,
             step_seconds=seconds,
             tokens_per_second=recent.tokens.generated / recent.seconds,
@@ -262,9 +256,6 @@ class Progress:
             **learned,
         )
 
-    def _end_of(self, step: int) -> int | None:
-        return None if self._scheduler is None else self._scheduler.state.ledger.end_of(step)
-
     def _count(self) -> None:
         if self._fleet is not None:
             workers = self._fleet.every_generator
@@ -280,8 +271,6 @@ class Progress:
             here = [one.report for one in self._fleet.generators() if one.report is not None]
             self._in_environments = sum(one.in_environments for one in here)
             self._reward_wait = sum((one.reward_wait for one in here), start=RewardWait())
-
-    # ---------------------------------------------------------------- what is shown
 
     def show(self, fleet: Fleet, evaluation: EvaluationRound | None) -> None:
         """Refresh the live view."""
@@ -380,6 +369,8 @@ class Progress:
         results = self.evaluations
         best = None if results is None else results.best
         samples = [one.samples for one in (before, after) if one and one.value is not None]
+        # Findings may follow the last step.
+        is_wrong = bool(self._findings.all) and self._config.run.on_wrong_policy == "warn"
         return RunResult(
             run=self._config.run.name,
             engine=self._config.engine_kinds,
@@ -390,7 +381,7 @@ class Progress:
             groups=self._groups.settled(self._snapshot()),
             signal=self._steps.signal(),
             staleness=self._steps.staleness(),
-            exactly_on_policy=self._exactly_on_policy(),
+            exactly_on_policy=False if is_wrong else self._on_policy.exactly,
             accuracy_before=None if before is None else before.value,
             accuracy_after=None if after is None else after.value,
             reward_before=None if before is None else before.reward,

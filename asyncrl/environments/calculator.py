@@ -1,10 +1,4 @@
-"""The built-in environment `calculator`: a question and a calculator tool. Import-light.
-
-row           what is 17+28?          (the row's own prompt and answer)
-policy        calculator 17+28        or a tool call `calculator` with an `expression`
-environment   45
-policy        45                      reward 1
-"""
+"""The built-in environment `calculator`: a question and a calculator tool. Import-light."""
 
 from __future__ import annotations
 

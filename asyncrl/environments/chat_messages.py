@@ -61,11 +61,7 @@ def chat_message(message: Any) -> Message:
 
 
 def new_messages(known: Sequence[Message], messages: Sequence[Message]) -> list[Message] | None:
-    """Return the messages added to a known conversation, or None if it is not continued.
-
-    Example:
-        >>> new_messages([{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}])
-    """
+    """Return the messages added to a known conversation, or None if it is not continued."""
     if len(messages) <= len(known):
         return None
     pairs = zip(known, messages, strict=False)
@@ -78,13 +74,6 @@ def mean_the_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return True if two messages say the same, whatever form a client has sent them in.
 
     An assistant's name counts only if both have one: clients name answers that came without a name.
-
-    Example:
-        >>> call = {"id": "1", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
-        >>> again = {"id": "1", "function": {"name": "add", "arguments": '{"b":2, "a":1}'}}
-        >>> first = {"role": "assistant", "content": "", "tool_calls": [call]}
-        >>> mean_the_same(first, {**first, "content": None, "tool_calls": [again]})
-        True
     """
     if one is other:
         return True

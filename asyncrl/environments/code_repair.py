@@ -1,12 +1,5 @@
 """The built-in environment `code_repair`: a wrong program and sandboxed tests. Import-light.
 
-row           repair def f(a, b): return a-b+3      with its `program` and `tests`
-environment   def f(a, b): return a-b+3
-              f(2, 5) is 0 not 10
-policy        def f(a, b): return a+b+2
-environment   f(2, 5) is 9 not 10
-policy        def f(a, b): return a+b+3             reward 1 - cost: one attempt was wrong
-
 Programs run as with the reward `code` (docs/rewards.md).
 """
 

@@ -1,10 +1,4 @@
-"""The built-in environment `guessing`: find a number from hints. Import-light.
-
-environment   guess the number from 0 to 9.
-policy        5
-environment   higher
-policy        7            reward 1 - cost: one guess was wrong
-"""
+"""The built-in environment `guessing`: find a number from hints. Import-light."""
 
 from __future__ import annotations
 

@@ -12,17 +12,6 @@ the template puts a special token at the border, which no merge crosses, the pie
 tokens as the whole text. Otherwise the text is the same but a token at the border may differ;
 `TurnRenderer.findings` says so.
 
-Example:
-    >>> from asyncrl.tasks.model import builtin_tokenizer
-    >>> tokenizer = builtin_tokenizer()
-    >>> renderer = TurnRenderer(tokenizer, stop_tokens=(tokenizer.eos_token_id,))
-    >>> question = [{"role": "user", "content": "1+1=?"}]
-    >>> tokenizer.decode(renderer.prompt(question))
-    '<user>1+1=?<assistant>'
-    >>> turn = tokenizer("3<end>")["input_ids"]
-    >>> tokenizer.decode(renderer.between(question, [{"role": "user", "content": "less"}], turn))
-    '<user>less<assistant>'
-
 A turn is rendered with only the messages nearest to it, although a template may change earlier
 turns. `ConversationCheck` compares the result with whole conversations: one of our own at the
 start, and actual ones later.
@@ -321,7 +310,8 @@ class TurnRenderer:
         near = list(messages) if self._check.needs_whole else nearest_context(messages)
         text = end_of_turn(self._template, near, new, tools)
         self._check.look_for(near, new, tools)
-        if _is_power_of_two(1 + [m.get("role") for m in messages].count("assistant")):
+        turn = 1 + [m.get("role") for m in messages].count("assistant")
+        if turn & (turn - 1) == 0:  # 1, 2, 4, 8, ...
             at = TurnInConversation(messages, new, self._pieces.text(turn_tokens), tools)
             text = self._check.check(at, text)
         return np.asarray(self._after(text, turn_tokens), np.int32)
@@ -401,10 +391,6 @@ class TurnRenderer:
                 '"eos_token_id" in generation_config.json',
             )
         return [] if by_role else ids[: place + 1]
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
 
 
 def _as_messages(messages: Sequence[Message] | str) -> list[Message]:

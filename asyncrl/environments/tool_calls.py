@@ -3,13 +3,6 @@
 The model reads a call's error as the tool's result, so that it can learn from it: unreadable JSON,
 an unknown tool, arguments that do not fit the schema.
 
-Example:
-    >>> tools = [{"type": "function", "function": {"name": "add", "parameters": {
-    ...     "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}}]
-    >>> text = '<tool_call>{"name": "add", "arguments": {"a": "x"}}</tool_call>'
-    >>> parse_turn(text, "hermes", tools).calls[0].error
-    "wrong arguments for add: a: 'x' is not of type 'integer'"
-
 Schemas come from agents and servers, arguments from the policy, and the check runs in the
 generator's event loop, where all samples wait for it. So it is bounded by an amount of work, which
 is the same whenever the same call is checked. Not enforced:
@@ -69,14 +62,7 @@ _CHECK: ContextVar[_Check] = ContextVar("check")
 
 
 def misfit(arguments: dict[str, Any], schema: Mapping[str, Any]) -> str | None:
-    """Describe a misfit; None if all fits or the schema cannot be used.
-
-    Example:
-        >>> misfit({"a": "x"}, {"properties": {"a": {"type": "integer"}}})
-        "a: 'x' is not of type 'integer'"
-        >>> misfit({}, {"$ref": "#"}) is None
-        True
-    """
+    """Describe a misfit; None if all fits or the schema cannot be used."""
     from jsonschema.exceptions import best_match
 
     try:
@@ -228,8 +214,12 @@ def parse_turn(text: str, form: ToolFormat, tools: Tools | None, *, turn: int = 
 
 def checked_call(call: WrittenCall, tools: Tools, call_id: str) -> ToolCall:
     """Check a written call against the tools."""
-    functions = [_function(tool) for tool in tools]
-    schemas = {one["name"]: one for one in functions if isinstance(one.get("name"), str)}
+    functions = [tool.get("function", tool) for tool in tools]
+    schemas = {
+        one["name"]: one
+        for one in functions
+        if isinstance(one, Mapping) and isinstance(one.get("name"), str)
+    }
     if call.error or not call.name:
         wrong = call.error or "a call is an object with `name` and `arguments`"
         return ToolCall(call_id, call.name, {}, wrong[:_MAX_MESSAGE], "json")
@@ -261,11 +251,6 @@ def _value(name: str, text: str, schema: Any) -> Any:
         return text
     value, error = load_json(text)
     return text if error else value
-
-
-def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = tool.get("function", tool)
-    return function if isinstance(function, Mapping) else {}
 
 
 def _misfit(arguments: dict[str, Any], schema: Any) -> str | None:

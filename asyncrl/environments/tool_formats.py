@@ -49,14 +49,7 @@ class WrittenTurn:
 
 
 def format_of_template(template: str | Mapping[str, str] | None) -> ToolFormat:
-    """Return the tool-call form of a chat template; `json` if it names none.
-
-    A tokenizer may have several named templates, such as `tool_use`.
-
-    Example:
-        >>> format_of_template("... return each call within <tool_call></tool_call> ...")
-        'hermes'
-    """
+    """Return the tool-call form of a chat template; `json` if it names none."""
     text = "".join(template.values()) if isinstance(template, Mapping) else template or ""
     if "<tool_call>" in text:
         return "hermes"

@@ -1,21 +1,4 @@
-"""Python functions as tools: type hints and a docstring become a schema.
-
-Example:
-    >>> def add(a: int, b: int = 1) -> int:
-    ...     '''Add two numbers.
-    ...
-    ...     Args:
-    ...         a: the first number.
-    ...     '''
-    ...     return a + b
-    >>> tool = FunctionTool(add)
-    >>> tool.schema["function"]["parameters"]["properties"]["a"]
-    {'description': 'the first number.', 'type': 'integer'}
-    >>> tool.call({"a": 1})
-    '2'
-    >>> tool.call({"a": [1]})
-    'error: wrong arguments for add: a: Input should be a valid integer, got [1]'
-"""
+"""Python functions as tools: type hints and a docstring become a schema."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def resolve_target(
     """
     is_run = (runs / target / "config.yaml").exists() or (Path(target) / "config.yaml").exists()
     if is_run:
-        run = find_run(target, runs)
+        run = find_run(target, runs, may_be_supervised=True)
         newest = _newest_checkpoint(run, console)
         if newest is None:
             raise UserError(f"the run {run} has not written a checkpoint yet; evaluate its model")
@@ -85,7 +85,7 @@ def _newest_checkpoint(run: Path, console: Console) -> Path | None:
 
 
 def evaluate_model(config: RunConfig, model_path: str, console: Console) -> EvaluationRecord:
-    """Sample every held-out prompt as in training; return the estimates of each set.
+    """Sample every held-out prompt; return the estimates of each set.
 
     Raises UserError for the model, the data or the rewards, AsyncrlError for the engine.
     """
@@ -192,4 +192,5 @@ async def _generator(
     episodes = None
     if pool is not None:
         episodes = episodes_with(pool, config, task.tokenizer, decode, task.stop_tokens)
+    sampling = config.evaluation.sampling_of(sampling)
     return SampleGenerator(engine, scoring, sampling, episodes=episodes)

@@ -112,6 +112,7 @@ def estimate(
     lengths: ArrayLike | None = None,
     verdicts: ArrayLike | None = None,
     max_unscored_share: float = 0.0,
+    temperature: float | None = None,
 ) -> SetEvaluation:
     """Estimate one set from `rewards` `[P, n]` of n samples of each of P prompts.
 
@@ -132,6 +133,7 @@ def estimate(
         unscored=int((~counted).sum()),
         failed=int((known == "failed").sum()),
         accuracy=None,
+        temperature=temperature,
         tokens=0.0 if lengths is None else float(np.mean(np.asarray(lengths, dtype=np.float64))),
     )
     if found.unscored > max_unscored_share * known.size or not (known == "scored").any():
@@ -302,5 +304,6 @@ class EvaluationRound:
                 lengths=lengths,
                 verdicts=verdicts,
                 max_unscored_share=self._config.max_unscored_share,
+                temperature=self._config.temperature,
             )
         return found

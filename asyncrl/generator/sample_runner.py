@@ -25,8 +25,9 @@ _INTERRUPT_SECONDS = 60.0
 class SampleGenerator:
     """Generates samples with an engine, in as many attempts as each needs.
 
-    `sampling` is that of every request, except the seed, which is the sample's. Without `episodes`
-    a sample is one turn. `noise_floor_every` is None if that is not measured.
+    `sampling` is that of every request, except the seed, which is the sample's; held-out samples
+    may have another, of the same length. Without `episodes` a sample is one turn.
+    `noise_floor_every` is None if that is not measured.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class SampleGenerator:
         rewards: SampleRewards,
         sampling: SamplingParams,
         *,
+        held_out_sampling: SamplingParams | None = None,
         noise_floor_every: int | None = None,
         traces: SampleTraces | None = None,
         episodes: Episodes | None = None,
@@ -43,6 +45,7 @@ class SampleGenerator:
         self._episodes = episodes
         self._traces = traces
         self.sampling = sampling
+        self._held_out_sampling = held_out_sampling or sampling
         self.attempts_allowed = _event_that_is_set()
         """No attempt starts while it is not set."""
         self._engine_unpaused = _event_that_is_set()
@@ -219,7 +222,9 @@ class SampleGenerator:
         return None if end is None else generation.end_attempt(end)
 
     async def _attempt(self, generation: SampleGeneration) -> FinishReason:
-        request = generation.next_request(self.sampling)
+        is_held_out = generation.purpose == "eval"
+        sampling = self._held_out_sampling if is_held_out else self.sampling
+        request = generation.next_request(sampling)
         generation.request_id, generation.interrupting = request.request_id, False
         generation.requested_at = time.monotonic()
         is_training = generation.purpose == "train"

@@ -109,6 +109,7 @@ async def run_generator(spec: GeneratorSpec, keys: GeneratorKeys) -> None:
                 engine,
                 SampleRewards(rewards, decode, child.metrics, environments),
                 sampling,
+                held_out_sampling=config.evaluation.sampling_of(sampling),
                 noise_floor_every=EVERY if ConfigByStep(config).verifies else None,
                 traces=traces,
                 episodes=episodes,

@@ -44,11 +44,6 @@ class ProcessStatus(NamedTuple):
     started: int
 
     @property
-    def has_ended(self) -> bool:
-        """True if only its exit code is left of it."""
-        return self.state in "ZX"
-
-    @property
     def is_stopped(self) -> bool:
         """True if it was suspended, by SIGSTOP, Ctrl-Z or a debugger."""
         return self.state in "Tt"
@@ -91,7 +86,7 @@ def is_running(process: ProcessIdentity) -> bool:
     status = status_of(process.pid)
     return (
         status is not None
-        and not status.has_ended
+        and status.state not in "ZX"
         and status.started == process.started
         and process.boot == _boot_id()
     )

@@ -124,17 +124,12 @@ class LocalLauncher:
                 env=environment,
                 start_new_session=True,
             )
-        hand_over(keys, process)
+        assert process.stdin is not None  # noqa: S101
+        with contextlib.suppress(BrokenPipeError), process.stdin:  # it may have ended already
+            process.stdin.write(msgspec.msgpack.encode(keys))  # they fit into a pipe's buffer
         self._records.add(spec.name, process.pid)
         if self._plan is not None:
             # The interpreter is still loading in its only thread; later threads inherit this.
             with contextlib.suppress(OSError):  # it has already ended
                 stay_on(self._plan.of(spec.name), process.pid)
         return LocalProcess(spec, process, log)
-
-
-def hand_over(keys: ChildKeys, process: subprocess.Popen[bytes]) -> None:
-    """Write the keys to the child's standard input; they fit into a pipe's buffer."""
-    assert process.stdin is not None  # noqa: S101
-    with contextlib.suppress(BrokenPipeError), process.stdin:  # it may have ended already
-        process.stdin.write(msgspec.msgpack.encode(keys))

@@ -73,7 +73,7 @@ def node_facts(asked: dict[str, Any]) -> dict[str, Any]:
         shares = Path(asked["token_file"]).read_text(encoding="utf-8") == asked["token"]
     except OSError:
         shares = False
-    model = Path(asked["model"])
+    model, disk = Path(asked["model"]), Path(tempfile.gettempdir()).stat()
     return {
         "hostname": socket.gethostname(),
         "memory": memory_of(Path(asked["weights_directory"])),
@@ -81,7 +81,7 @@ def node_facts(asked: dict[str, Any]) -> dict[str, Any]:
         "asyncrl": code_version(),
         "shares_run_directory": shares,
         "has_model": not model.is_absolute() or model.is_dir(),
-        "disk": _disk_of(Path(tempfile.gettempdir())),
+        "disk": f"{disk.st_dev} {disk.st_ino}",  # the same in every mount namespace
     }
 
 
@@ -257,9 +257,3 @@ def memory_of(folder: Path) -> str:
         return f"{boot} {folder.stat().st_dev}"
     except OSError as error:
         return f"{socket.gethostname()}: {error.strerror}"
-
-
-def _disk_of(folder: Path) -> str:
-    """Identify a folder across mount namespaces."""
-    found = folder.stat()
-    return f"{found.st_dev} {found.st_ino}"

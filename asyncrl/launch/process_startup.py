@@ -1,10 +1,5 @@
 """The start that generator and trainer processes share.
 
-    async with bring_up(spec, keys, to_trainer.ToTrainer, TrainerMetrics, _failure) as child:
-        with child.timeline.span(SpanKind.STARTING):
-            learner = ...
-        await process.run(metrics_port=child.metrics_port)
-
 It connects to the controller, checks the model's tokenizer against that of the run's prompts,
 serves metrics, records a time line, reports failures to the controller, and closes everything at
 the end.

@@ -18,6 +18,7 @@ sinks/            what W&B, TensorBoard and MLflow keep here (monitoring.sinks)
 samples.jsonl     a few trajectories for the report
 samples/          every trained sample (run.log_samples)
 cache/            the generators' rollout caches, for a resumed run
+python/           the configuration and functions of a run that Python started (`asyncrl.Run`)
 result.json       the result, for scripts
 report.html       the result, for people
 """
@@ -50,11 +51,14 @@ from asyncrl.runs.template_date import forget_unnamed
 from asyncrl.secret_files import take_permissions_of
 from asyncrl.trainer.checkpoint.format.files import ResumePoint
 from asyncrl.trainer.checkpoint.trainer_lease import fenced, raise_fence
-from asyncrl.wire.records.step import RunResult, StepMetrics
+from asyncrl.wire.records.step import StepMetrics
 from asyncrl.wire.records.wrong_policy import TokenizerDigest
 from asyncrl.wire.transport.atomic_files import write_atomically
 
 logger = logging.getLogger(__name__)
+
+FROM_PYTHON = "python"
+"""A folder in the run's, which is written before the run begins."""
 
 Ending = Literal["done", "stopped", "failed"]
 """The end of a run: all steps trained, stopped by the user, or with an error."""
@@ -64,6 +68,7 @@ class RunState(msgspec.Struct):
     """The contents of run.json: what other commands need to know about a run."""
 
     pid: int
+    kind: Literal["rl", "sft"] = "rl"
     control_address: str = ""
     """Address at which the controller answers `asyncrl status|stop|pause|resume`."""
     accuracy_before: float | None = None
@@ -195,7 +200,7 @@ class RunDirectory:
         except OSError as error:
             logger.warning("cannot write %s: %s", self.path / "config.yaml", error.strerror)
 
-    def write_result(self, result: RunResult) -> None:
+    def write_result(self, result: msgspec.Struct) -> None:
         """Write result.json. Raises OSError."""
         text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode()
         write_atomically(self.path / "result.json", text + "\n")
@@ -207,10 +212,13 @@ def may_be_resumed(config: RunConfig) -> bool:
 
 
 def is_complete(config: RunConfig) -> bool:
-    """Return True if a run of this name has trained all these steps and is not active."""
+    """Return True if a run of this name has trained all these steps and is not active.
+
+    With `run.epochs`, which `prepare` turns into steps, it is not known yet: False.
+    """
     path = config.directory
     state = read_state(path)
-    if state is None or state.ended != "done" or is_alive(path):
+    if config.run.epochs or state is None or state.ended != "done" or is_alive(path):
         return False
     return load_config(path / "config.yaml").run.steps >= config.run.steps
 
@@ -244,10 +252,11 @@ def refuse_unfit(config: RunConfig, *, resume: bool, clean: bool) -> None:
 
 def _has_files(path: Path) -> bool:
     """Return True if a folder has more than a start leaves that is killed before config.yaml."""
+    before = path / FROM_PYTHON
     return path.is_file() or any(
         entry.name != folder_lock.NAME and not entry.name.startswith(".config.yaml.")
         for entry in path.rglob("*")
-        if not entry.is_dir() or entry.is_symlink()
+        if (not entry.is_dir() or entry.is_symlink()) and before not in entry.parents
     )
 
 
@@ -257,9 +266,9 @@ def _clear_after_earlier(path: Path, name: str, say: Callable[[str], None]) -> N
 
 
 def _empty(path: Path) -> None:
-    """Delete the contents of a run's folder, except its lock, which is held."""
+    """Delete the contents of a run's folder, except its lock, which is held, and its inputs."""
     for entry in path.iterdir():
-        if entry.name == folder_lock.NAME:
+        if entry.name in (folder_lock.NAME, FROM_PYTHON):
             continue
         shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
@@ -292,8 +301,27 @@ def read_state(path: Path) -> RunState | None:
         return None
 
 
-def find_run(name: str | None, directory: Path) -> Path:
-    """Return a run's folder by name or path, by default the last started. Raises UserError."""
+def find_run(name: str | None, directory: Path, *, may_be_supervised: bool = False) -> Path:
+    """Return a run's folder by name or path, by default the last started.
+
+    Raises UserError if there is none, or if it is one of `asyncrl sft`, unless it may be.
+    """
+    path = _find_run(name, directory)
+    if not may_be_supervised and is_supervised(path):
+        raise UserError(
+            f"{path} is a run of supervised fine-tuning, which `asyncrl list`, `status`, `logs`, "
+            "`eval` and `export` know; Ctrl-C or SIGTERM ends it"
+        )
+    return path
+
+
+def is_supervised(path: Path) -> bool:
+    """Return True for a folder of `asyncrl sft`."""
+    state = read_state(path)
+    return state is not None and state.kind == "sft"
+
+
+def _find_run(name: str | None, directory: Path) -> Path:
     if name is not None:
         for candidate in (Path(name), directory / name):
             if (candidate / "config.yaml").exists():

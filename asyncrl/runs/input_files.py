@@ -31,7 +31,7 @@ class RunInputs(msgspec.Struct, frozen=True):
     rows: dict[str, str]
     """Digests of the training rows and of each set of held-out rows, by what they are."""
     code: dict[str, str]
-    """Digests of the files with functions, by setting and name, and of `sampling`."""
+    """Digests of the files with functions, by setting and name, and settings of sampling."""
 
 
 def inputs_of(config: RunConfig, task: Task) -> RunInputs:
@@ -41,6 +41,7 @@ def inputs_of(config: RunConfig, task: Task) -> RunInputs:
         rows[f"held-out rows ({name})"] = _digest_of_rows(prompts)
     code = {what: _digest([file.read_bytes()]) for what, file in _files(config)}
     code |= {f"sampling.{key}": repr(one) for key, one in config.sampling.model_dump().items()}
+    code["evaluation.temperature"] = repr(config.evaluation.temperature)
     return RunInputs(rows, code)
 
 

@@ -55,6 +55,25 @@ class ListedRun(msgspec.Struct, frozen=True):
     """The evaluation of the newest trained step that has an accuracy."""
     changed: float
     """Time of the last change of its records, in seconds since 1970."""
+    loss: float | None = None
+    """Of a run of supervised fine-tuning: the last step's."""
+    held_out_losses: tuple[float, ...] = ()
+    """Of such a run: each evaluation's."""
+
+    @property
+    def progress(self) -> str:
+        """Trained and planned steps: `4 of 20`."""
+        return str(self.step) if self.steps is None else f"{self.step} of {self.steps}"
+
+    @property
+    def course_of_loss(self) -> str:
+        """`held-out loss 2.31 → 1.87`, or the last step's loss."""
+        found = self.held_out_losses
+        if not found:
+            return "" if self.loss is None else f"loss {self.loss:.4f}"
+        return "held-out loss " + " → ".join(
+            f"{one:.4f}" for one in dict.fromkeys(found[:: len(found) - 1 or 1])
+        )
 
 
 class _Result(msgspec.Struct, frozen=True):
@@ -71,7 +90,7 @@ def list_runs(runs: Path) -> list[ListedRun]:
 def _listed_or_not(path: Path) -> ListedRun:
     """List one run; one that cannot be read does not prevent the listing of the others."""
     try:
-        return _listed(path)
+        return listed(path)
     except OSError:
         changed = 0.0
         with contextlib.suppress(OSError):
@@ -79,22 +98,28 @@ def _listed_or_not(path: Path) -> ListedRun:
         return ListedRun(path.name, "unreadable", 0, None, None, None, None, None, changed)
 
 
-def _listed(path: Path) -> ListedRun:
+def listed(path: Path) -> ListedRun:
+    """List one run. Raises OSError."""
     metrics, state = path / "metrics.jsonl", read_state(path)
     steps = read_tail(metrics, StepMetrics, _TAIL_BYTES)
     if not steps and metrics.exists():  # its last lines are damaged, or very long
         steps = read_undamaged(metrics, StepMetrics)[0]
     newest = metrics if metrics.exists() else path / "config.yaml"
+    evaluations = read_tail(path / "evaluations.jsonl", EvaluationRecord, _TAIL_BYTES)
+    is_supervised = state is not None and state.kind == "sft"
+    losses = [one.main.loss for one in evaluations if one.main is not None]
     return ListedRun(
         name=path.name,
         state="active" if is_alive(path) else (state and state.ended) or "killed",
         step=steps[-1].step + 1 if steps else 0,
         steps=_planned(path),
-        reward=steps[-1].learning.reward_mean if steps else None,
+        reward=steps[-1].learning.reward_mean if steps and not is_supervised else None,
         accuracy_before=None if state is None else state.accuracy_before,
         accuracy_after=_accuracy_after(path),
-        evaluated=newest_of(read_tail(path / "evaluations.jsonl", EvaluationRecord, _TAIL_BYTES)),
+        evaluated=newest_of(evaluations),
         changed=newest.stat().st_mtime,
+        loss=steps[-1].learning.loss if steps and is_supervised else None,
+        held_out_losses=tuple(one for one in losses if one is not None),
     )
 
 

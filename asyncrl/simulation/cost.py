@@ -1,13 +1,4 @@
-"""Costs of decoding, scoring and training: from a roofline, or as measured in a run.
-
-Roofline: a decode step of n rows reads all weights and the KV of the rows, and multiplies n tokens
-with all weights. It takes the longer of the two times, plus a constant. Prompt tokens and tokens to
-verify are fed in a step of the decoding rows, so they cost only the arithmetic beyond the step's
-spare time. A training token costs three times a scored one (forward, and twice that backward).
-
-Measured (`asyncrl.simulation.fit`): a step costs a constant plus a constant per token fed. The
-tokens that a row gains in a step, by drafting, are a function of the number of rows.
-"""
+"""Costs of decoding, scoring and training: from a roofline, or as measured in a run."""
 
 from __future__ import annotations
 
@@ -85,11 +76,7 @@ class Cost:
     message_seconds: float = 1e-3
 
     def decode(self, rows: float, context: float, drafting: int = 0) -> float:
-        """Return the seconds of a decode step with `rows` rows that attend to `context` tokens.
-
-        `drafting` rows draft from their own old continuation, with the free arithmetic; other
-        drafts are not modelled.
-        """
+        """Return the seconds of a decode step with `rows` rows that attend to `context` tokens."""
         fed = rows
         if drafting:
             fed = max(fed, min(rows + MAX_DRAFTS * drafting, int(self.free_tokens)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -34,10 +33,6 @@ class Plan:
     def length(self) -> int:
         """Generated tokens."""
         return self.ends[-1]
-
-    def turn_of(self, generated: float) -> int:
-        """Return the turn of the last of `generated` tokens."""
-        return min(bisect_left(self.ends, generated), len(self.ends) - 1)
 
 
 @dataclass(frozen=True, slots=True)

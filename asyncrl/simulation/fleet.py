@@ -94,8 +94,6 @@ class Fleet:
         self.lost_tokens = 0.0
         self.losses = 0
 
-    # ------------------------------------------------------- generators come and go
-
     def add(self, number: int) -> events.GeneratorJoined:
         """Add a generator: at first with the initial weights, after a loss without any."""
         restarts, setting = self._restarts[number], self._setting
@@ -140,8 +138,6 @@ class Fleet:
             generator.advance(self._agenda.now)
             total.add(generator.tally)
         return total
-
-    # -------------------------------------------------------------------- requests
 
     def touch(self, name: str, touched: dict[str, SimGenerator]) -> SimGenerator:
         """Advance a generator to now; `plan` it again after the event."""
@@ -204,8 +200,6 @@ class Fleet:
         draw = random.Random(f"{self._setting.seed} {sample.group}")  # noqa: S311 - a simulation
         reward = float(draw.random() < self._setting.signal_share and sample.sample % 2)
         return events.SampleRewarded(finished.generator, sample, reward)
-
-    # --------------------------------------------------------------------- weights
 
     def install(self, command: commands.InstallWeights) -> None:
         """Begin an install. It ends when the weights have reached the generator's node."""

@@ -97,7 +97,7 @@ class Survival:
         )
         if not math.isinf(walked) and survival(math.sqrt(walked)) > chance * (1.0 + 1e-9):
             return math.inf
-        return survival_inverse(chance) ** 2
+        return bisected(survival, chance, 40.0, 50) ** 2
 
     def expected(self, lengths: Sequence[int], distance: float) -> float:
         """Return the expected share of all tokens of whole answers that verification accepts.
@@ -149,11 +149,6 @@ def survival(v: float) -> float:
     """Return the survival of a prefix with accumulated standard deviation v, rule `block`."""
     tail = _NORMAL.cdf(-v / 2.0)
     return (2.0 + v * v / 2.0) * tail - v * _NORMAL.pdf(v / 2.0)
-
-
-def survival_inverse(probability: float) -> float:
-    """Return v with `survival(v) == probability`."""
-    return bisected(survival, probability, 40.0, 50)
 
 
 def bisected(falling: Callable[[float], float], value: float, high: float, rounds: int) -> float:

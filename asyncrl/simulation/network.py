@@ -44,11 +44,7 @@ class Network:
         return size * _BITS / (self.bandwidth_gbit * 1e9)
 
     def depth(self, node: int) -> int:
-        """Return the links between the trainer's node and this one, numbered breadth first from 0.
-
-        >>> [Network(fan_out=2).depth(node) for node in range(7)]
-        [1, 1, 2, 2, 2, 2, 3]
-        """
+        """Return the links between the trainer's node and this one; nodes go breadth first."""
         if self.fan_out == 1:
             return node + 1
         depth, first, width = 1, 0, self.fan_out

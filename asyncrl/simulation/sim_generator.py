@@ -58,8 +58,6 @@ class SimGenerator:
         self._pace: float | None = None
         """Seconds per token of each active request; None if that has changed."""
 
-    # -------------------------------------------------------------------- time
-
     def advance(self, now: float) -> None:
         """Decode up to time `now`."""
         clock, active = self._clock, self._active
@@ -109,8 +107,6 @@ class SimGenerator:
         seconds = self._slowness * self._cost.prefill(tokens, self._active, self._context)
         self.paused_until = max(self.paused_until, self._clock) + seconds
         self.tally.busy += seconds
-
-    # ---------------------------------------------------------------- requests
 
     def start(self, sample: SampleId, priority: int) -> None:
         """Add a request."""
@@ -170,17 +166,13 @@ class SimGenerator:
         request.replace(self.version, kept + (kept < generated))
         if kept < generated:
             if setting.new_length and self._rng.random() < setting.new_length:
-                request.length = self._length_above(kept, request.length)
+                draws = (setting.lengths(self._rng) for _ in range(_DRAWS))
+                request.length = next((one for one in draws if one > kept), request.length)
             speed = self._cost.redraft(self._active, self._drafting, setting.redraft)
             request.speedup = speed / self._cost.speed(self._active)
             request.drafted += generated - kept - 1
             request.rewarded_at = 0.0
         return generated
-
-    def _length_above(self, kept: float, otherwise: int) -> int:
-        """Draw lengths until one is above `kept`; return `otherwise` after `_DRAWS` draws."""
-        draws = (self._setting.lengths(self._rng) for _ in range(_DRAWS))
-        return next((length for length in draws if length > kept), otherwise)
 
     @property
     def decoding(self) -> int:

@@ -96,10 +96,7 @@ class SimRequest:
             self.generated = sum(tokens for _, tokens in self.segments)
 
     def rewind(self, version: int) -> None:
-        """Assign the tokens of policies after `version` to an unknown policy.
-
-        A distance of n steps becomes one of n more steps, in another direction than later policies.
-        """
+        """Assign the tokens of policies after `version` to an unknown policy."""
         if any(drawn > version for drawn, _ in self.segments):
             self.unknown = True
             self.segments = [

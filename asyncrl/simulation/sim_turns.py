@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import heapq
 import random
+from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.simulation.environments import Plan
@@ -52,23 +54,15 @@ class TurnRequest(SimRequest):
 
     def go_to(self, generated: float) -> None:
         """Keep `generated` tokens, and return to the turn in which they end."""
-        self.turn = self.plan.turn_of(generated)
+        self.turn = min(bisect_left(self.plan.ends, generated), len(self.plan.ends) - 1)
         self.observed = float(sum(self.plan.observations[: self.turn]))
 
 
 class TurnGenerator(SimGenerator):
     """Requests that decode, wait for a slot, or wait for their environment."""
 
-    def __init__(
-        self,
-        name: str,
-        setting: Setting,
-        rng: random.Random,
-        *,
-        slowness: float = 1.0,
-        version: int = 0,
-    ) -> None:
-        super().__init__(name, setting, rng, slowness=slowness, version=version)
+    def __init__(self, name: str, setting: Setting, rng: random.Random, **more: Any) -> None:
+        super().__init__(name, setting, rng, **more)
         assert setting.environments is not None  # noqa: S101 - by the fleet
         self._environments = setting.environments
         self._away: list[tuple[float, int, TurnRequest]] = []
@@ -79,8 +73,6 @@ class TurnGenerator(SimGenerator):
         """Tokens of their KV."""
         self.away = 0
         self.told_away = 0
-
-    # -------------------------------------------------------------------- time
 
     def advance(self, now: float) -> None:
         """Decode up to time `now`, and count the idle time."""
@@ -102,8 +94,6 @@ class TurnGenerator(SimGenerator):
             return end
         back = max(self._clock, away[0][0])
         return back if end is None else min(end, back)
-
-    # ---------------------------------------------------------------- requests
 
     def start(self, sample: SampleId, priority: int) -> None:
         """Add a request."""
@@ -182,8 +172,6 @@ class TurnGenerator(SimGenerator):
     def _leave(self, request: SimRequest) -> None:
         super()._leave(request)
         self._context = max(0.0, self._context - request.observed)
-
-    # ------------------------------------------------------------ verification
 
     def _accept(self, request: SimRequest) -> float:
         if not isinstance(request, TurnRequest):

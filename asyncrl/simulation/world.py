@@ -174,8 +174,6 @@ class World:
         if (event := self._fleet.rewarded(report)) is not None:
             self._tell(event)
 
-    # ----------------------------------------------------- events and commands
-
     def _tell(self, event: events.Event) -> None:
         self._told[type(event)] += 1
         touched: dict[str, SimGenerator] = {}
@@ -211,8 +209,6 @@ class World:
                 self._ended = command
             case _:
                 pass
-
-    # ------------------------------------------------------------------ losses
 
     def _expect_loss(self) -> None:
         rate = self._setting.failures.per_node_hour * self._setting.nodes / 3600
@@ -257,8 +253,6 @@ class World:
         self._tell(events.TrainerJoined(trainer.step, trainer.lineage))
         self._expect_trainer_loss()
 
-    # ----------------------------------------------------------------- trainer
-
     def _deliver(self, command: commands.DeliverGroup, touched: dict[str, SimGenerator]) -> None:
         setting, now = self._setting, self._agenda.now
         tokens, arrives = 0.0, now
@@ -298,8 +292,6 @@ class World:
         self._fleet.installs.published[version] = self._agenda.now
         told = FromTrainer(self._trainer.lineage, (events.WeightsPublished(version),))
         self._agenda.after(self._message, told)
-
-    # ----------------------------------------------------------------- results
 
     def _mark(self) -> Mark:
         return Mark(

@@ -1,20 +1,26 @@
-"""Resolves `auto` settings from a run's devices at its start, for config.yaml.
+"""Resolves settings from a run's devices and data at its start, for config.yaml.
 
+run.steps                of `run.epochs`, by the number of prompts
 trainer.dtype            by the compute capability of the trainer's GPUs
 cache.max_draft_tokens   by whether drafts can pay on the engines' GPUs
 
-Each function returns the configuration and a line for the user, which is empty if nothing was
+The others return the configuration and a line for the user, which is empty if nothing was
 chosen or everything runs on a CPU.
 """
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 from asyncrl.cache.config import DRAFT_TOKENS
 from asyncrl.config.run_config import RunConfig
+from asyncrl.errors import UserError
 from asyncrl.launch.gpus import torch_build
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
 from asyncrl.trainer.checkpoint.format.files import dtype_of_run
+from asyncrl.wire.transport.paths import MAX_STEPS
 
 _VISITS = 2
 """Visits of each prompt from which drafts pay: the last ones are drafted from earlier ones."""
@@ -59,6 +65,24 @@ def with_recorded_dtype(config: RunConfig) -> RunConfig:
         return config
     trainer = config.trainer.model_copy(update={"dtype": found})
     return config.model_copy(update={"trainer": trainer})
+
+
+def with_steps(config: RunConfig, prompts: int) -> RunConfig:
+    """Replace `run.epochs` by the steps that draw each of `prompts` prompts so often, rounded up.
+
+    Raises UserError for more steps than a run may have.
+    """
+    if config.run.epochs is None:
+        return config
+    groups = Fraction(str(config.run.epochs)) * prompts  # 1.1 epochs of 10 are 11, not 11.000...2
+    steps = max(1, math.ceil(groups / config.scheduler.groups_per_step))
+    if steps > MAX_STEPS:
+        raise UserError(
+            f"run.epochs: {config.run.epochs:g} of {prompts:,} prompts are {steps:,} steps of "
+            f"{config.scheduler.groups_per_step:,}; a run has at most {MAX_STEPS:,}"
+        )
+    run = config.run.model_copy(update={"steps": steps, "epochs": None})
+    return config.model_copy(update={"run": run})
 
 
 def visits_of(config: RunConfig, prompts: int) -> float:

@@ -84,13 +84,15 @@ def check_everything(
         yield python_headers(Path(sysconfig.get_path("include")))
         yield driver(driver_version(), build)
         yield triton_kernel(subprocess.run)
-    yield from vllm_build(_version_of, _plugins())
+    plugins = frozenset(one.name for one in metadata.entry_points(group="vllm.general_plugins"))
+    yield from vllm_build(_version_of, plugins)
     yield ports(config)
     if config.launcher.kind == "agents":
         yield agents_sockets(config.launcher.agents)
         yield agents_secret(config.launcher.agents)
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE))
-    folder = _existing(config.directory)
+    folders = config.directory, *config.directory.resolve().parents
+    folder = next(one for one in folders if one.is_dir())
     yield disk(folder)
     yield clock(folder, time.time())  # noqa: TID251 - the clock itself is judged
 
@@ -383,16 +385,8 @@ def clock(folder: Path, now: float) -> Finding:
     )
 
 
-def _existing(folder: Path) -> Path:
-    return next(one for one in (folder, *folder.resolve().parents) if one.is_dir())
-
-
 def _version_of(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _plugins() -> frozenset[str]:
-    return frozenset(one.name for one in metadata.entry_points(group="vllm.general_plugins"))

@@ -19,6 +19,7 @@ from asyncrl.tasks.data import hub
 from asyncrl.tasks.model_files import parameters
 from asyncrl.trainer.base.algorithm_registry import entry_of
 from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
+from asyncrl.trainer.base.rank_network import is_loopback
 from asyncrl.trainer.model.memory_estimate import (
     FULL,
     ModelShape,
@@ -57,6 +58,21 @@ def device_of(config: RunConfig, gpus: GpuPlan | None) -> Device | None:
     mine = gpus.trainer[0]
     size = None if mine.memory_mib is None else mine.memory_mib * _MIB
     return Device(f"GPU {mine.name}", size, on_gpu=True)
+
+
+def device_here(config: RunConfig) -> Device:
+    """Return the device of a trainer in this process."""
+    import torch
+
+    from asyncrl.trainer.scoring import resolve_device
+
+    device = resolve_device(config.trainer.device)
+    if device.type != "cuda":
+        # With a network, ranks may be on several machines, and how many are here is not known.
+        here = config.trainer.ranks if is_loopback(config.trainer.rank_network) else 1
+        return Device("this machine", host_bytes(), on_gpu=False, ranks=here)
+    found = torch.cuda.get_device_properties(device)
+    return Device(f"its GPU ({found.name})", found.total_memory, on_gpu=True)
 
 
 def local_model(path: str) -> Path | None:

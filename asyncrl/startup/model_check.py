@@ -71,9 +71,10 @@ def check_files(model: Path, setting: str = "model.path", *, needs_head: bool = 
         )
     missing = [name for name in found.missing if needs_head or name not in found.head]
     if missing:
+        others = f", and has {len(found.unexpected)} others ({_listed(found.unexpected)})"
         raise ModelError(
             f"{setting}: {model} lacks {len(missing)} of its {found.needed} weights "
-            f"({_listed(missing)}){_also(found.unexpected)}{_AGAIN}"
+            f"({_listed(missing)}){others if found.unexpected else ''}{_AGAIN}"
         )
     if found.mismatched:
         raise ModelError(
@@ -197,10 +198,6 @@ def _instead_of(model: Path) -> str:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
-
-
-def _also(unexpected: Sequence[str]) -> str:
-    return f", and has {len(unexpected)} others ({_listed(unexpected)})" if unexpected else ""
 
 
 def _loaded(model: Path) -> Loaded:

@@ -36,7 +36,12 @@ from asyncrl.launch.placement import GpuPlan
 from asyncrl.runs.template_date import with_date
 from asyncrl.startup import startup_summary
 from asyncrl.startup.devices import engine_device, place
-from asyncrl.startup.gpu_defaults import visits_of, with_drafts_that_pay, with_trainer_dtype
+from asyncrl.startup.gpu_defaults import (
+    visits_of,
+    with_drafts_that_pay,
+    with_steps,
+    with_trainer_dtype,
+)
 from asyncrl.startup.lora_check import with_adapter
 from asyncrl.startup.memory import (
     Device,
@@ -341,7 +346,8 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     )
     config = dated if names_the_date(task.tokenizer) else config
     config = with_adapter(with_critic(config, model_path, task.tokenizer), Path(model_path))
-    say(startup_summary.data_line(config, task))
+    epochs, config = config.run.epochs, with_steps(config, len(task.train))
+    say(startup_summary.data_line(config, task, epochs))
     for sentence in startup_summary.not_reached(config, task):
         say(sentence)
     for sentence in startup_summary.shared_prompts(task):

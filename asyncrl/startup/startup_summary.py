@@ -1,15 +1,4 @@
-"""Writes seven lines about a starting run; more with an environment or a shared GPU.
-
-model      /models/qwen3-1.7b: qwen3, 1.7 billion parameters
-data       gsm8k.jsonl: 7,200 prompts to train on, 273 held out; 100 steps of 16 prompts x 8 samples
-mode       verify: generated ahead of time, verified by the policy in training; exactly on-policy
-training   rloo: an unbiased gradient; on-policy, nothing to correct
-turns      guessing: at most 5 a sample; goes back by replay (deterministic); 64 open at once ...
-processes  trainer on GPU 1 (26 GiB), 1 generator (vllm) on GPU 0; ...
-memory     trainer: about 26 GiB of GPU 1 (80 GiB): moments 13 GiB, weights 6.3 GiB, ...
-shared     GPU 0 (80 GiB): trainer 28 GiB; vllm 32 GiB: weights 3.2 GiB, KV 27 GiB ...
-results    runs/first: report.html, result.json, checkpoints/
-"""
+"""Writes seven lines about a starting run; more with an environment or a shared GPU."""
 
 from __future__ import annotations
 
@@ -45,8 +34,8 @@ def model_line(config: RunConfig, model: str) -> str:
     return _line("model", f"{config.model.path}: {', '.join(filter(None, (family, size)))}")
 
 
-def data_line(config: RunConfig, task: Task) -> str:
-    """Describe the source and number of the prompts, and the size of a step."""
+def data_line(config: RunConfig, task: Task, epochs: float | None = None) -> str:
+    """Describe the source and number of the prompts, the run's length and the size of a step."""
     scheduler, steps = config.scheduler, config.run.steps
     source = config.task.path if config.task.kind == "dataset" else f"built-in {config.task.kind}"
     per_step = f"{scheduler.groups_per_step:,} prompts x {scheduler.group_size:,} samples"
@@ -54,7 +43,8 @@ def data_line(config: RunConfig, task: Task) -> str:
     return _line(
         "data",
         f"{source}: {len(task.train):,} prompts to train on, {len(task.evaluation):,} held "
-        f"out{sets}; {steps:,} step{'' if steps == 1 else 's'} of {per_step}",
+        f"out{sets}; {steps:,} step{'' if steps == 1 else 's'} of {per_step}"
+        + ("" if epochs is None else f" (run.epochs: {epochs:g})"),
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config.run_config import load_config
-from asyncrl.errors import UserError
+from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.runs.command_lines import command_for, resume_command
 from asyncrl.runs.directory import is_alive, read_state
 from asyncrl.steering.status_stream import Audience
@@ -102,6 +102,16 @@ def ask(run: Path, request: control.Request) -> control.Reply:
     Raises UserError if the run is not active or not trusted, NoReply without an answer in time.
     """
     return asyncio.run(send_order(run, request))
+
+
+def order(run: Path, request: control.Request) -> str:
+    """Send an order to a run and return its effect. Raises UserError if it is refused, as `ask`."""
+    reply, name = ask(run, request), run.resolve().name
+    if isinstance(reply, control.Refused):
+        raise UserError(f"{name}: {reply.reason}")
+    if not isinstance(reply, control.Accepted):
+        raise AsyncrlError(f"{name}: the controller answered an order with {reply}")
+    return f"{name}: {reply.message}"
 
 
 async def send_order(run: Path, request: control.Request) -> control.Reply:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from asyncrl.engine.protocol import SamplingParams
 from asyncrl.wire.records.evaluations import HELD_OUT
 from asyncrl.wire.transport.paths import MAX_STEPS, WEEK_SECONDS, FunctionName, InputPath
 
@@ -39,7 +41,7 @@ class EvaluationSetConfig(BaseModel):
 
 
 class EvaluationConfig(BaseModel):
-    """Evaluation on held-out prompts before, during and after training, sampled as in training."""
+    """Evaluation on held-out prompts before, during and after training."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -47,11 +49,17 @@ class EvaluationConfig(BaseModel):
     """Number of held-out prompts, taken from the start of the evaluation set."""
     samples: int = Field(default=1, ge=1, le=10**4)
     """Samples per prompt. From 2 on, pass@k is reported as well."""
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    """Temperature of held-out samples; 0: greedy, the most probable token each time, so that
+    further samples of a prompt are the same. null: `sampling.temperature`. Other settings of
+    `sampling` hold for them, too."""
     threshold: float = Field(default=0.5, ge=-1e6, le=1e6)
     """A sample counts as correct if its reward is above this."""
+    at_start: bool = True
+    """Evaluate the model before training. false: later accuracies have none to be compared with."""
     every: int | None = Field(default=None, ge=1, le=MAX_STEPS)
     """Evaluate the policy of every n-th step while the run trains (docs/evaluation.md). null: only
-    before and after training."""
+    before (`at_start`) and after training."""
     hold_seconds: float = Field(default=60.0, ge=0, le=WEEK_SECONDS)
     """Longest time for which a generator keeps the weights of an `every` evaluation when newer ones
     are available and held-out samples are unfinished; then the evaluation is abandoned."""
@@ -70,6 +78,21 @@ class EvaluationConfig(BaseModel):
     timeout_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
     """Longest wait for the next sample of an evaluation before or after training, or of `asyncrl
     eval`."""
+
+    def sampling_of(self, sampling: SamplingParams) -> SamplingParams:
+        """Return the settings of held-out samples from those of training."""
+        if self.temperature is None:
+            return sampling
+        if self.temperature == 0:
+            return replace(sampling, temperature=1.0, top_k=1)
+        return replace(sampling, temperature=self.temperature)
+
+    @field_validator("temperature")
+    @classmethod
+    def _engines_can(cls, value: float | None) -> float | None:
+        if value is not None and 0 < value < 0.01:
+            raise ValueError(f"{value:g} must be at least 0.01, or 0 for greedy answers")
+        return value
 
     @field_validator("sets")
     @classmethod

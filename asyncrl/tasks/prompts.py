@@ -148,7 +148,7 @@ class PromptEncoder:
             return [self._plain(question) for question in questions]
         texts: list[str] = []
         try:
-            for text in self._template.prompts(map(self._messages, questions)):
+            for text in self._template.texts(map(self._messages, questions)):
                 texts.append(text)  # noqa: PERF402 - how many there are says which one failed
         except RenderingError as error:
             raise DataError(

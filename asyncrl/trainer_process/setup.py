@@ -23,15 +23,14 @@ from asyncrl.monitoring.errors import MonitoringError
 from asyncrl.monitoring.metrics.metrics import TrainerMetrics
 from asyncrl.monitoring.records.spans import SpanKind
 from asyncrl.monitoring.records.trained_samples import folder_of_rank
-from asyncrl.startup.memory import Device, local_model, refuse_too_large, shape_of
+from asyncrl.startup.memory import device_here, local_model, refuse_too_large, shape_of
 from asyncrl.tasks.model_files import parameters
 from asyncrl.trainer.base import errors
 from asyncrl.trainer.base.lora_config import FINER_ENGINES
-from asyncrl.trainer.base.rank_network import is_loopback
 from asyncrl.trainer.checkpoint.format.files import dtype_of, path_of
 from asyncrl.trainer.checkpoint.trainer_lease import TrainerLease
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.model.memory_estimate import host_bytes, keep_freed_memory
+from asyncrl.trainer.model.memory_estimate import keep_freed_memory
 from asyncrl.trainer.model.policy import has_experts
 from asyncrl.trainer.objective import logprob_mismatch
 from asyncrl.trainer.ranks.world import join
@@ -246,17 +245,7 @@ def _check_memory(spec: TrainerSpec, config: RunConfig) -> None:
     model = local_model(spec.model_path)
     shape = None if model is None else shape_of(config, model, parameters(model))
     if shape is not None:
-        refuse_too_large(config, shape, _device(config))
-
-
-def _device(config: RunConfig) -> Device:
-    device = resolve_device(config.trainer.device)
-    if device.type != "cuda":
-        # With a network, ranks may be on several machines, and how many are here is not known.
-        here = config.trainer.ranks if is_loopback(config.trainer.rank_network) else 1
-        return Device("this machine", host_bytes(), on_gpu=False, ranks=here)
-    found = torch.cuda.get_device_properties(device)
-    return Device(f"its GPU ({found.name})", found.total_memory, on_gpu=True)
+        refuse_too_large(config, shape, device_here(config))
 
 
 def _generates_on_cpu(spec: TrainerSpec, config: RunConfig) -> bool:

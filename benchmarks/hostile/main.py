@@ -5,7 +5,7 @@
 A repeatable run is attacked over every socket (`benchmarks.hostile.attack`), by peers that know the
 run's key and by strangers, while its own controller adds nonsense to its messages. A second run
 with the same settings and as many steps is left alone. `frames` were sent while the run trained;
-`processes_ended` during the attack; `memory_growth_mb` while the last nine tenths of the frames
+`processes_ended` during the attack; `memory_growth_mb` while the second half of the frames
 were sent, less that of the run left alone in the same steps; `training_changed` is 0 if the records
 of all steps, times aside, and the final weights are the same bytes in both runs. --quick: 10^6
 frames, a few minutes on two quiet cores. In full: 10^7.
@@ -62,7 +62,7 @@ class Findings:
     refused: dict[str, int] = field(default_factory=dict)
     """By reason, as counted by the run."""
     memory_mb: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-    """Of each run, by process, before the attack, after a tenth of it and at its end."""
+    """Of each run, by process, before the attack, after half of it and at its end."""
     marks: list[int] = field(default_factory=list)
     """Steps done at these three times."""
 
@@ -86,8 +86,8 @@ def measure(frames: int, folder: Path, *, warm: int = WARM, alone: Sequence[str]
     apart = difference(attacked, _alone(found, folder, [*settings, *alone]))
     found.difference, found.training_changed = apart or "", int(apart is not None)
     growth = {
-        name: sum(end.values()) - sum(tenth.values())
-        for name, (_, tenth, end) in found.memory_mb.items()
+        name: sum(end.values()) - sum(half.values())
+        for name, (_, half, end) in found.memory_mb.items()
     }
     found.memory_growth_mb = growth["attacked"] - growth["alone"]
     return found
@@ -106,9 +106,9 @@ def _attacked(found: Findings, folder: Path, settings: Sequence[str]) -> Path:
 
         look()
         attack, began = Attack(run, seed=1), time.monotonic()
-        attack.send(found.frames // 10)
+        attack.send(found.frames // 2)
         look()
-        attack.send(found.frames - found.frames // 10)
+        attack.send(found.frames - found.frames // 2)
         found.seconds = time.monotonic() - began
         found.processes_ended = len(processes - run.processes())
         found.status_failed = int(not run.answers())

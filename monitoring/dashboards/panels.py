@@ -117,8 +117,8 @@ LEARNING = (
     ),
     Panel(
         "Held-out accuracy",
-        "Share of right samples on held-out prompts before, during and after training, sampled as "
-        "in training, and that of each set in the newest evaluation.",
+        "Share of right samples on held-out prompts before, during and after training, and that of "
+        "each set in the newest evaluation.",
         "If it falls while the reward rises, the policy has learnt the reward and not the task: "
         "read samples/.",
         "percentunit",

@@ -106,8 +106,8 @@ class ControllerMetrics(ProcessMetrics):
     )
     accuracy: By[Gauge] = gauge(
         "asyncrl_evaluation_accuracy_ratio",
-        "Share of right samples on held-out prompts, sampled as in training; `during`: the newest. "
-        "NaN if that is incomplete.",
+        "Share of right samples on held-out prompts; `during`: the newest. NaN if that is "
+        "incomplete.",
         label="when",
         values=("before", "during", "after"),
     )

@@ -46,11 +46,7 @@ class Target(NamedTuple):
 
 
 def target_groups(run: str, host: str, targets: Mapping[str, Target]) -> list[dict[str, object]]:
-    """One group with a single target for each process, labelled with the run and its name.
-
-    >>> target_groups("r", "127.0.0.1", {"generator-0": Target(9101)})[0]["targets"]
-    ['127.0.0.1:9101']
-    """
+    """One group with a single target for each process, labelled with the run and its name."""
     groups: list[dict[str, object]] = []
     for name, target in sorted(targets.items()):
         if reached := target.host(host):

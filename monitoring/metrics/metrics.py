@@ -5,11 +5,6 @@ process's name. Names begin with `asyncrl_`, units are base units (seconds, byte
 from 0 to 1), counters end in `_total`. Series with a fixed set of label values exist from the
 start, so that a rate over them is never missing; other values are refused.
 
-    registry = new_registry()
-    metrics = GeneratorMetrics.register(registry, process="generator-0")
-    metrics.generated_tokens.follow(engine.stats().tokens.generated)
-    metrics.samples_finished.of("stop").inc()
-
 Gauges of a step read their value from the step's record (`wire.records.step`), with checked names.
 To add a metric, add a field and run `make docs`, which generates docs/metrics.md.
 """

@@ -1,10 +1,4 @@
-"""The use of an engine's slots, in slot-seconds, recorded in `RUN/slots/PROCESS.jsonl`.
-
->>> full = SlotPiece(start=0.0, end=2.0, slots=4, used={"primary": 4.0})
->>> tail = SlotPiece(start=2.0, end=4.0, slots=4, used={"primary": 1.0})
->>> slot_shares([full, tail], 0.0, 4.0)
-{'primary': 0.625, 'idle': 0.375}
-"""
+"""The use of an engine's slots, in slot-seconds, recorded in `RUN/slots/PROCESS.jsonl`."""
 
 from __future__ import annotations
 

@@ -42,12 +42,6 @@ def account_of(steps: Sequence[StepMetrics], groups_per_step: int | None) -> Gro
     """Account for the groups of steps 0 to the last recorded one; a missing step's are lost.
 
     `groups_per_step` is None with `scheduler.dynamic_sampling`: the last record has the number.
-
-    >>> from asyncrl.wire.records.step import StepGroups
-    >>> first = StepMetrics(step=0, time=1.0, groups=StepGroups(trained=(0, 1)))
-    >>> second = StepMetrics(step=1, time=2.0, groups=StepGroups(trained=(1, 3), failed=(2,)))
-    >>> account_of([first, second], groups_per_step=2)
-    GroupAccount(trained=4, failed=(2,), lost=(), twice=(1,), without_signal=0)
     """
     trained = [group for step in steps for group in step.groups.trained]
     failed = [group for step in steps for group in step.groups.failed]

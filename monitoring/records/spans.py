@@ -1,11 +1,4 @@
-"""Spans of a process's activity over time, and idle shares computed from them. Pure.
-
->>> spans = [Span("generating", 0.0, 6.0), Span("waiting", 6.0, 9.0, {"for": "weights"})]
->>> idle_ratio(spans, 0.0, 10.0)
-0.4
->>> idle_by_cause(spans, 0.0, 10.0)
-{'weights': 0.3, 'unaccounted': 0.1}
-"""
+"""Spans of a process's activity over time, and idle shares computed from them. Pure."""
 
 from __future__ import annotations
 
@@ -139,10 +132,6 @@ def absent_seconds(lanes: Iterable[Iterable[Span]], start: float, end: float) ->
     """Seconds of `[start, end)` in which no process of a run existed; 0 if no span lies in it.
 
     These are the gaps longer than `ABSENT_SECONDS`: a live process records what it waits for.
-
-    >>> stopped = [Span("training", 0, 10), Span("training", 70, 100)]
-    >>> absent_seconds([stopped, [Span("decoding", 5, 15)]], 0, 100)
-    55.0
     """
     absent, covered = 0.0, start
     spans = sorted((span.start, span.end) for lane in lanes for span in lane)
@@ -222,14 +211,7 @@ class RecentIdle:
 
 @dataclass(slots=True)
 class Phases:
-    """Follows a timeline whose pieces do not overlap: a phase is a row of equal pieces.
-
-    >>> phases = Phases()
-    >>> for n in range(6):
-    ...     _ = phases.add(Span("training", 3.0 * n, 3.0 * n + 2.0, {"step": n}))
-    >>> phases.present.seconds, phases.usual("training")
-    (2.0, 2.0)
-    """
+    """Follows a timeline whose pieces do not overlap: a phase is a row of equal pieces."""
 
     present: Span | None = None
     _ended: dict[str, deque[float]] = field(default_factory=dict)

@@ -1,8 +1,4 @@
-"""Draws each process's activity over time: one lane per process over a window of time.
-
-A lane with many spans is cut into slices; in each slice the height of a colour is the share of time
-of that kind. A strip under a generator's lane shows the use of its engine's slots.
-"""
+"""Draws each process's activity over time: one lane per process over a window of time."""
 
 from __future__ import annotations
 
@@ -40,10 +36,7 @@ NAMES = {
 def use_in_slices(
     pieces: Iterable[SlotPiece], start: float, end: float, slices: int
 ) -> list[dict[str, float]]:
-    """Use to its mean share of all slots, for each of `slices` equal parts of `[start, end)`.
-
-    A part without any record is empty. Otherwise the shares add up to 1 minus the idle share.
-    """
+    """Use to its mean share of all slots, for each of `slices` equal parts of `[start, end)`."""
     recorded = [0.0] * slices
     used: list[dict[str, float]] = [{} for _ in range(slices)]
     for piece in pieces:
@@ -139,10 +132,7 @@ def lanes_drawing(
     steps: Sequence[tuple[int, float]] = (),
     slots: Mapping[str, Sequence[SlotPiece]] | None = None,
 ) -> Markup:
-    """Draw all lanes over one window; `title` is for screen readers.
-
-    `lanes` and `slots` are by process; `steps` are `(step, time)` at which they finished.
-    """
+    """Draw all lanes over one window; `title` is for screen readers."""
     slots = slots or {}
     marks: list[Child] = []
     y = float(TOP)

@@ -26,16 +26,22 @@ from asyncrl.wire.records.evaluations import SetEvaluation, wilson
 from asyncrl.wire.records.reward_counts import RewardCounts
 from asyncrl.wire.records.step import EnvironmentCounts, Measured, StepMetrics
 
+Value = Callable[[SetEvaluation], float | None]
+
 _RIGHT = 28
 _NAMED = 3
 
 
 def learning(data: RunData) -> Markup:
     """Rewards and held-out accuracy."""
+    temperature = data.setting("evaluation.temperature")
+    drawn = "sampled as in training"
+    if temperature is not None:
+        drawn = f"sampled at temperature {temperature:g}" if temperature else "answered greedily"
     return section(
         "Learning",
         "The reward is that of the samples that each step trained on. Accuracy is measured on "
-        "held-out prompts, sampled as in training.",
+        f"held-out prompts, {drawn}.",
         _failures(data),
         _environment(data),
         _incomplete(data),
@@ -160,47 +166,31 @@ def _by_step(data: RunData) -> list[Markup]:
         return []
     steps = [float(one.step) for one in data.evaluations]
     names = list({name: None for one in data.evaluations for name in one.sets})
-    known = list(enumerate(names))
-    accuracy = line_plot(
-        "Held-out accuracy by step",
-        steps,
-        [
-            Series(name, _column(data, name, lambda one: one.accuracy), f"c{1 + i % 6}")
-            for i, name in known
-        ],
-        note="Each sample was drawn from the policy of its step alone.",
-        y_label="accuracy",
-    )
-    plots = [accuracy]
+
+    def plot(title: str, value: Value, note: str, y_label: str = "") -> Markup:
+        lines = [
+            Series(name, _column(data, name, value), f"c{1 + i % 6}")
+            for i, name in enumerate(names)
+        ]
+        return line_plot(title, steps, lines, note=note, y_label=y_label)
+
+    note = "Each sample was drawn from the policy of its step alone."
+    plots = [plot("Held-out accuracy by step", lambda one: one.accuracy, note, "accuracy")]
     if any(
         one.graded_reward is not None for each in data.evaluations for one in each.sets.values()
     ):
-        rewards = [
-            Series(name, _column(data, name, lambda one: one.reward), f"c{1 + i % 6}")
-            for i, name in known
-        ]
         note = "Mean reward of the same samples."
-        plots.append(line_plot("Held-out reward by step", steps, rewards, note=note))
+        plots.append(plot("Held-out reward by step", lambda one: one.reward, note))
     last = data.evaluations[-1]
     ks = max((max(one.pass_at, default=1) for one in last.sets.values()), default=1)
-    if ks < 2:
-        return plots
-    passes = line_plot(
-        f"pass@{ks} by step",
-        steps,
-        [
-            Series(name, _column(data, name, lambda one: one.pass_at.get(ks)), f"c{1 + i % 6}")
-            for i, name in known
-        ],
-        note=f"Share of prompts of which one of {ks} samples is right, unbiased.",
-        y_label=f"pass@{ks}",
-    )
-    return [*plots, passes]
+    if ks >= 2:
+        note = f"Share of prompts of which one of {ks} samples is right, unbiased."
+        pass_at = f"pass@{ks}"
+        plots.append(plot(f"{pass_at} by step", lambda one: one.pass_at.get(ks), note, pass_at))
+    return plots
 
 
-def _column(
-    data: RunData, name: str, value: Callable[[SetEvaluation], float | None]
-) -> list[float | None]:
+def _column(data: RunData, name: str, value: Value) -> list[float | None]:
     found = (one.sets.get(name) for one in data.evaluations)
     return [None if one is None else value(one) for one in found]
 

@@ -228,7 +228,7 @@ def _hover(scale: Scale, x: Sequence[float], series: Sequence[Series], *, points
         left = scale.x((x[index - 1] + at) / 2) if index else LEFT
         right = scale.x((at + x[index + 1]) / 2) if index + 1 < len(x) else WIDTH - RIGHT
         known = [(line, line.values[index]) for line in series]
-        text = f"step {step_label(at)}" + "".join(
+        text = f"step {at:.{int(abs(at - round(at)) >= 1e-6)}f}" + "".join(
             f"\n{line.name}: {compact(value)}" for line, value in known if value is not None
         )
         dots = [
@@ -240,11 +240,6 @@ def _hover(scale: Scale, x: Sequence[float], series: Sequence[Series], *, points
         band = element("rect", x=left, y=TOP, width=width, height=bottom - TOP)
         bands.append(element("g", element("title", text), band, dots))
     return element("g", bands, class_="hover")
-
-
-def step_label(value: float) -> str:
-    """The number of a step; a mean over several steps keeps one decimal."""
-    return f"{value:.0f}" if abs(value - round(value)) < 1e-6 else f"{value:.1f}"
 
 
 def _svg(scale: Scale, title: str, y_label: str, marks: Sequence[Child]) -> Markup:

@@ -48,11 +48,21 @@ class SinkState(msgspec.Struct, kw_only=True):
             return True
         return (sample.step, sample.sample_id) in self.trained
 
-    def add_trained(self, sample: SampleRecord) -> None:
-        """Note a trained-on sample."""
-        self.sample_step = max(self.sample_step, sample.step)
-        known = [*self.trained, (sample.step, sample.sample_id)]
-        self.trained = [one for one in known if one[0] > self.sample_step - _OUT_OF_ORDER]
+    def had(self, record: StepMetrics | EvaluationRecord | SampleRecord) -> None:
+        """Note a record that the sink has had."""
+        if isinstance(record, StepMetrics):
+            self.step, self.step_time = record.step, record.time
+        elif isinstance(record, EvaluationRecord):
+            self.evaluation, self.evaluation_time = record.step, record.time
+        elif not record.evaluation:
+            self.sample_step = max(self.sample_step, record.step)
+            known = [*self.trained, (record.step, record.sample_id)]
+            self.trained = [one for one in known if one[0] > self.sample_step - _OUT_OF_ORDER]
+        else:
+            if record.step > self.shown_step:
+                self.shown_step, self.shown = record.step, []
+            if record.step == self.shown_step:
+                self.shown.append(shown_as(record))
 
     def forget_from(self, step: int) -> None:
         """Forget the steps from this one on, which the run repeats."""
@@ -141,6 +151,10 @@ class Follower:
         evaluations = _unseen(*read, state.evaluation, state.evaluation_time)
         samples = [one for one in self._samples.new()[0] if self._is_new(one)]
         return News(steps, evaluations, samples)
+
+    def skip_samples(self) -> None:
+        """Leave out the samples that are there now."""
+        self._samples.new()
 
     def _is_new(self, sample: SampleRecord) -> bool:
         """Return True if the sink has not had a sample. Those of one evaluation come one by one."""

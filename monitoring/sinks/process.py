@@ -20,9 +20,8 @@ from typing import Any, TextIO
 import msgspec
 import yaml
 
-from asyncrl.monitoring.records.samples import SampleRecord
 from asyncrl.monitoring.sinks.config import SinkConfig
-from asyncrl.monitoring.sinks.follow import Follower, News, read_state, shown_as
+from asyncrl.monitoring.sinks.follow import Follower, News, read_state
 from asyncrl.monitoring.sinks.kinds import open_sink
 from asyncrl.monitoring.sinks.sink import Sink, SinkRun, table_of
 from asyncrl.wire.records.evaluations import EvaluationRecord
@@ -107,30 +106,20 @@ class Following:
             if step.step <= state.step:
                 sink.went_back(step.step)
             sink.log(step.step, step.time, numbers_of_step(step))
-            state.step, state.step_time = step.step, step.time
+            state.had(step)
             del news.steps[0]
         while news.evaluations:
             record = news.evaluations[0]
             sink.log(record.step, record.time, numbers_of_evaluation(record))
-            state.evaluation, state.evaluation_time = record.step, record.time
+            state.had(record)
             del news.evaluations[0]
         while news.samples:
             name = table_of(news.samples[0])
             sink.table(name, [one for one in news.samples if table_of(one) == name])
             for one in [one for one in news.samples if table_of(one) == name]:
-                self._had(one)
+                state.had(one)
                 news.samples.remove(one)
         sink.flush()
-
-    def _had(self, sample: SampleRecord) -> None:
-        state = self._state
-        if not sample.evaluation:
-            state.add_trained(sample)
-            return
-        if sample.step > state.shown_step:
-            state.shown_step, state.shown = sample.step, []
-        if sample.step == state.shown_step:
-            state.shown.append(shown_as(sample))
 
     def _opened(self, news: News) -> Sink:
         if self._sink is None:

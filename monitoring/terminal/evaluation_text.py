@@ -17,11 +17,7 @@ from asyncrl.wire.records.evaluations import (
 def evaluation_lines(
     record: EvaluationRecord, *, is_best: bool = False, is_known: bool = False
 ) -> list[str]:
-    """Describe an evaluation, a line per set; `is_known`: it was measured before a resume.
-
-    held-out accuracy of step 40: 0.711 (0.653 to 0.763 at 95%; 256 samples, drawn as in training),
-    the best so far
-    """
+    """Describe an evaluation, a line per set; `is_known`: it was measured before a resume."""
     when = f"of step {record.step}" if record.when == "during" else f"{record.when} training"
     when += " (measured at the start)" if is_known else ""
     lines = []
@@ -36,13 +32,13 @@ def evaluation_lines(
 
 
 def estimates(one: SetEvaluation) -> str:
-    """`0.664 (0.604 to 0.719 at 95%; 256 samples, ...), pass@4 0.902`, or why there is none.
-
-    The mean reward follows if it says more than the accuracy.
-    """
+    """`0.664 (0.604 to 0.719 at 95%; 256 samples, ...), pass@4 0.902`, or why there is none."""
     if one.accuracy is None:
         return f"incomplete, {_too_few(one)}"
-    about = [f"{one.samples:,} samples, drawn as in training"]
+    drawn = "drawn as in training"
+    if one.temperature is not None:
+        drawn = f"at temperature {one.temperature:g}" if one.temperature else "greedy"
+    about = [f"{one.samples:,} samples, {drawn}"]
     if one.unscored:
         about.append(f"{one.unscored:,} more without a reward are left out")
     if one.failed:

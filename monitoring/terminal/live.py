@@ -1,8 +1,4 @@
-"""The live view of a run: a panel in a terminal, plain lines anywhere else.
-
-The panel is redrawn at a fixed rate. Lines are printed when a step is finished, when the phase
-changes, and at least every half minute.
-"""
+"""The live view of a run: a panel in a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -46,13 +42,16 @@ NOTABLE_SHARE = 0.1
 
 def panel(view: RunView, *, run_name: str, total_steps: int, wide: bool = True) -> Panel:
     """The panel of a snapshot; `wide` puts the numbers into two columns."""
+    waiting: list[RenderableType] = []
+    if view.waiting_for:
+        waiting = [Text(), Text.assemble(("waiting: ", "yellow"), (_clean(view.waiting_for), ""))]
     body = Group(
         _head(view, total_steps),
         Text(),
         _progress(view, total_steps),
         Text(),
         _numbers(view, wide),
-        *_foot(view),
+        *waiting,
     )
     title = Text.assemble(("asyncrl", "bold"), ("  ·  ", "dim"), (_clean(run_name), "cyan"))
     return Panel(
@@ -199,12 +198,6 @@ def _idle(share: float | None) -> Text:
     return Text(percent(share), style="yellow" if (share or 0.0) >= HIGH_IDLE_SHARE else "")
 
 
-def _foot(view: RunView) -> list[RenderableType]:
-    if not view.waiting_for:
-        return []
-    return [Text(), Text.assemble(("waiting: ", "yellow"), (_clean(view.waiting_for), ""))]
-
-
 def plain_line(view: RunView, total_steps: int) -> str:
     """The line of the plain view for a finished step."""
     parts, last = [f"{view.step}/{total_steps} steps"], view.last
@@ -268,10 +261,7 @@ WIDE_COLUMNS = 92
 
 
 class LiveView:
-    """Shows snapshots of a run as the configuration and the terminal allow.
-
-    `config.live` chooses the view; `total_steps` are those of the whole run; `clock` is monotonic.
-    """
+    """Shows snapshots of a run as the configuration and the terminal allow."""
 
     def __init__(
         self,

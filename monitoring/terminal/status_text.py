@@ -1,17 +1,4 @@
-"""The text of `asyncrl status`: the state of a run in a few lines.
-
-arithmetic: training, 7 of 30 steps, torch engine, 2 min 05 s left
-waiting: step 7 waits for 1 sample (1 running, 0 to be started)
-reward 0.412, accuracy before training 0.125
-length 45 tokens, 3% cut off, 25% of groups without signal
-accuracy of step 5 0.250, best 0.281 at step 4, evaluating step 10, 120/256
-staleness 0.00 on average, 0 at most, exactly on-policy so far
-1,234 tokens/s, 35% of tokens drafted, 81% of drafts accepted
-groups: 63 trained on, 0 failed, 18 in flight, 2 delivered
-samples: 34 running, 12 held, 3 queued
-idle: generators 2%, trainer 30%
-trainer: ready, policy version 7, metrics on port 9101
-"""
+"""The text of `asyncrl status`: the state of a run in a few lines."""
 
 from __future__ import annotations
 

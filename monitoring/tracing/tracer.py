@@ -43,11 +43,7 @@ class TraceSpan:
 
 @dataclass(frozen=True, slots=True)
 class TraceIds:
-    """The ids of one run.
-
-    >>> [group for group in range(8) if TraceIds("first", 0.5).is_traced(group)]
-    [0, 1, 5, 6]
-    """
+    """The ids of one run."""
 
     key: str
     """The run's key; the same after a resume, different for another run."""

@@ -8,12 +8,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from typer.testing import CliRunner
 
 from asyncrl import cli
 from asyncrl.cli import entry
+from asyncrl.cli.app import app
+from asyncrl.config.run_config import load_config
 from asyncrl.controller import execute
+from asyncrl.runs.directory import RunDirectory
 
 
 def printed(
@@ -59,6 +64,23 @@ def test_errors_print_no_control_characters(
     text = printed(capsys, monkeypatch, "run", str(file))
     assert "trainer.[2J]0;owned: there is no such key" in text
     assert [char for char in text if char != "\n" and not char.isprintable()] == []
+
+
+def test_a_run_of_epochs_is_complete_once_their_steps_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("run: {epochs: 2}\n")
+    ended = RunDirectory.create(load_config(None, ["run.steps=9"]), resume=False, clean=False)
+    ended.state.ended = "done"
+    ended.write_state()
+    ended.close()
+    for steps in (9, 10):
+        prepared = Mock(config=load_config(None, [f"run.steps={steps}"]))
+        monkeypatch.setattr("asyncrl.startup.prepare.prepare", lambda *_, one=prepared: one)
+        command = ["run", "run.yaml", "--continue", "--dry-run"]
+        said = CliRunner().invoke(app, command).output
+        assert said.startswith("the run in runs/run is complete" if steps == 9 else "dry run"), said
 
 
 def test_an_output_that_cannot_show_every_character_ends_nothing(

@@ -50,6 +50,7 @@ def add(names: Names) -> None:
 
 
 DOES: dict[str, Callable[[Names], None] | str] = {
+    "from asyncrl import Run": "tests/asyncrl/run/test_python_run.py runs it",
     "class AboveMean": above_mean,
     "class Hunt": "test_the_hunt_of_the_page plays it",
     "def play(row, client)": "test_the_hunt_of_the_page plays it",
@@ -76,6 +77,8 @@ def test_each_block_has_an_entry_and_each_entry_a_block() -> None:
 def test_a_block_does_what_it_says(page: str, block: str) -> None:
     code = compile(block, page, "exec")
     check = next(one for words, one in DOES.items() if words in block)
+    if isinstance(check, str) and check.endswith(" runs it"):
+        return
     names: Names = {"Any": Any}
     exec(code, names)  # noqa: S102 - of our pages
     if not isinstance(check, str):

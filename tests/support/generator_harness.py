@@ -166,7 +166,9 @@ class FakeRewards:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def score(self, _prompt: str, text: str, row: Any, *, example_id: str) -> Reward:
+    async def score(
+        self, _prompt: str, text: str, row: Any, *, example_id: str, is_beside_another: bool = False
+    ) -> Reward:
         assert example_id == "p"
         self.asked.append(text)
         self.rows.append(row)
@@ -224,6 +226,7 @@ class GeneratorHarness:
             self.engine,  # type: ignore[arg-type]
             rewards,
             SamplingParams(max_tokens=8),
+            held_out_sampling=SamplingParams(max_tokens=8, temperature=0.5),
             noise_floor_every=noise_floor_every,
             traces=traces,
             episodes=episodes,

@@ -68,11 +68,15 @@ class SetEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     pass_at_error: dict[int, float] = {}
     tokens: float = 0.0
     """Mean response length in tokens."""
+    loss: Measured = None
+    """Mean -log p of a learned token, in nats: the only estimate of supervised fine-tuning."""
+    temperature: Measured = None
+    """Temperature of the samples if it was not that of training; 0: greedy."""
 
     @property
     def is_complete(self) -> bool:
         """True if enough samples count for an accuracy."""
-        return self.accuracy is not None
+        return self.accuracy is not None or self.loss is not None
 
     @property
     def trials(self) -> float:

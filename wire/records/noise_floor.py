@@ -52,9 +52,6 @@ class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
         response's two probabilities is a sum of differences of mean square s: about normal with
         variance s N and mean -s N / 2. The block rule accepts with the expectation of min(1,
         ratio), which is 2 (1 - Phi(sqrt(s N) / 2)).
-
-            >>> round(NoiseFloor(square_mean=1e-4).whole_share(3000), 2)
-            0.78
         """
         if self.square_mean is None:
             return None

@@ -23,14 +23,7 @@ Measured = float | None
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """Counts that add and subtract as a whole.
-
-    >>> before, resumed = TokenCounts(generated=100, drafted=40), TokenCounts(generated=30)
-    >>> (before + resumed).generated
-    130
-    >>> before + resumed - before == resumed
-    True
-    """
+    """Counts that add and subtract as a whole."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(
@@ -353,15 +346,7 @@ class SignalTotals(Counts, frozen=True, kw_only=True):
 
 
 class OnPolicySteps(NamedTuple):
-    """Numbers of steps that were exactly on-policy, were not, or are unknown.
-
-    >>> OnPolicySteps(yes=2).exactly
-    True
-    >>> OnPolicySteps(yes=2, no=1, unknown=1).exactly
-    False
-    >>> OnPolicySteps(yes=2, unknown=1).exactly is None
-    True
-    """
+    """Numbers of steps that were exactly on-policy, were not, or are unknown."""
 
     yes: int = 0
     no: int = 0

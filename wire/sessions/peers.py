@@ -13,11 +13,6 @@ A bundle is many frames of many sessions in one frame between a relay and the co
 
 `peer` is the routing id of a child: its name and its pass, which the controller checks. MessagePack
 never begins with 0xc1, so a bundle differs from a message.
-
-`Gatherer` decides when frames leave a relay: urgent ones at once, with all that waits; the others
-at once if nothing has left for `GATHER_SECONDS`, otherwise after that time at the latest.
-
-No sockets, no clock.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """The one place where bytes from another process become messages.
 
-    decoder = FrameDecoder(from_generator.FromGenerator, max_bytes=1 << 20)
-    message = decoder.decode(body)
-    messages = decoder.decode_all(body)  # of a socket: one, or those that were sent together
-
 A body is a message of the expected union, or an array of such messages (`wire.transport.outbox`),
 or it is refused as a whole: both methods raise only `FrameRefused`, for any bytes.
 """

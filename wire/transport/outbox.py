@@ -1,10 +1,5 @@
 """Gathers messages for one peer in one frame, and splits long messages into parts.
 
-    outbox = Outbox(send)          # send(peer, body)
-    outbox.add("generator-0", to_generator.Discard(...))
-    outbox.add("generator-0", to_generator.Deliver(...))
-    # at the end of this turn of the event loop: one frame with both, in this order
-
 A frame costs its sender and its receiver tens of microseconds each, and a message in it a few. A
 body is one message, or a MessagePack array of messages.
 

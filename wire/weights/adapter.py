@@ -37,11 +37,7 @@ class Pair(NamedTuple):
 
 
 def names_of(layer: str) -> tuple[str, str]:
-    """Return the names under which a layer's adapter is published.
-
-    >>> names_of("model.layers.0.mlp.up_proj")[0]
-    'model.layers.0.mlp.up_proj.lora_A.default.weight'
-    """
+    """Return the names under which a layer's adapter is published."""
     return layer + _A, layer + _B
 
 

@@ -11,9 +11,6 @@ and digests add over any partition into blocks. Two tensors with different sums 
 with a probability of about 2**-128. A change that keeps all sums of rows and of columns (+d, -d,
 -d, +d on the corners of a rectangle) is not found; fingerprints detect mistakes, not forgery.
 
-Cost: every element is widened to int64 and read twice, 30 bytes of traffic on the device for a
-bfloat16 one and 36 for a float32 one that is converted to bfloat16.
-
 Some engines hold weights in a packed form that can only be multiplied by. A product with a unit
 vector gives one column exactly, except for the sign of a zero. So a digest has a second part, the
 same sums over a few fixed columns (`probe_columns`), and -0.0 counts as 0.0.

@@ -10,11 +10,6 @@ buffers, tensor by tensor; for a GPU they are page-locked, and used in turn on a
 
 A version whose manifest names a sender is received from it (`asyncrl.wire.weights.broadcast`). If
 that fails, the buffer logs it and reads the file.
-
-    buffer = WeightBuffer(lambda name, published: torch.bfloat16)
-    buffer.read(manifest)  # raises if the version was overwritten during the copy
-    for name, tensor in buffer.tensors():
-        parameters[name].copy_(tensor)
 """
 
 from __future__ import annotations

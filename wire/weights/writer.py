@@ -183,12 +183,6 @@ def published(
 ) -> Iterator[WeightManifest]:
     """Publish one version of some tensors in a file that exists only inside the block.
 
-    It is for weights that do not come from a trainer, in tests and benchmarks:
-
-        with published(model.state_dict().items(), 1) as manifest:
-            await engine.stage_weights(manifest)
-        await engine.install_weights(1)
-
     Raises as `WeightPublisher.publish`.
     """
     name = f"once-{secrets.token_hex(4)}-{os.getpid()}"

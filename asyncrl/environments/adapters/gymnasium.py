@@ -1,10 +1,5 @@
 """Gymnasium environments, played in text: `gymnasium:ID`.
 
-In a `Text` space the turn itself is the action; in a `Discrete` space the action is the last number
-in the turn, or the last of the words `actions`, which name the actions in order. An invalid turn
-costs `invalid_reward` and is answered with a description of an action; the environment does not
-move.
-
 Before the first sample, a trial with a few random actions finds out how samples can go back: by
 `snapshot` and `restore` if copies of the environment (`copy.deepcopy`) are independent, else by
 "deterministic" replay if the same seed and actions give the same observations. Otherwise samples

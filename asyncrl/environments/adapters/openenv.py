@@ -6,10 +6,6 @@ whose actions, like those of its subclasses, are calls of the tools that the ser
 session begins. Every sample has its own session (WebSocket). docs/environments.md describes the
 arguments. The row's column `reset`, the argument `reset` and the sample's seed are passed to the
 server's reset.
-
-OpenEnv cannot save the state of a server, so by default samples start over when verification is
-due. `replay: deterministic` opens a new session with the same seed and actions, and compares the
-observations. With tools, a sample ends with a turn without a call, or with a step that is `done`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Plain Python functions as tools: `python_tools:my_tools.py:add,my_tools.py:look_up`.
-
-Replay is "recorded": any state of the functions comes from the sample's own calls, so their
-recorded answers stand. `replay: deterministic` repeats the calls and compares the answers; `replay:
-null` means that a call must not be repeated.
-"""
+"""Plain Python functions as tools: `python_tools:my_tools.py:add,my_tools.py:look_up`."""
 
 from __future__ import annotations
 

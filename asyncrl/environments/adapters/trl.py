@@ -4,10 +4,6 @@ Such a class has a method `reset(**row)`, whose result is appended to the row's 
 every other public method is a tool, and an optional `get_reward()` scores the current state. Each
 turn's reward is its change. With `score: end`, the reward is read once, after a turn without a
 call, so a truncated sample has none.
-
-Replay is "deterministic": reset and the calls are repeated, and the answers are compared. For a
-class that draws unseeded random numbers, set `replay: recorded` if its state follows from the calls
-alone, else `replay: null`.
 """
 
 from __future__ import annotations

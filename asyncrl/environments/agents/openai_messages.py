@@ -123,8 +123,9 @@ def _check_parameter(name: str, value: Any, policy: PolicySettings) -> None:
             raise RefusedCallError(f"{name} must be a whole number from 1", parameter=name)
         return
     if name == "stop":
-        given = (value,) if isinstance(value, str) else tuple(value) if _is_texts(value) else None
-        if given is not None and set(given) == set(policy.stop):
+        given = [value] if isinstance(value, str) else value
+        is_texts = isinstance(given, list) and all(isinstance(one, str) for one in given)
+        if is_texts and set(given) == set(policy.stop):
             return
         raise RefusedCallError(
             f"stop={value!r} would end turns elsewhere than the run does; leave it out, or set "
@@ -157,12 +158,7 @@ def _check_parameter(name: str, value: Any, policy: PolicySettings) -> None:
 
 
 def differences(settings: Mapping[str, Any], policy: PolicySettings) -> dict[str, Any]:
-    """Return those of a program's sampling settings that differ from the run's.
-
-    Example:
-        >>> differences({"temperature": 0.5, "top_p": 1, "max_tokens": None}, PolicySettings())
-        {'temperature': 0.5}
-    """
+    """Return those of a program's sampling settings that differ from the run's."""
     found = {}
     for name, value in settings.items():
         if value is None or name in _NO_EFFECT:
@@ -208,10 +204,6 @@ def _equal(value: Any, wanted: Any) -> bool:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return is_number and math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-9)
     return type(value) is type(wanted) and bool(value == wanted)
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:

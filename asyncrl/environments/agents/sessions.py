@@ -10,11 +10,6 @@ already continued, so its samples start over instead of being verified.
 
 A call whose messages extend those of the previous call continues its conversation; any other call
 begins a new one. Concurrent calls are answered one after another, in the order of arrival.
-
-An agent is a function, `agent(row, client) -> reward`, sync or async, which runs in its own thread;
-or a command line, which reads the row as JSON on standard input and the client settings in its
-environment (`OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_MODEL`), and prints its reward as its last
-line. Import-light: worker processes load this file.
 """
 
 from __future__ import annotations
@@ -192,12 +187,7 @@ async def _read(stream: asyncio.StreamReader, kept: bytearray) -> None:
 
 
 def reward_of(result: Any) -> Any:
-    """Return an agent's reward, given as a number or `{"reward": number}`; None is 0.
-
-    Example:
-        >>> reward_of({"reward": 0.5}), reward_of(None)
-        (0.5, 0.0)
-    """
+    """Return an agent's reward, given as a number or `{"reward": number}`; None is 0."""
     if isinstance(result, dict) and "reward" in result:
         result = result["reward"]
     return 0.0 if result is None else result

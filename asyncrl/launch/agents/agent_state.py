@@ -52,7 +52,10 @@ class AgentProcess:
     @property
     def address(self) -> str:
         """Its machine's address for others; empty: the controller's machine, or not placed."""
-        return "" if self.agent is None or self.agent.is_at_home else self.agent.hello.address
+        agent = self.agent
+        if agent is None or agent.is_on_loopback or agent.hello.address == agent.home:
+            return ""
+        return agent.hello.address
 
     @property
     def lost_with_machine(self) -> bool:
@@ -113,11 +116,6 @@ class Agent:
     def is_on_loopback(self) -> bool:
         """True if its machine's address is valid on that machine only."""
         return self.hello.address.startswith(("127.", "localhost"))
-
-    @property
-    def is_at_home(self) -> bool:
-        """True if its machine is the controller's."""
-        return self.is_on_loopback or self.hello.address == self.home
 
     @property
     def work(self) -> AgentProcess | None:

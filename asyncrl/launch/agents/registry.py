@@ -146,7 +146,9 @@ class AgentRegistry:
         if agent.info is None and state.facts:
             agent.info = info_of(agent, state.facts)
             self._machines.note(agent.info)
-            self._say(f"agent {agent} has joined{self._why_idle(agent)}")
+            unfit = self.unfit(agent, "trainer" if agent.hello.role == "trainer" else "generator")
+            why_idle = "" if unfit is None else f", but cannot be used: {unfit}"
+            self._say(f"agent {agent} has joined{why_idle}")
         if state.leaves_in is not None and agent.leaves_at is None:
             agent.leaves_at = now + state.leaves_in
             self._say(f"agent {agent} leaves, within {state.leaves_in:.0f} s")
@@ -173,11 +175,6 @@ class AgentRegistry:
             return False
         process.ended = now if process.ended is None else process.ended
         return now - process.ended < self.hold_seconds
-
-    def _why_idle(self, agent: Agent) -> str:
-        role: Role = "trainer" if agent.hello.role == "trainer" else "generator"
-        reason = self.unfit(agent, role)
-        return "" if reason is None else f", but cannot be used: {reason}"
 
     def unfit(self, agent: Agent, role: Role) -> str | None:
         """Return why a process of this role cannot run on an agent's machine; None if it can."""

@@ -27,7 +27,7 @@ from asyncrl.launch.agents.agent_state import Agent
 from asyncrl.launch.agents.launcher import AgentsLauncher
 from asyncrl.launch.agents.registry import Needs
 from asyncrl.launch.agents.wait_for_agents import gather
-from asyncrl.launch.child_spec import ChildSpec, Role
+from asyncrl.launch.child_spec import Role
 from asyncrl.launch.ray import messages
 from asyncrl.launch.ray.messages import Slot
 from asyncrl.launch.records import ProcessRecords
@@ -193,7 +193,8 @@ class RayLauncher(AgentsLauncher):
         self.troubles: list[str] = []
         """Causes of agents lost before the run began."""
         self._lost: AsyncrlError | None = None
-        self.roster.may_host = _is_its_slot
+        # A process's slot is its own; a replacement has its predecessor's.
+        self.roster.may_host = lambda spec, agent: _is_of(spec.name.split(".")[0], agent)
         self.roster.hold_seconds = NODE_SECONDS
         driver.tell(messages.Serve(self.address, secret.secret))
         self.begin(self._hear())
@@ -300,11 +301,6 @@ def _is_of(slot: str, agent: Agent) -> bool:
 
 def _is_on(node: str, agent: Agent) -> bool:
     return agent.info is not None and agent.info.id == node
-
-
-def _is_its_slot(spec: ChildSpec, agent: Agent) -> bool:
-    """Return True if this agent has the process's slot; a replacement has its predecessor's."""
-    return _is_of(spec.name.split(".")[0], agent)
 
 
 async def open_ray(

@@ -3,10 +3,6 @@
 A player knows each game and is careless. It first teaches the game and then, in the last steps of
 the warm start, also its slips: it answers a sum without the calculator, copies a digit wrong,
 guesses at random, repairs the wrong part. RL then has a suitable task: to be careful.
-
-The player's pieces of a conversation are learned. As in a real run, the text between turns is
-tokenised separately. For `code_repair`, an operator or constant of a tiny program is wrong, and any
-program that passes the tests is right.
 """
 
 from __future__ import annotations

@@ -104,9 +104,11 @@ class ChatTemplate:
             ) from error
         return text
 
-    def prompts(self, conversations: Iterable[Sequence[Message]]) -> Iterator[str]:
-        """Render conversations up to the answer. Raises RenderingError, naming the line."""
-        return self._texts(conversations, None, True)
+    def texts(
+        self, conversations: Iterable[Sequence[Message]], *, generation_prompt: bool = True
+    ) -> Iterator[str]:
+        """Render conversations, by default up to the answer. Raises RenderingError (the line)."""
+        return self._texts(conversations, None, generation_prompt)
 
     def _texts(
         self, conversations: Iterable[Sequence[Message]], tools: Tools | None, prompt: bool

@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,6 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-import asyncrl
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.engine.remote.client.core import STATUS_SECONDS, CoreProcess, LogFolder
@@ -33,7 +33,7 @@ from asyncrl.engine.sglang.worker.plugin import MARK_VARIABLE
 
 _LONGEST_FOLDER = 80
 """Bytes. A socket's path may have 107."""
-_PACKAGES = Path(asyncrl.__file__).resolve().parents[1]
+_PACKAGES = Path(str(files("asyncrl"))).resolve().parent
 
 
 class SglangFolder(LogFolder):

@@ -101,11 +101,7 @@ def _parameters(outer: str, values: Mapping[str, Any]) -> Iterator[tuple[str, st
 
 
 def taken_names(names: Iterable[str]) -> dict[str, str]:
-    """Map names to unique ones that MLflow takes; one bad name would fail a whole call.
-
-    >>> taken_names(["judge#2", "judge_2", "rewards//my/../score"])
-    {'judge_2': 'judge_2', 'judge#2': 'judge_2_', 'rewards//my/../score': 'rewards/_/my/_/score'}
-    """
+    """Map names to unique ones that MLflow takes; one bad name would fail a whole call."""
     found: dict[str, str] = {}
     used: set[str] = set()
     for name in sorted(names, key=lambda one: (_clean(one) != one, one)):

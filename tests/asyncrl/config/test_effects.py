@@ -120,6 +120,22 @@ def test_what_may_stand_or_has_an_effect_at_some_step_is_accepted(settings: list
     load_users_config(None, settings)
 
 
+def test_a_run_is_as_long_as_its_steps_or_its_epochs_say_but_not_both(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("run: {steps: 50, epochs: 2}\n")
+    with pytest.raises(ConfigError, match=r"run\.steps: 50 has an effect only without run\.epochs"):
+        load_users_config(file)
+    file.write_text("run: {epochs: 2}\n")
+    config = load_users_config(file)
+    assert without_effect(config).keys() & {("run", "steps")}
+    replaced = load_users_config(file, ["run.steps=50"]).run
+    assert (replaced.steps, replaced.epochs) == (50, None), "--set goes before the file"
+    assert load_users_config(file, ["run.steps=50", "run.epochs=0.5"]).run.epochs == 0.5
+    file.write_text(explain_config(config))
+    assert load_users_config(file) == config
+    assert parse_config(yaml.safe_load(dump_config(config)), source="orders") == config
+
+
 def test_every_default_and_every_recorded_configuration_passes(tmp_path: Path) -> None:
     assert not [one for one in without_effect(RunConfig()).values() if one.is_refused]
     for algorithm in known_algorithms():

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from generator_harness import FakeEngine
@@ -17,6 +18,7 @@ from asyncrl.errors import AsyncrlError, ModelError, UserError
 from asyncrl.evaluation import command
 from asyncrl.evaluation.command import evaluate_model, resolve_target
 from asyncrl.monitoring.records.metrics_log import EvaluationsLog
+from asyncrl.monitoring.terminal.evaluation_text import estimates
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.tasks.model import builtin_tokenizer
 from asyncrl.tasks.prompts import Prompt, Task
@@ -115,8 +117,11 @@ def test_a_run_with_an_environment_is_evaluated_in_its_environment(
     monkeypatch.setattr(command, "load_task", lambda *_, **__: task)
     monkeypatch.setattr(command, "create_engine", lambda *_, **__: engine)
     named = f"environment.name={tmp_path / 'mine.py'}:Halves"
-    config = load_config(None, [named, "engine.max_model_len=128", "sampling.max_tokens=32"])
+    lengths = "engine.max_model_len=128", "sampling.max_tokens=32"
+    config = load_config(None, [named, *lengths, "evaluation.temperature=0"])
     (found,) = evaluate_model(config, str(tmp_path), Console()).sets.values()
+    assert {one.sampling.top_k for one in engine.requests} == {1}, "greedy"
+    assert "3 samples, greedy" in estimates(found)
     assert engine.turns == {"eval-0.0": 2, "eval-0.1": 2, "eval-0.2": 1}
     assert found.reward == pytest.approx((1.0 + 0.5 + 0.5) / 3)
     assert found.tokens == pytest.approx((4 + 4 + 2) / 3)
@@ -159,12 +164,16 @@ def test_a_run_says_at_its_end_which_evaluation_is_incomplete(tmp_path: Path) ->
         accuracy_before=0.25,
     )
 
-    def said(planned: int = 4) -> str:
-        console = Console(record=True, width=300)
-        _print_result(
-            console, tmp_path, result, planned=planned, to_continue="asyncrl run --resume"
-        )
+    def said(planned: int = 4, **more: Any) -> str:
+        console, again = Console(record=True, width=300), "asyncrl run --resume"
+        one = msgspec.structs.replace(result, **more)
+        _print_result(console, tmp_path, one, planned=planned, at_start=not more, to_continue=again)
         return console.export_text().splitlines()[0]
+
+    assert said(accuracy_before=None, accuracy_after=0.5) == (
+        "4 steps, 7 s of training; held-out accuracy 0.500; evaluation.at_start is false, so there "
+        "is no earlier accuracy to compare it with"
+    )
 
     assert said() == "4 steps, 7 s of training; no held-out prompts, so no accuracy"
     lacking = SetEvaluation(prompts=8, samples=20, unscored=12, accuracy=None)

@@ -40,6 +40,7 @@ def test_a_held_out_sample_outlives_its_reward_worker(tmp_path: Path) -> None:
             before = len(harness.control.sent)
             await harness.send(tg.Evaluate(round=3, index=4, prompt=PROMPT, seed=7))
             harness.engine.feed("eval-3.4", [3, 4], 1, end="stop")
+            assert [one.sampling.temperature for one in harness.engine.requests] == [0.5]
             wanted = fg.EvaluationSample("g0", 3, 4, 1.0, 1, 1, 2)
             while wanted not in harness.control.sent:
                 before += 1

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pytest
 from asyncrl_runs import ROOT, CommandLine, call, until
 
 from asyncrl.runs.directory import read_state
@@ -58,3 +60,46 @@ def is_alive(pid: int) -> bool:
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:
         return False
+
+
+CHILD = """
+import os, signal, sys, time
+from asyncrl.cli.training import _end_with
+received = []
+signal.signal(signal.SIGTERM, lambda *_: received.append(1))
+_end_with(os.getppid())
+print("ready", flush=True)
+while not received:
+    time.sleep(0.01)
+time.sleep(0.5)
+open(sys.argv[1], "w").write(str(len(received)))
+"""
+PARENT = """
+import subprocess, sys, threading, time
+for _ in range(100):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+start = lambda: subprocess.Popen([sys.executable, "-c", *sys.argv[1:]])
+if sys.argv[2].endswith("of-a-thread"):
+    starting = threading.Thread(target=start)
+    starting.start()
+    starting.join()
+else:
+    start()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("starter", ["of-the-process", "of-a-thread"])
+def test_a_killed_parent_with_threads_counts_as_one_ctrl_c(starter: str, tmp_path: Path) -> None:
+    """A second one would end the run at once. A thread that has started it may end."""
+    place = tmp_path / starter
+    command = [sys.executable, "-c", PARENT, CHILD, str(place)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
+        time.sleep(0.1)
+        assert not place.exists()
+        parent.kill()
+    until(place.exists, seconds=30, what="the end of the child")
+    until(place.read_text, seconds=5, what="its text")
+    assert place.read_text() == "1"

@@ -64,6 +64,29 @@ def test_final_weights_are_sent_when_a_lost_trainer_has_been_replaced(tmp_path: 
     asyncio.run(check())
 
 
+@pytest.mark.parametrize(("at_start", "version"), [(False, 0), (True, 1), (True, 0)])
+def test_the_model_before_training_is_evaluated_once_and_not_if_that_is_not_wanted(
+    tmp_path: Path, at_start: bool, version: int
+) -> None:
+    """A run that begins without it does not measure a later model in its place when resumed."""
+
+    async def check() -> None:
+        run = Run(tmp_path, version=version, steps=4)
+        evaluation = run.config.evaluation.model_copy(update={"at_start": at_start})
+        run.config = run.config.model_copy(update={"evaluation": evaluation})
+        controller = the_controller_of(run)
+        before = asyncio.create_task(controller._evaluate_before())
+        await turns()
+        if at_start and not version:
+            assert [type(message) for _, message in run.hub.take()] == [tg.Evaluate] * 3
+            before.cancel()
+        else:
+            assert run.hub.take() == []
+            assert await before is None
+
+    asyncio.run(check())
+
+
 @pytest.mark.parametrize("version", [4, 3])
 def test_a_resumed_run_that_was_complete_trains_the_steps_that_its_trainer_lost(
     tmp_path: Path, version: int

@@ -76,7 +76,14 @@ def test_every_mode_keeps_its_bound_and_uses_it(
         path = random_adapter(str(threaded_run.model), tmp_path / "adapter")
         lora = {"rank": LORA.rank, "alpha": LORA.alpha, "adapter": path}
         sets |= {f"trainer__lora__{key}": value for key, value in lora.items()}
+    begins_unmeasured = settings == {"on_update": "keep"}
+    if begins_unmeasured:
+        sets |= {"evaluation__at_start": "false", "evaluation__temperature": 0}
     result = threaded_run.run(**sets, run__steps=5)
+    assert (result.accuracy_before is None, result.accuracy_after is None) == (
+        begins_unmeasured,
+        False,
+    )
     assert result.staleness.max == staleness
     assert result.exactly_on_policy == (staleness == 0)
     if settings in (KEEP, VERIFY_ONE):

@@ -116,6 +116,20 @@ def test_a_folder_that_is_no_run_is_never_cleaned(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "thesis.tex").exists()
 
 
+def test_what_python_writes_before_a_run_neither_takes_its_name_nor_is_cleaned_away(
+    tmp_path: Path,
+) -> None:
+    config = config_in(tmp_path)
+    file = config.directory / "python" / "reward_score.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("def score(p, r, e): return 1.0")
+    RunDirectory.create(config, resume=False, clean=False).close()
+    (config.directory / "metrics.jsonl").touch()
+    RunDirectory.create(config, resume=False, clean=True).close()
+    assert not (config.directory / "metrics.jsonl").exists()
+    assert file.exists()
+
+
 def test_a_start_that_was_killed_before_its_configuration_blocks_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine" / "logs").mkdir(parents=True)
     (tmp_path / "mine" / ".lock").touch()

@@ -15,6 +15,7 @@ from asyncrl.engine.config import SamplingConfig
 from asyncrl.errors import UserError
 from asyncrl.runs.directory import read_state
 from asyncrl.runs.input_files import changes_since, inputs_of
+from asyncrl.tasks.evaluation_config import EvaluationConfig
 from asyncrl.tasks.prompts import Prompt, Task
 
 ROWS = [{"prompt": f"question {n}", "answer": str(n)} for n in range(40)]
@@ -107,3 +108,6 @@ def test_each_input_is_named_by_itself(tmp_path: Path, monkeypatch: pytest.Monke
     warmer = config.model_copy(update={"sampling": SamplingConfig(temperature=0.5, top_p=0.9)})
     _, code = changes_since(before, inputs_of(warmer, task()))
     assert code[2:] == ["sampling.temperature", "sampling.top_p"]
+    greedy = EvaluationConfig(temperature=0)
+    changed = inputs_of(config.model_copy(update={"evaluation": greedy}), task())
+    assert changes_since(before, changed)[1][2:] == ["evaluation.temperature"]

@@ -28,6 +28,7 @@ from asyncrl.startup.gpu_defaults import (
     visits_of,
     with_drafts_that_pay,
     with_recorded_dtype,
+    with_steps,
     with_trainer_dtype,
 )
 from asyncrl.startup.launching import Launching
@@ -204,6 +205,34 @@ def test_visits_follow_from_steps_and_rows() -> None:
     assert visits_of(run, 800) == 2
 
 
+@pytest.mark.parametrize(
+    ("epochs", "prompts", "steps"),
+    [
+        (1, 16, 1),
+        (1, 17, 2),
+        (3, 800, 150),
+        (0.5, 800, 25),
+        (1e-9, 800, 1),
+        (1.1, 160, 11),
+        (2, 0, 1),
+    ],
+)
+def test_epochs_are_the_fewest_steps_that_draw_every_prompt_so_often(
+    epochs: float, prompts: int, steps: int
+) -> None:
+    run = config(run={"epochs": epochs}, scheduler={"groups_per_step": 16})
+    found = with_steps(run, prompts)
+    assert (found.run.steps, found.run.epochs) == (steps, None)
+    assert with_steps(found, 9 * prompts) == found, "a run that knows its steps keeps them"
+
+
+def test_more_epochs_than_a_run_has_steps_are_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"run\.epochs: 1e\+09 of 2,000 prompts are 125,000,000,000 "
+    ):
+        with_steps(config(run={"epochs": 1e9}, scheduler={"groups_per_step": 16}), 2000)
+
+
 def test_a_run_is_prepared_with_what_is_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,10 +241,16 @@ def test_a_run_is_prepared_with_what_is_chosen(
     place_untrained(tmp_path / "cache", WarmStart())
     monkeypatch.setattr(prepare_module, "place", lambda _config: plan((9, 0), (9, 0)))
     console = Console(record=True, width=200)
-    found = prepare_module.prepare(config(engine={"max_model_len": 512}), console)
+    run = {"epochs": 2}
+    found = prepare_module.prepare(config(engine={"max_model_len": 512}, run=run), console)
+    groups = found.config.scheduler.groups_per_step
+    assert found.config.run.steps == -(-2 * len(found.task.train) // groups)
+    assert load_config(None, []).run.steps != found.config.run.steps
     assert found.config.trainer.dtype == "bfloat16"
     assert found.config.cache.max_draft_tokens == 16
     said = console.export_text()
+    assert f"{found.config.run.steps:,} steps of" in said
+    assert "(run.epochs: 2)" in said
     assert "compute    trainer in bfloat16" in said
     assert "drafts     at most 16 tokens" in said
 

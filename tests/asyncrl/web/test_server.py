@@ -276,9 +276,13 @@ def test_who_takes_nothing_is_disconnected(
     client: Client, source: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "SEND_SECONDS", 0.2)
-    source.status_now = {"run": "x" * (1 << 22)}
+    usual, source.status_now = source.status_now, {"run": "x" * (1 << 22)}
     with client.connect() as slow:
         slow.sendall(b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        while b"xxx" not in slow.recv(4096):
+            pass
+        # Only the slow one has much to take: reading 4 MB takes a busy machine longer than 0.2 s.
+        source.status_now = usual
         with client.snapshots() as snapshots:
             seen = [next(snapshots)["watchers"] for _ in range(2)]
             assert max(seen) <= 2

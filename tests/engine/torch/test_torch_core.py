@@ -10,9 +10,11 @@ import pytest
 import torch
 from tiny_models import STOP, VOCAB
 from torch_cores import (
+    PROMPT,
     check_against_hf,
     core_of,
     joined,
+    kept_of,
     load,
     mixed_requests,
     request,
@@ -23,7 +25,9 @@ from torch_cores import (
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.tree.rollout_tree import RolloutCache
+from asyncrl.engine.protocol import SamplingParams
 from asyncrl.rollout.trajectory import Provenance
+from asyncrl.tasks.evaluation_config import EvaluationConfig
 
 NONE = np.empty(0, np.int32)
 
@@ -143,6 +147,28 @@ def test_top_k_beyond_the_nucleus_is_padded(tiny_qwen3: str) -> None:
     assert (ids[:, -1] == -1).any()
     assert ((ids == -1) == np.isneginf(top)).all()
     np.testing.assert_allclose(np.exp(top).sum(1), 1, atol=1e-5)
+
+
+def test_greedy_tokens_are_the_most_probable_and_verified_as_such(tiny_qwen3: str) -> None:
+    """As held-out samples with `evaluation.temperature: 0`, whatever the seed; beside others."""
+    model = load(tiny_qwen3)
+    core = core_of(model)
+    core.add(request("drawn", seed=3, stop_tokens=()))
+    greedy = EvaluationConfig(temperature=0).sampling_of(SamplingParams(9, top_p=0.9, top_k=5))
+    assert (greedy.top_k, EvaluationConfig().sampling_of(greedy)) == (1, greedy)
+    for seed in range(3):
+        core.add(request(f"{seed}", seed=seed, stop_tokens=(), top_k=greedy.top_k))
+    found = run(core)
+    assert len({tuple(tokens_of(found[f"{seed}"])) for seed in range(3)}) == 1
+    assert tokens_of(found["drawn"]) != tokens_of(found["0"])
+    for at, token in enumerate(tokens_of(found["0"])):
+        before = np.array([*PROMPT, *tokens_of(found["0"])[:at]], np.int32)
+        last = run(core_of(model), [request("x", before, max_tokens=1, stop_tokens=())])["x"]
+        assert token == last[0].topk_ids[0, 0]
+    kept = replace(request("again", seed=9, stop_tokens=(), top_k=1), kept=kept_of(found["0"]))
+    again = run(core_of(model), [kept])["again"]
+    assert tokens_of(again) == tokens_of(found["0"])
+    assert (joined(again, "provenance") == Provenance.VERIFIED).all()
 
 
 def test_lower_priority_values_go_first_and_slots_are_bounded(tiny_qwen3: str) -> None:

@@ -3,11 +3,6 @@
     trainer's file ── sender ══ gloo or NCCL ══> every process that stages
                         └─ desk: check-ins by version, and their groups   (TCPStore)
 
-    store.py      the desk where members check in and get answers, and their meeting
-    groups.py     a group of torch.distributed, apart from every other one of its process
-    sending.py    a thread in the trainer's process
-    receiving.py  called by `WeightBuffer.read` if the manifest names a sender
-
 A *member* is a process that stages: a torch engine, or a rank of vLLM or SGLang. It checks in for a
 version; the sender waits for those that received the previous version, at most `Limits.window`
 seconds, forms a group with those that have come, and sends. Late members get a separate broadcast.

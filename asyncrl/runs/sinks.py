@@ -80,9 +80,10 @@ class Sinks:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
-            newest = await asyncio.to_thread(_newest_step, self._run / "metrics.jsonl")
+            path = self._run / "metrics.jsonl"
+            last = await asyncio.to_thread(read_tail, path, StepMetrics, 1 << 16)
             for sink in self._sinks:
-                self._check(sink, newest)
+                self._check(sink, last[-1].step if last else -1)
 
     def _check(self, sink: _Sink, newest: int) -> None:
         if sink.is_reported:
@@ -109,8 +110,7 @@ class Sinks:
         return (
             f"{': ' + words if words else ''}. Training continues, and metrics.jsonl has "
             f"everything; `python -m asyncrl.monitoring.sinks {self._run} {sink.kind} --once` "
-            "sends it "
-            "later"
+            "sends it later"
         )
 
     async def close(self) -> None:
@@ -137,11 +137,6 @@ class Sinks:
                     f"{self._later(sink)}"
                 )
         self._sinks = []
-
-
-def _newest_step(path: Path) -> int:
-    last = read_tail(path, StepMetrics, 1 << 16)
-    return last[-1].step if last else -1
 
 
 def _last_line(path: Path) -> str:

@@ -12,11 +12,11 @@ import pytest
 from step_records import full_step
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.controller import sinks as module
-from asyncrl.controller.sinks import Sinks
 from asyncrl.errors import UserError
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.monitoring.sinks import config as sink_config
+from asyncrl.runs import sinks as module
+from asyncrl.runs.sinks import Sinks
 from asyncrl.startup.preflight import check_machine
 
 HANGS = "import time; print('connecting', flush=True); time.sleep(1000)"

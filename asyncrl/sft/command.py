@@ -1,0 +1,400 @@
+"""Implements `asyncrl sft`: checks, the run's folder, the other ranks, and what is printed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Self
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.progress import Progress as ProgressBar
+
+from asyncrl.config.run_config import RunConfig
+from asyncrl.cores import usable_cores
+from asyncrl.errors import Interrupted, UserError
+from asyncrl.launch.child_spec import MEETINGS, make_place, remove_meetings
+from asyncrl.launch.records import ProcessRecords
+from asyncrl.launch.start_order import child_environment, open_log
+from asyncrl.monitoring.records.metrics_log import EvaluationsLog, MetricsLog, read_metrics
+from asyncrl.runs.directory import Ending, RunDirectory, refuse_unfit
+from asyncrl.runs.resuming import rewind
+from asyncrl.runs.sinks import Sinks
+from asyncrl.sft.training import ALGORITHM, Rank, SftTraining, join_ranks
+from asyncrl.startup import startup_summary
+from asyncrl.startup.gpu_defaults import with_recorded_dtype
+from asyncrl.startup.lora_check import check_peft
+from asyncrl.startup.memory import device_here, memory_of, refuse_too_large, shape_of
+from asyncrl.startup.model_check import check_files, check_numbers
+from asyncrl.startup.model_checks import check_positions
+from asyncrl.tasks.examples import Examples, load_examples
+from asyncrl.tasks.model import resolve_model
+from asyncrl.tasks.model_files import parameters
+from asyncrl.trainer.base.algorithm_registry import entry_of
+from asyncrl.trainer.ranks.world import ALONE
+from asyncrl.wire.records.evaluations import HELD_OUT, EvaluationRecord, SetEvaluation, When
+from asyncrl.wire.records.step import (
+    LearnerMetrics,
+    LearningMetrics,
+    MismatchMetrics,
+    StepMetrics,
+    TrainerTimes,
+)
+
+SUFFIX = "-sft"
+"""Of the run's name, so that one file can describe both this run and the one that follows it."""
+_NEUTRAL = {
+    "correction": "none",
+    "loss_normalization": "token",
+    "kl_coefficient": 0.0,
+    "minibatches": 1,
+    "ppo_epochs": 1,
+    "overlong_buffer": 0,
+    "mask_truncated_completions": False,
+    **entry_of("reinforce").only,
+}
+"""Settings of the trainer that speak of rewards or of several passes."""
+
+
+class SftResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The contents of a supervised run's result.json; losses are in nats per learned token."""
+
+    run: str
+    steps: int
+    examples: int
+    wall_seconds: float
+    """Time of the steps, those before a resume included."""
+    loss_before: float | None
+    """Held-out loss of the initial model; None without held-out examples, or after a resume."""
+    loss_after: float | None
+
+
+def with_settings(config: RunConfig, steps: int) -> RunConfig:
+    """Return the configuration that the learner, the run's folder and a resume see."""
+    sft = config.sft
+    trainer = {
+        **_NEUTRAL,
+        "algorithm": ALGORITHM,
+        "learning_rate": sft.learning_rate,
+        "learning_rate_schedule": sft.learning_rate_schedule,
+        "warmup_steps": sft.warmup_steps,
+        "schedule_steps": None,
+    }
+    whole = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    name = config.run.name.removesuffix(SUFFIX) + SUFFIX
+    updates = {
+        "run": {"name": name, "steps": steps, "epochs": None, "changes": {}},
+        "trainer": trainer,
+        "sampling": whole,
+        "scheduler": {"group_size": 1, "groups_per_step": sft.batch_size},
+    }
+    return config.model_copy(
+        update={key: getattr(config, key).model_copy(update=one) for key, one in updates.items()}
+    )
+
+
+def train(
+    config: RunConfig, console: Console, *, resume: bool, clean: bool, dry_run: bool, command: str
+) -> None:
+    """Train and print; `command` is what the user would give to continue.
+
+    Raises UserError for the data, the model or the folder; the learner's errors.
+    """
+    began = time.monotonic()
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    check_peft(config)
+    if config.trainer.ranks > config.sft.batch_size:
+        raise UserError(
+            f"sft.batch_size ({config.sft.batch_size}) leaves some of trainer.ranks "
+            f"({config.trainer.ranks}) without an example; raise it, or lower the ranks"
+        )
+    with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
+        model_path = resolve_model(config.model, bar)
+    loaded = check_files(Path(model_path))
+    check_numbers(Path(model_path))
+    say(startup_summary.model_line(config, model_path))
+    examples = load_examples(config.task, config.sft, model_path, config.run.seed)
+    config = with_settings(config, config.sft.steps_of(len(examples.train)))
+    with contextlib.suppress(OSError):  # `create` says what cannot be read
+        refuse_unfit(config, resume=resume, clean=clean)
+    if resume:
+        config = with_recorded_dtype(config)
+    say(_data_line(config, examples))
+    say(f"{'training':<10} mean -log p of the learned tokens; {_learning_rate(config)}")
+    sized = _sized(config, examples.longest)
+    check_positions(sized, Path(model_path))
+    shape = shape_of(sized, Path(model_path), parameters(Path(model_path)), loaded.sizes)
+    device = device_here(config)
+    if shape is not None:
+        refuse_too_large(sized, shape, device)
+        say(startup_summary.memory_line(memory_of(sized, shape, on_gpu=device.on_gpu), device))
+    say(f"{'results':<10} {config.directory}: result.json, metrics.jsonl, checkpoints/")
+    if dry_run:
+        say("dry run: nothing was started and nothing was written to the run's folder")
+        return
+    directory = RunDirectory.create(config, resume=resume, clean=clean, say=say)
+    with contextlib.closing(directory), directory.folder.required():
+        ended: Ending = "failed"
+        directory.state.kind = "sft"
+        directory.write_state()
+        try:
+            with _Watcher(directory, config, console, examples) as watcher:
+                asyncio.run(_train_beside_sinks(config, examples, model_path, directory, watcher))
+            ended = "done" if watcher.done == config.run.steps else "stopped"
+        except UserError:
+            directory.undo()
+            raise
+        finally:
+            if not directory.folder.is_gone():
+                directory.state.ended = ended
+                directory.write_state()
+        directory.write_result(watcher.result())
+    _say_end(say, config, watcher, time.monotonic() - began, command)
+
+
+async def _train_beside_sinks(
+    config: RunConfig,
+    examples: Examples,
+    model_path: str,
+    directory: RunDirectory,
+    watcher: _Watcher,
+) -> None:
+    records = ProcessRecords(directory.path)
+    sinks = Sinks(config, directory.path, records, watcher.say)
+    try:
+        await asyncio.to_thread(_train, config, examples, model_path, directory, watcher, records)
+    finally:
+        await sinks.close()
+
+
+def _train(
+    config: RunConfig,
+    examples: Examples,
+    model_path: str,
+    directory: RunDirectory,
+    watcher: _Watcher,
+    records: ProcessRecords,
+) -> None:
+    """Train as the first rank, with the others as processes."""
+    point, ranks = directory.resume_point, config.trainer.ranks
+    resume_from = None if point.directory is None else point.step
+    threads = config.trainer.threads or max(1, usable_cores() // ranks)
+    meeting = make_place(directory.path.resolve() / MEETINGS / f"sft-{os.getpid()}")
+    with contextlib.ExitStack() as closing:
+        closing.callback(remove_meetings, directory.path)
+        if ranks > 1:
+            for rank in range(1, ranks):
+                spec = Rank(
+                    run=str(directory.path.resolve()),
+                    model_path=model_path,
+                    rank=rank,
+                    meeting=str(meeting),
+                    fence=directory.fence,
+                    threads=threads,
+                    parent=os.getpid(),
+                    resume_from=resume_from,
+                )
+                process = _start(spec, directory.path / "logs", _gpu(config, rank), records.mark)
+                records.add(f"trainer-{rank}", process.pid)
+                closing.callback(_end, process)
+            os.environ |= _gpu(config, 0)
+        world = join_ranks(config, meeting, 0) if ranks > 1 else ALONE
+        closing.callback(world.close)
+        training = SftTraining(
+            config,
+            examples,
+            model_path,
+            world=world,
+            threads=threads,
+            fence=directory.fence,
+            resume_from=resume_from,
+        )
+        training.train(watcher)
+
+
+def _gpu(config: RunConfig, rank: int) -> dict[str, str]:
+    """Return the variable that gives a rank its own GPU. Raises UserError if there are too few."""
+    if config.trainer.device == "cpu" or not torch.cuda.is_available():
+        return {}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [str(one) for one in range(torch.cuda.device_count())]
+    if len(names) < config.trainer.ranks:
+        raise UserError(
+            f"trainer.ranks: {config.trainer.ranks} need a GPU each, and there are {len(names)}"
+        )
+    return {"CUDA_VISIBLE_DEVICES": names[rank]}
+
+
+def _start(spec: Rank, logs: Path, gpu: dict[str, str], mark: str) -> subprocess.Popen[bytes]:
+    with open_log(logs / f"trainer-{spec.rank}.log") as log:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "asyncrl.sft.training", msgspec.json.encode(spec)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is the first rank's, which tells the others
+            env=os.environ | child_environment(spec.threads, mark) | gpu,
+        )
+
+
+def _end(process: subprocess.Popen[bytes], seconds: float = 10.0) -> None:
+    """Wait for a rank that is about to end; kill it after `seconds`."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class _Watcher:
+    """Writes the records of the run, prints a line per step, and stops it at the first signal."""
+
+    def __init__(
+        self, directory: RunDirectory, config: RunConfig, console: Console, examples: Examples
+    ) -> None:
+        self._path, self._config = directory.path, config
+        self._examples = len(examples.train)
+        self._held_out = min(len(examples.held_out), config.evaluation.prompts)
+        self.say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+        self._closing = contextlib.ExitStack()
+        for sentence in rewind(
+            directory.path, directory.resume_point, groups_per_step=config.sft.batch_size
+        ):
+            self.say(sentence)
+        earlier = read_metrics(directory.path / "metrics.jsonl")
+        self._wall = earlier[-1].wall_seconds if earlier else 0.0
+        self.done = directory.resume_point.step
+        self.losses: dict[int, float] = {}
+        self._signals = 0
+
+    def __enter__(self) -> Self:
+        self._metrics = MetricsLog(self._path / "metrics.jsonl")
+        self._evaluations = EvaluationsLog(self._path / "evaluations.jsonl")
+        self._closing.callback(self._metrics.close)
+        self._closing.callback(self._evaluations.close)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._closing.callback(signal.signal, number, signal.signal(number, self._signalled))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
+    @property
+    def is_stopped(self) -> bool:
+        """True after the first signal."""
+        return self._signals > 0
+
+    def _signalled(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and self._signals:
+            return
+        self._signals += 1
+        if self._signals > 1:
+            os._exit(Interrupted.exit_code)  # files are whole at any time; ranks and sinks see it
+        self.say("ending after this step, with a checkpoint; again: at once")
+
+    def finished(self, step: int, metrics: LearnerMetrics, seconds: float) -> None:
+        """Record and print a step."""
+        self._wall, self.done = self._wall + seconds, step + 1
+        learning, tokens = metrics.learning, metrics.batch.tokens
+        record = StepMetrics(
+            step=step,
+            time=time.time(),  # noqa: TID251 - for the record of the step
+            wall_seconds=self._wall,
+            step_seconds=seconds,
+            tokens_per_second=None,
+            engine_busy_seconds=None,
+            times=TrainerTimes(train_seconds=seconds),
+            learning=msgspec.structs.replace(learning, reward_mean=0.0),
+            batch=metrics.batch,
+            mismatch=MismatchMetrics(),
+        )
+        self._metrics.append(record)
+        epoch = self.done * self._config.sft.batch_size / self._examples
+        self.say(
+            f"step {self.done}/{self._config.run.steps} | loss {learning.loss:.4f} | "
+            f"{_update(learning)} | {tokens / max(seconds, 1e-9):,.0f} tok/s | epoch {epoch:.2f}"
+        )
+
+    def evaluated(self, version: int, loss: float) -> None:
+        """Record and print a held-out loss."""
+        if math.isnan(loss):
+            return
+        self.losses[version] = loss
+        when: When = "before" if version == 0 else "during"
+        if version == self._config.run.steps:
+            when = "after"
+        count = self._held_out
+        estimate = SetEvaluation(prompts=count, samples=count, accuracy=None, loss=loss)
+        self._evaluations.append(
+            EvaluationRecord(
+                step=version,
+                time=time.time(),  # noqa: TID251 - for the record
+                when=when,
+                sets={HELD_OUT: estimate},
+            )
+        )
+        self.say(f"held-out loss {loss:.4f} after {version} steps")
+
+    def result(self) -> SftResult:
+        """Return the contents of result.json."""
+        return SftResult(
+            run=self._config.run.name,
+            steps=self.done,
+            examples=self._examples,
+            wall_seconds=self._wall,
+            loss_before=self.losses.get(0),
+            loss_after=self.losses.get(self.done),
+        )
+
+
+def _say_end(
+    say: Callable[[str], None], config: RunConfig, watcher: _Watcher, seconds: float, command: str
+) -> None:
+    result = watcher.result()
+    newest = config.directory / "checkpoints" / f"step-{result.steps:06d}"
+    if result.steps < config.run.steps:
+        say(f"stopped after {result.steps} steps; continue with: {command}")
+        return
+    losses = [one for one in (result.loss_before, result.loss_after) if one is not None]
+    shown = " → ".join(f"{one:.4f}" for one in losses)
+    about = f"; held-out loss {shown}" if losses else ""
+    say(f"{result.steps} steps of {config.sft.batch_size} examples, {seconds:.0f} s{about}")
+    say(f"the model: {newest}; train it on with: --set model.path={shlex.quote(str(newest))}")
+
+
+def _data_line(config: RunConfig, examples: Examples) -> str:
+    source = config.task.path if config.task.kind == "dataset" else f"built-in {config.task.kind}"
+    epochs = config.run.steps * config.sft.batch_size / len(examples.train)
+    return (
+        f"{'data':<10} {source}: {len(examples.train):,} examples to train on, "
+        f"{len(examples.held_out):,} held out, the longest of {examples.longest:,} tokens; "
+        f"{config.run.steps:,} steps of {config.sft.batch_size:,} examples: {epochs:.3g} epochs"
+    )
+
+
+def _learning_rate(config: RunConfig) -> str:
+    trainer = config.trainer
+    warmup = f" after {trainer.warmup_steps:,} steps" if trainer.warmup_steps else ""
+    return f"learning rate {trainer.learning_rate:g}{warmup}, {trainer.learning_rate_schedule}"
+
+
+def _update(learning: LearningMetrics) -> str:
+    return f"grad norm {learning.grad_norm:.3g} | lr {learning.learning_rate:.3g}"
+
+
+def _sized(config: RunConfig, longest: int) -> RunConfig:
+    """Return the configuration of a run whose samples are as long as the longest example."""
+    engine = config.engine.model_copy(update={"max_model_len": longest})
+    return config.model_copy(update={"engine": engine})

@@ -1,0 +1,215 @@
+"""The loop of supervised fine-tuning, in each rank's process.
+
+    python -m asyncrl.sft.training RANK_JSON    a rank but the first, started by that one
+
+An example is a group of one sample whose advantage is 1 and whose correction is 1, so the learner's
+policy gradient is that of the mean of -log p. The order of the examples depends on the seed and the
+step only: a resumed run continues where it stopped, and ranks need not talk about it.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Protocol, Self
+
+import msgspec
+import numpy as np
+import torch
+
+from asyncrl.config.run_config import RunConfig, load_config
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.tasks.examples import Example, Examples, load_examples
+from asyncrl.tasks.prompts import prompt_order
+from asyncrl.trainer.algorithms.base import LossSums, Rewards, Signal, TokenBatch
+from asyncrl.trainer.algorithms.losses import weighted_logprobs
+from asyncrl.trainer.base.algorithm_registry import provide
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.checkpoint.format.files import path_of
+from asyncrl.trainer.checkpoint.trainer_lease import TrainerLease
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.ranks.world import ALONE, World, join
+from asyncrl.trainer.scoring import resolve_device
+from asyncrl.trainer.sharding.lockstep import NextAction, RankStatus, RankWork
+from asyncrl.user_code.process_tree import end_with_parent
+from asyncrl.wire.records.step import LearnerMetrics
+
+ALGORITHM = "asyncrl.sft.training:Supervised"
+"""`trainer.algorithm` of a supervised run, which its checkpoints record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Supervised:
+    """-log p of every learned token. Not for `asyncrl run`: it does not look at rewards."""
+
+    signals: ClassVar[Mapping[str, Signal]] = {}
+    needs_reference: ClassVar[bool] = False
+
+    @classmethod
+    def from_config(cls, config: TrainerConfig) -> Self:
+        """Create it; it reads no settings."""
+        del config
+        return cls()
+
+    def advantages(self, rewards: Rewards) -> Rewards:
+        """`[G]` ones."""
+        return np.ones_like(rewards)
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        """Summed -v log p."""
+        return LossSums(weighted_logprobs(batch, torch.ones_like(batch.weights)))
+
+
+class Watcher(Protocol):
+    """What the first rank does with the numbers."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if the user wants the run to end after this step."""
+
+    def finished(self, step: int, metrics: LearnerMetrics, seconds: float) -> None:
+        """A step (from 0) is done."""
+
+    def evaluated(self, version: int, loss: float) -> None:
+        """The held-out loss after this many steps; NaN without held-out examples."""
+
+
+class Rank(msgspec.Struct, frozen=True, kw_only=True):
+    """What another rank is started with."""
+
+    run: str
+    model_path: str
+    rank: int
+    meeting: str
+    fence: str
+    threads: int
+    parent: int
+    resume_from: int | None
+
+
+class SftTraining:
+    """One rank's learner and examples. All ranks call the same methods in the same order."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        examples: Examples,
+        model_path: str,
+        *,
+        world: World = ALONE,
+        threads: int | None = None,
+        fence: str = "",
+        resume_from: int | None = None,
+    ) -> None:
+        """Raises the learner's errors."""
+        provide(ALGORITHM, Supervised)
+        self._config, self._world, self._examples = config, world, examples
+        self.learner = Learner(
+            config.trainer.model_copy(update={"threads": threads or config.trainer.threads}),
+            model_path,
+            group_size=1,
+            seed=config.run.seed,
+            total_steps=config.run.steps,
+            fence=TrainerLease(config.directory, fence),
+            world=world,
+        )
+        self._checkpoints = config.directory / "checkpoints"
+        if resume_from is not None:
+            self.learner.restore(path_of(self._checkpoints, resume_from))
+
+    def train(self, watcher: Watcher | None = None) -> None:
+        """Train to the last step, or until the first rank's watcher is stopped, and save."""
+        config, learner = self._config, self.learner
+        every, save_every = config.evaluation.every, config.trainer.checkpoint_every
+        saved, steps = learner.policy_version, config.run.steps
+        if not saved:
+            self._evaluate(watcher)
+        while learner.policy_version < steps and not self._is_stopped(watcher):
+            began, version = time.monotonic(), learner.policy_version
+            metrics = self.step()
+            if watcher is not None:
+                watcher.finished(version, metrics, time.monotonic() - began)
+            version += 1
+            if version % save_every == 0 or version == steps:
+                learner.save(path_of(self._checkpoints, version))
+                saved = version
+            if version == steps or (every is not None and version % every == 0):
+                self._evaluate(watcher)
+        if learner.policy_version != saved:
+            learner.save(path_of(self._checkpoints, learner.policy_version))
+
+    def step(self) -> LearnerMetrics:
+        """Make an optimizer step of the next examples of all ranks."""
+        version, size = self.learner.policy_version, self._config.sft.batch_size
+        train, seed = self._examples.train, self._config.run.seed
+        mine = range(version * size, (version + 1) * size)[self._world.rank :: self._world.size]
+        samples = [
+            train[prompt_order(len(train), seed, position)].trajectory(position, version)
+            for position in mine
+        ]
+        self.learner.add_groups([([one], np.zeros(1, np.float32)) for one in samples])
+        lockstep = self.learner.lockstep
+        while lockstep.is_shared:
+            action = lockstep.agree(RankStatus(RankWork.DONE))
+            if action is NextAction.FINISH:
+                break
+            self.learner.pad()
+        return self.learner.step()
+
+    def held_out_loss(self) -> float:
+        """Return the mean -log p of a held-out example's learned tokens, in nats."""
+        chosen = self._examples.held_out[: self._config.evaluation.prompts]
+        mine: list[Example] = chosen[self._world.rank :: self._world.size]
+        version = self.learner.policy_version
+        samples: list[Trajectory] = [one.trajectory(n, version) for n, one in enumerate(mine)]
+        return self.learner.mean_loss(samples)
+
+    def _evaluate(self, watcher: Watcher | None) -> None:
+        loss = self.held_out_loss()
+        if watcher is not None:
+            watcher.evaluated(self.learner.policy_version, loss)
+
+    def _is_stopped(self, watcher: Watcher | None) -> bool:
+        stopped = watcher is not None and watcher.is_stopped
+        return self._world.decided(stopped, "whether the user ends the run")
+
+
+def join_ranks(config: RunConfig, meeting: Path, rank: int) -> World:
+    """Meet the other ranks. Raises RankLost if one does not come."""
+    return join(
+        meeting,
+        rank,
+        config.trainer.ranks,
+        on_gpu=resolve_device(config.trainer.device).type == "cuda",
+        join_seconds=config.launcher.startup_seconds,
+        seconds=config.trainer.rank_seconds,
+    )
+
+
+def main(text: str) -> None:
+    """Be a rank but the first."""
+    spec = msgspec.json.decode(text, type=Rank)
+    end_with_parent(spec.parent, signal.SIGKILL)
+    config = load_config(Path(spec.run) / "config.yaml")
+    logging.basicConfig(level=config.monitoring.log_level.upper(), stream=sys.stderr)
+    examples = load_examples(config.task, config.sft, spec.model_path, config.run.seed)
+    world = join_ranks(config, Path(spec.meeting), spec.rank)
+    SftTraining(
+        config,
+        examples,
+        spec.model_path,
+        world=world,
+        threads=spec.threads,
+        fence=spec.fence,
+        resume_from=spec.resume_from,
+    ).train()
+    world.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
