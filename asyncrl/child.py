@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import MutableMapping
 from pathlib import Path
 
 import msgspec
@@ -32,14 +31,13 @@ from asyncrl.launch.child_spec import (
     TrainerSpec,
     read_spec,
 )
+from asyncrl.launch.start_order import configure_allocator
 from asyncrl.monitoring.errors import MonitoringError
 from asyncrl.secret_files import take_permissions_of
 from asyncrl.trainer.base.errors import TrainerError
 from asyncrl.user_code.process_tree import end_process, end_with_parent
 from asyncrl.wire.errors import WireError
 
-_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
-"""Variables by which a user configures torch's CUDA allocator."""
 SHUTDOWN_SECONDS = 10
 """Longest time that a child may take to clean up after SIGTERM."""
 
@@ -64,12 +62,6 @@ def _exit_on_signal(number: int, _frame: object) -> None:
     """Exit with clean-up; if that takes over SHUTDOWN_SECONDS, SIGALRM ends the process."""
     signal.alarm(SHUTDOWN_SECONDS)
     sys.exit(128 + number)
-
-
-def configure_allocator(environment: MutableMapping[str, str]) -> None:
-    """Let torch's CUDA allocator grow its segments: else batches of all lengths leave gaps."""
-    if _ALLOCATOR.isdisjoint(environment):
-        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _run(spec: ChildSpec, keys: bytes) -> None:

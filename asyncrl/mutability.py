@@ -46,6 +46,9 @@ _RESUMED: tuple[str, ...] = (
 """Settings of the trainer that affect only speed, memory and rounding, and those that people adjust
 when a run goes wrong. A checkpoint that was written with others of them is continued."""
 
+_EXAMPLES = Rule("never", "which examples belong to a step depends on it")
+_OF_EXAMPLES = ("learn", "response_field", "batch_size", "max_tokens", "too_long")
+
 RULES: dict[str, Rule] = {
     "run": Rule("resume", "it was decided when the run began"),
     "run.name": Rule(
@@ -92,7 +95,8 @@ RULES: dict[str, Rule] = {
     "evaluation.every": _LIVE,
     "evaluation.hold_seconds": _LIVE,
     "evaluation.timeout_seconds": _LIVE,
-    "sft": Rule("never", "which examples belong to a step depends on it"),
+    "sft": Rule("resume", "the run was started with it"),
+    **{f"sft.{key}": _EXAMPLES for key in _OF_EXAMPLES},
     "launcher": Rule("resume", "the processes were started with it"),
     "launcher.generators": Rule(
         "resume", "generators join and leave by another order", "Use `asyncrl scale --generators N`"

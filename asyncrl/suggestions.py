@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 _COMPARED = 64
 """Characters of a name that are compared: difflib takes quadratic time."""
+_LISTED = 16
+"""Most names that are listed where none is similar."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ' Did you mean x?' or, if nothing is close, ' Known: a, b.'; empty without names.
 
+    Initials are close, and many names are counted instead.
+
     Example:
         >>> nearest("enginee", ["engine", "trainer"])
         " Did you mean 'engine'?"
+        >>> nearest("lr", ["lora", "learning_rate"])
+        " Did you mean 'learning_rate'?"
         >>> nearest("x", ["engine", "trainer"])
         ' Known: engine, trainer.'
+        >>> nearest("x", map(str, range(1_000)))
+        ' None of the 1,000 that there are is similar.'
     """
     names, name = sorted(known), name[:_COMPARED]
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    initials = [one for one in names if name == "".join(word[:1] for word in one.split("_"))]
+    close = initials or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:
         return f" Did you mean {close[0]!r}?"
+    if len(names) > _LISTED:
+        return f" None of the {len(names):,} that there are is similar."
     return f" Known: {', '.join(names)}." if names else ""
 
 
@@ -39,6 +52,11 @@ def nearest_path(path: Path) -> str:
     return f" Did you mean {close}?" if close is not None else ""
 
 
+def looked_from() -> str:
+    """Return the places at which a relative path of a configuration was looked for."""
+    return f"(looked from {Path.cwd()} and from the folder of the configuration file)"
+
+
 def shortened(text: str, limit: int = 160) -> str:
     """Return the text, or its beginning and '...' if it is longer than `limit` characters.
 
@@ -49,6 +67,19 @@ def shortened(text: str, limit: int = 160) -> str:
         'aaaaaaa...'
     """
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def written(value: Any, limit: int = 160) -> str:
+    """Return a value as a YAML file has it, shortened.
+
+    Example:
+        >>> print(written("a"), written(True), written([{"name": "f", "args": None}]))
+        'a' true [{"name": "f", "args": null}]
+    """
+    if isinstance(value, str):
+        return repr(shortened(value, limit))
+    text = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+    return shortened(text, limit)
 
 
 def _closest(name: str, folder: Path) -> Path | None:

@@ -50,7 +50,8 @@ class SamplingConfig(BaseModel):
     token is part of the response, is trained on, and its text is passed to the rewards. At most 256
     bytes together."""
     max_tokens: int = Field(default=256, ge=1, le=MAX_TOKENS)
-    """Largest number of tokens in a response."""
+    """Largest number of tokens in a response: with an environment, of all turns and observations of
+    a conversation together."""
 
     @property
     def truncation(self) -> Truncation:

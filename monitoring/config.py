@@ -168,7 +168,7 @@ class MonitoringConfig(BaseModel):
     log_level: LogLevel = "info"
     """Level of the processes' messages in RUN/logs: debug, info, warning or error."""
     report_samples: int = Field(default=8, ge=0, le=200)
-    """Most sample trajectories that report.html shows."""
+    """Most sample trajectories that report.html shows; 0: none is recorded."""
     timeline: bool = True
     """Record each process's activity over time, in RUN/timeline/."""
     tracing: TracingConfig = TracingConfig()

@@ -35,7 +35,7 @@ class SchedulerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     max_off_policy_steps: int = Field(default=0, ge=0, le=10_000)
-    """Maximum staleness, in optimizer steps: a token may be at most this many steps older than the
+    """Maximum staleness, in steps of the run: a token may be at most this many steps older than the
     policy that trains on it. With `on_update: verify`, older tokens are verified first, so that 0
     is strictly on-policy. With `keep` and `recompute`, 0 is synchronous RL, and a value above 0
     lets generators run ahead by that many steps."""

@@ -34,14 +34,26 @@ def init(
         Path,
         typer.Argument(metavar="FOLDER", help="Folder to write to; created if missing."),
     ] = Path(),
+    prometheus: Annotated[
+        bool,
+        typer.Option(
+            "--prometheus",
+            help="Write monitoring/ instead: Prometheus's configuration for the runs of the "
+            "folder, alert rules, and a dashboard for Grafana.",
+        ),
+    ] = False,
 ) -> None:
     """Write a configuration, a reward function and data to start from."""
-    from asyncrl.initialise.write import initialise
+    from asyncrl.initialise.write import initialise, write_monitoring
 
-    for path in initialise(folder):
+    for path in write_monitoring(folder) if prometheus else initialise(folder):
         typer.echo(f"wrote {path}")
     enter = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
-    typer.echo(f"train with: {enter}asyncrl run run.yaml")
+    if prometheus:
+        start = "prometheus --config.file=monitoring/prometheus.yml"
+        typer.echo(f"start it with: {enter}{start} --web.listen-address=127.0.0.1:9090")
+    else:
+        typer.echo(f"train with: {enter}asyncrl run run.yaml")
 
 
 @app.command(
@@ -105,8 +117,14 @@ def run(
         _end_with(end_with)
     from asyncrl.config.effects import load_users_config
     from asyncrl.config.reference import explain_config
+    from asyncrl.tasks.sft_config import ALGORITHM
 
     config = load_users_config(config_file, overrides or [])
+    if config.trainer.algorithm == ALGORITHM:
+        raise UserError(
+            f"{config_file} is of a run of supervised fine-tuning, which `asyncrl sft` begins and "
+            "continues; train its newest model on with --set model.path=RUN/checkpoints/STEP"
+        )
     if explain:
         typer.echo(explain_config(config, lambda line: typer.style(line, dim=True)), nl=False)
         from asyncrl.startup.memory import memory_comment
@@ -117,15 +135,18 @@ def run(
         raise UserError(
             "--continue resumes a run or begins it: give it without --resume and --clean"
         )
-    if continues:
-        from asyncrl.runs.directory import may_be_resumed
-
-        if _is_complete(config):
-            return
-        resume = may_be_resumed(config)
     resume = resume or resume_from is not None
     if resume and clean:
         raise UserError("--resume continues a run and --clean deletes it: give only one of them")
+    once = continues
+    if continues or resume:
+        from asyncrl.runs.directory import may_be_resumed
+
+        measures = changed_data or resume_from is not None or bool(_lacks(config.directory))
+        once = continues or not measures
+        if once and _is_complete(config):
+            return
+        resume = resume or may_be_resumed(config)
     console = TerminalConsole(markup=False)
     from asyncrl.runs.directory import refuse_unfit
     from asyncrl.runs.template_date import with_recorded_date
@@ -141,7 +162,7 @@ def run(
 
     prepared = prepare(config, console)
     config = prepared.config
-    if continues and _is_complete(config):
+    if once and _is_complete(config):
         return  # the steps of `run.epochs` are known now
     if dry_run:
         from asyncrl.startup.machine_checks import refuse_taken_ports
@@ -318,8 +339,19 @@ def _is_complete(config: RunConfig) -> bool:
 
     if not is_complete(config):
         return False
-    typer.echo(f"the run in {config.directory} is complete; there is nothing to do")
+    typer.echo(
+        f"the run in {config.directory} is complete; there is nothing to do. --set run.steps=N "
+        "trains more, `asyncrl eval` measures again"
+    )
     return True
+
+
+def _lacks(directory: Path) -> list[str]:
+    """Return what evaluations before and after training lack."""
+    from asyncrl.monitoring.terminal.evaluation_text import incomplete
+
+    whole = [one for one in _evaluations(directory) if one.when != "during"]
+    return [text for one in whole if (text := incomplete(one))]
 
 
 def _evaluations(directory: Path) -> list[EvaluationRecord]:
@@ -340,7 +372,7 @@ def _print_result(
     at_start: bool = True,
     to_continue: str,
 ) -> None:
-    from asyncrl.monitoring.terminal.evaluation_text import course, incomplete
+    from asyncrl.monitoring.terminal.evaluation_text import course
     from asyncrl.monitoring.terminal.formatting import counted, number
     from asyncrl.wire.records.evaluations import newest_of
 
@@ -355,8 +387,7 @@ def _print_result(
             rest += f"; mean reward {result.reward_before:.3f} → {result.reward_after:.3f}"
         console.print(Text.assemble(accuracy, rest), highlight=False)
     elif result.steps >= planned:
-        whole = [one for one in records if one.when != "during"]
-        lacks = [text for one in whole if (text := incomplete(one))]
+        lacks = _lacks(directory)
         shown = "no held-out prompts, so no accuracy"
         if after is not None and not lacks:
             changed = "rows or functions changed since the first start"

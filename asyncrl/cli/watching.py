@@ -80,7 +80,8 @@ def report(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
 def watch(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Show an active run live, until it ends or Ctrl-C; the run is not affected.
 
-    A terminal shows the panel of `asyncrl run`, other outputs get a line per step.
+    A terminal shows the panel of `asyncrl run`, other outputs get a line per step, at most one
+    each second.
     """
     import asyncio
 
@@ -147,16 +148,15 @@ def samples(
     count: Annotated[int, typer.Option("-n", min=1, max=200, help="Number of samples.")] = 4,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
-    """Print the last recorded samples, with tokens coloured by their origin.
+    """Print the newest samples and their rewards, with tokens coloured by their origin.
 
-    A few samples of each step are recorded; run.log_samples=jsonl keeps all.
+    A few samples of each recent step are kept; run.log_samples=jsonl keeps all.
     """
     from asyncrl.monitoring.records.sample_text import legend, newest, sample_text
-    from asyncrl.monitoring.records.samples import read_samples, trained_on
     from asyncrl.runs.directory import find_run
 
     run = find_run(name, runs)
-    found = newest(trained_on(read_samples(run / "samples.jsonl")), count)
+    found = newest(run, count)
     if not found:
         raise UserError(f"{run} does not have samples yet: its first step records the first ones")
     console = TerminalConsole(highlight=False)

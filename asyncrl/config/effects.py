@@ -29,7 +29,7 @@ _FILES = (".jsonl", ".parquet")
 
 
 class Effect(NamedTuple):
-    """The condition under which a setting has an effect."""
+    """Condition under which a setting has an effect."""
 
     when: str
     """The condition in words, after "only"."""

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from asyncrl.config.former import refusal
-from asyncrl.suggestions import nearest, shortened
+from asyncrl.suggestions import nearest, shortened, written
 
 MAX_LINES = 20
 
@@ -107,7 +107,9 @@ def _explain(detail: ErrorDetails, model: type[BaseModel]) -> str:
         if former is not None:
             return f"{path} {former}"
         names = _field_names(model, location[:-1])
-        return f"{path}: there is no such key.{nearest(str(location[-1]), names)}"
+        near = nearest(str(location[-1]), names)
+        more = " `asyncrl run --explain` shows all." if near.startswith(" None of") else ""
+        return f"{path}: there is no such key.{near}{more}"
     message = _MESSAGES.get(kind) or _reworded(detail["msg"])
     if kind == "too_long" or kind == "too_short":
         bound = "most {max_length}" if kind == "too_long" else "least {min_length}"
@@ -142,14 +144,12 @@ def _shown(value: Any) -> str:
     """Format a value with bounded length, even if repr is long or impossible."""
     if isinstance(value, int) and abs(value) >= 10**_SHOWN:
         return f"a number of about {int(value.bit_length() * math.log10(2)):,} digits"
-    if isinstance(value, str):
-        return repr(shortened(value, _SHOWN))
     if isinstance(value, list | tuple):
         shown = ", ".join(_shown(inner) for inner in value[:8])
         return shortened(f"[{shown}{', ...' if len(value) > 8 else ''}]", _SHOWN)
     if isinstance(value, dict):
         return "a mapping"
-    return shortened(str(value) if isinstance(value, float) else repr(value), _SHOWN)
+    return shortened(str(value), _SHOWN) if isinstance(value, float) else written(value, _SHOWN)
 
 
 def _booleans(

@@ -401,15 +401,33 @@ def _apply(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"{shown}: write it as key.path=value")
     value = parse_yaml(text, source=f"{shown}: the value")
     *sections, last = key.strip().split(".")
-    place = values
+    place: Any = values
     for section in sections:
-        inner = place.setdefault(section, {})
-        if inner is None:
-            inner = place[section] = {}
-        if not isinstance(inner, dict):
+        at = _place_of(section, place, shown)
+        if isinstance(place, list):
+            place += [{}] if at == len(place) else []
+        elif place.get(at) is None:
+            place[at] = {}
+        place = place[at]
+        if not isinstance(place, dict | list):
             raise ConfigError(f"{shown}: {shortened(section)} is a value, not a section")
-        place = inner
-    place[last] = value
+    at = _place_of(last, place, shown)
+    if isinstance(place, list):
+        place[at : at + 1] = [value]
+    else:
+        place[at] = value
     length = {"run.steps": "epochs", "run.epochs": "steps"}.get(key.strip())
     if length is not None and value is not None:
         place.pop(length, None)  # the file's: an order of the command line takes its place
+
+
+def _place_of(part: str, place: Any, shown: str) -> Any:
+    """Return a part of a key as the key of a section, or as the place in a list."""
+    if not isinstance(place, list):
+        return part
+    if part.isdecimal() and len(part) < 9 and int(part) <= len(place):
+        return int(part)
+    raise ConfigError(
+        f"{shown}: {shortened(part)} is no place in a list of {len(place):,}: they are numbered "
+        "from 0, and the next number appends an entry"
+    )

@@ -65,7 +65,8 @@ class RunSection(BaseModel):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """Name of the run and of its folder: letters, digits, dot, dash, underscore."""
     steps: int = Field(default=100, ge=1, le=MAX_STEPS)
-    """Optimizer steps."""
+    """Steps of the run. Each is one optimizer step, or several with `trainer.ppo_epochs` or
+    `trainer.minibatches`."""
     epochs: float | None = Field(default=None, gt=0, le=MAX_STEPS)
     """The length of the run as passes over the training prompts, in place of `steps`: 0.5, 3. The
     steps are counted when the run starts, rounded up, and its config.yaml has them as `steps`.

@@ -77,6 +77,7 @@ class Progress:
         self._phase = "starting"
         self.evaluations: EvaluationResults | None = None
         self._fleet: Fleet | None = None
+        self._evaluation: EvaluationRound | None = None
         now = time.monotonic()
         self._totals = GenerationTotals(now)
         self._last_step_at = now
@@ -174,6 +175,8 @@ class Progress:
         )
         self._metrics.step_time.observe(step.step_seconds)
         self._metrics.policy_version.set(message.manifest.policy_version)
+        if self._fleet is not None:  # two steps may finish between two calls of `show`
+            self._view.update(self.view(self._fleet, self._evaluation))
 
     def group_failed(self, group: int, reason: str) -> None:
         """Report that a group is left out of its step."""
@@ -274,7 +277,7 @@ class Progress:
 
     def show(self, fleet: Fleet, evaluation: EvaluationRound | None) -> None:
         """Refresh the live view."""
-        self._fleet = fleet
+        self._fleet, self._evaluation = fleet, evaluation
         self._count()
         snapshot, now = self._snapshot(), time.monotonic()
         if snapshot is not None and snapshot.unrewarded:

@@ -22,7 +22,13 @@ from asyncrl.generator.sample_state import HeldSample
 from asyncrl.generator.sample_traces import SampleTraces
 from asyncrl.monitoring.metrics.metrics import GeneratorMetrics
 from asyncrl.monitoring.records.jsonl import RetryingJsonlWriter
-from asyncrl.monitoring.records.samples import SampleLog, SampleRecord, SampleSegment
+from asyncrl.monitoring.records.samples import (
+    RECENT,
+    RecentSamples,
+    SampleLog,
+    SampleRecord,
+    SampleSegment,
+)
 from asyncrl.rewards.calls import Reward
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory
 from asyncrl.wire.messages.from_generator import GeneratorReport
@@ -63,17 +69,25 @@ class EngineLog:
         self._writer.close()
 
 
-class SampleRecorder:
-    """Writes one sample of every n-th step to `samples.jsonl`, with the history of each token.
+_RECENT_GROUPS = 4
+"""Groups of each step of which a sample is kept in `recent/`, about."""
 
-    The sample is chosen by its number, so every generator of a run knows it, and independently of
-    its text: the first one delivered would more often be short. If the chosen sample's group
-    failed, the step has no record. The controller chooses the sample of an evaluation, likewise.
+
+class SampleRecorder:
+    """Writes samples with the history of each token: one of every n-th step, a few of recent ones.
+
+    The former go to `samples.jsonl`, the latter to `recent/NAME.jsonl`, which forgets older steps.
+
+    Samples are chosen by their numbers, so every generator of a run knows them, and independently
+    of their texts: the first one delivered would more often be short. If a chosen sample's group
+    failed, there is no record. The controller chooses the sample of an evaluation, likewise.
     """
 
-    def __init__(self, directory: Path, tokenizer: Any, config: RunConfig) -> None:
+    def __init__(self, directory: Path, tokenizer: Any, config: RunConfig, name: str) -> None:
         self._path = directory / "samples.jsonl"
         self._log = SampleLog(self._path)
+        self._recent = RecentSamples(directory / RECENT / f"{name}.jsonl")
+        self._texts: dict[int, str] = {}
         self._tokenizer = tokenizer
         self._is_on = config.monitoring.report_samples > 0
         self._every = max(1, config.run.steps // max(1, 2 * config.monitoring.report_samples))
@@ -82,43 +96,61 @@ class SampleRecorder:
         self._labels = config.reward_labels
 
     def consider(self, held: HeldSample, *, reward: Reward, step: int) -> None:
-        """Record this sample if it is the chosen one of a recorded step."""
-        if step % self._every == 0 and self._is_chosen(held.trajectory.id, step):
-            self._record(held, reward, step)
+        """Record this sample if it is one of the chosen ones of its step."""
+        sample = held.trajectory.id
+        stays = step % self._every == 0 and self._is_chosen(sample, step)
+        is_recent = self._is_on and self._is_recent(sample, step)
+        if stays or is_recent:
+            record = self._record_of(held, reward, step)
+            if stays:
+                self._log.append(record)
+            if is_recent:
+                self._recent.append(record)
 
     def evaluated(self, held: HeldSample, *, reward: Reward, shown_of: str) -> None:
         """Record a sample of an evaluation of this set."""
         if self._is_on:
-            self._record(held, reward, held.trajectory.oldest_version, shown_of)
+            version = held.trajectory.oldest_version
+            self._log.append(self._record_of(held, reward, version, shown_of))
 
-    def _record(self, held: HeldSample, reward: Reward, step: int, evaluation: str = "") -> None:
+    def _record_of(
+        self, held: HeldSample, reward: Reward, step: int, evaluation: str = ""
+    ) -> SampleRecord:
         trajectory, example = held.trajectory, held.prompt.example
         answer = example.get("answer")
         prompt = str(example.get("prompt", ""))
         if held.episode is not None and len(held.episode.prompt):  # the environment's
             prompt = str(self._tokenizer.decode(held.episode.prompt.tolist()))
-        self._log.append(
-            SampleRecord(
-                step=step,
-                prompt=prompt,
-                tokens=[str(self._tokenizer.decode([t])) for t in trajectory.tokens.tolist()],
-                provenance=[
-                    Provenance(value).name.lower()  # type: ignore[misc]
-                    for value in trajectory.provenance.tolist()
-                ],
-                contexts=list(trajectory.contexts),
-                segments=[
-                    SampleSegment(s.policy_version, s.start, s.end) for s in trajectory.segments
-                ],
-                reward=reward.value,
-                rewards=dict(zip(self._labels, reward.terms, strict=False)),
-                answer=None if answer is None else str(answer),
-                logprobs=trajectory.behaviour_logprobs.tolist(),
-                sample_id=str(trajectory.id),
-                finish_reason=trajectory.finish_reason,
-                evaluation=evaluation,
-            )
+        return SampleRecord(
+            step=step,
+            prompt=prompt,
+            tokens=[self._text(token) for token in trajectory.tokens.tolist()],
+            provenance=[
+                Provenance(value).name.lower()  # type: ignore[misc]
+                for value in trajectory.provenance.tolist()
+            ],
+            contexts=list(trajectory.contexts),
+            segments=[SampleSegment(s.policy_version, s.start, s.end) for s in trajectory.segments],
+            reward=reward.value,
+            rewards=dict(zip(self._labels, reward.terms, strict=False)),
+            answer=None if answer is None else str(answer),
+            logprobs=trajectory.behaviour_logprobs.tolist(),
+            sample_id=str(trajectory.id),
+            finish_reason=trajectory.finish_reason,
+            evaluation=evaluation,
         )
+
+    def _text(self, token: int) -> str:
+        found = self._texts.get(token)
+        if found is None:
+            found = self._texts[token] = str(self._tokenizer.decode([token]))
+        return found
+
+    def _is_recent(self, sample: SampleId, step: int) -> bool:
+        """Return True for one sample of some groups, other ones in each step."""
+        stride = max(1, self._groups_per_step // _RECENT_GROUPS)
+        turn = sample.group // stride + step
+        return (sample.group + step) % stride == 0 and sample.sample == turn % self._group_size
 
     def _is_chosen(self, sample: SampleId, step: int) -> bool:
         """Return True for a step's recorded sample: its place in group and step rotates."""
@@ -131,10 +163,12 @@ class SampleRecorder:
         """Reopen the file: the run returned to an earlier step, and the controller rewrote it."""
         self._log.close()
         self._log = SampleLog(self._path)
+        self._recent.forget()
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Close the files. Idempotent."""
         self._log.close()
+        self._recent.close()
 
 
 @dataclass(frozen=True, slots=True)

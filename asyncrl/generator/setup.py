@@ -87,7 +87,7 @@ async def run_generator(spec: GeneratorSpec, keys: GeneratorKeys) -> None:
             await engine.start()
         log = EngineLog(child.directory / "engine" / f"{spec.name}.jsonl")
         closing.callback(log.close)
-        recorder = SampleRecorder(child.directory, tokenizer, config)
+        recorder = SampleRecorder(child.directory, tokenizer, config, spec.name)
         closing.callback(recorder.close)
         trainer_lines: list[Line[Any]] = []
         for address in map(spec.data_address_of, range(spec.ranks)):

@@ -27,6 +27,7 @@ from asyncrl.engine.protocol import Engine, GenerateRequest, SamplingParams
 from asyncrl.generator.background import BackgroundTasks
 from asyncrl.generator.noise_floor import NoiseFloorProbe
 from asyncrl.gpu_check.parts import Context, LeftOut, PartFailed, Said
+from asyncrl.monitoring.terminal.formatting import size
 from asyncrl.rollout.trajectory import SampleId, TrajectoryBuilder, VerifiableTrajectory
 from asyncrl.simulation.lengths import Survival
 from asyncrl.wire.records.noise_floor import NoiseFloor
@@ -335,8 +336,8 @@ def _weights_part(name: str, context: Context, kind: Literal["torch", "vllm"]) -
     numbers = asyncio.run(_installed(made, config, path, context))
     one, other = numbers["installations"]
     said = (
-        f"{name}: {numbers['gb']:.2f} GB, staged and installed in {sum(one):.2f} s the first time "
-        f"and {sum(other):.2f} s the second (pauses {one[1]:.3f} and {other[1]:.3f} s)"
+        f"{name}: {size(1e9 * numbers['gb'])}, staged and installed in {sum(one):.2f} s the "
+        f"first time and {sum(other):.2f} s the second (pauses {one[1]:.3f} and {other[1]:.3f} s)"
     )
     return said, numbers
 

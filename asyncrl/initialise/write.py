@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
@@ -14,12 +15,32 @@ QUESTIONS = 576
 """Rows of the data; 64 of them are held out."""
 
 
+_MONITORING = ("prometheus.yml", "rules/asyncrl.yaml", "dashboards/asyncrl.json")
+
+
 def initialise(folder: Path) -> list[Path]:
     """Write run.yaml, rewards.py and questions.jsonl to `folder`, and return their paths.
 
     Raises UserError, with nothing changed, if one of them exists or the folder cannot be written.
     """
-    files = {folder / name: text for name, text in _texts().items()}
+    return _write(folder, _texts())
+
+
+def write_monitoring(folder: Path) -> list[Path]:
+    """Write what Prometheus and Grafana need for the runs in `folder`/runs, as `initialise` does.
+
+    These are the files of asyncrl.monitoring. They name each other and `../runs`, so they follow
+    the runs of any folder that they lie in.
+    """
+    source = resources.files("asyncrl.monitoring")
+    return _write(
+        folder,
+        {f"monitoring/{name}": (source / name).read_text("utf-8") for name in _MONITORING},
+    )
+
+
+def _write(folder: Path, texts: Mapping[str, str]) -> list[Path]:
+    files = {folder / name: text for name, text in texts.items()}
     there = [path for path in files if path.is_symlink() or path.exists()]
     if there:
         raise UserError(
@@ -28,8 +49,8 @@ def initialise(folder: Path) -> list[Path]:
         )
     written: list[Path] = []
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("x", encoding="utf-8") as file:
                 written.append(path)
                 file.write(text)

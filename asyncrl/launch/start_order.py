@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import secrets
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +19,8 @@ from asyncrl.launch.records import MARK_VARIABLE
 logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 16_384
+_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+"""Variables by which a user configures torch's CUDA allocator."""
 
 
 def child_environment(threads: int, mark: str) -> dict[str, str]:
@@ -30,6 +33,12 @@ def child_environment(threads: int, mark: str) -> dict[str, str]:
         "TQDM_DISABLE": "1",  # writing a bar to a log on a full disk would end the process
         MARK_VARIABLE: mark,
     }
+
+
+def configure_allocator(environment: MutableMapping[str, str]) -> None:
+    """Let torch's CUDA allocator grow its segments: else batches of all lengths leave gaps."""
+    if _ALLOCATOR.isdisjoint(environment):
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def open_log(path: Path) -> BinaryIO:

@@ -9,7 +9,7 @@ Relays copy only these files of a run's folder:
 
     logs/NAME.log  timeline/NAME.jsonl  engine/NAME.jsonl  slots/NAME.jsonl     they only grow
     samples.jsonl                                                                it only grows
-    cache/NAME.snapshot  unfinished/FOLDER/NAME.bin                              replaced as a whole
+    recent/NAME.jsonl  cache/NAME.snapshot  unfinished/FOLDER/NAME.bin           replaced as a whole
 
 NAME is a process. No other file is opened, served or written, least of all keys or checkpoints.
 """
@@ -34,7 +34,7 @@ from asyncrl.wire.transport.atomic_files import write_atomically
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
 SAMPLES = "samples.jsonl"
 UNFINISHED = "unfinished/"
-_FOLDERS = ("logs", "timeline", "engine", "slots", "cache", "unfinished")
+_FOLDERS = ("logs", "timeline", "engine", "slots", "recent", "cache", "unfinished")
 
 
 class Kind(Enum):
@@ -50,6 +50,7 @@ class Kind(Enum):
 _RULES = (
     (re.compile(rf"logs/({_NAME})\.log"), Kind.GROWS),
     (re.compile(rf"(?:timeline|engine|slots)/({_NAME})\.jsonl"), Kind.GROWS),
+    (re.compile(rf"recent/({_NAME})\.jsonl"), Kind.WHOLE),
     (re.compile(rf"cache/({_NAME})\.snapshot"), Kind.WHOLE),
     (re.compile(rf"unfinished/{_NAME}/({_NAME})\.bin"), Kind.WHOLE),
 )

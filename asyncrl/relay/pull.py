@@ -206,6 +206,8 @@ async def fetch_whole(client: FileClient, mirror: Mirror, file: files.FileInfo, 
         while done < file.size:
             await pace.take(min(files.PART_BYTES, file.size - done))
             part = await client.read(file.path, done)
+            if not done:  # it may have been replaced since it was listed
+                file = files.FileInfo(file.path, part.size, part.changed)
             if (part.size, part.changed) != (file.size, file.changed) or not part.data:
                 raise FileUnavailable(
                     f"{client.server.name}: {file.path} was replaced during the copy"

@@ -19,6 +19,7 @@ from asyncrl.errors import RewardError
 from asyncrl.rewards.judge import fill
 from asyncrl.rewards.services.settings import Limits, check_numbers, check_url, read_secret
 from asyncrl.rewards.values import NoRewardError, as_number
+from asyncrl.suggestions import written
 
 NAME = "reward_model"
 SERVER_ARGS = ("model", "max_tokens", "threads")
@@ -145,7 +146,8 @@ def check_args(args: dict[str, Any]) -> None:
     for key, allowed in _CHOICES.items():
         if args.get(key, allowed[0]) not in allowed:
             raise RewardError(
-                f"reward {NAME!r}: args.{key} must be {', '.join(allowed)}, got {args[key]!r}"
+                f"reward {NAME!r}: args.{key} must be {', '.join(allowed)}, "
+                f"got {written(args[key])}"
             )
     given = SERVER_ARGS if model is None else ("server", "pair", "token_env", "token_file")
     if wrong := [key for key in given if args.get(key) is not None]:

@@ -23,7 +23,7 @@ ROW = "row"
 
 
 Convention = Literal["example", "row", "verl", "trl"]
-"""How a function is called; the names of its parameters tell."""
+"""Way in which a function is called, by the names of its parameters."""
 _OF_VERL = ("data_source", "solution_str", "ground_truth")
 
 

@@ -16,6 +16,7 @@ engine/           each engine's counters over time
 evaluations.jsonl a line per evaluation of the held-out prompts
 sinks/            what W&B, TensorBoard and MLflow keep here (monitoring.sinks)
 samples.jsonl     a few trajectories for the report
+recent/           a few trajectories of each recent step, one file per generator
 samples/          every trained sample (run.log_samples)
 cache/            the generators' rollout caches, for a resumed run
 python/           the configuration and functions of a run that Python started (`asyncrl.Run`)
@@ -49,6 +50,7 @@ from asyncrl.runs.resuming import find_resume_point
 from asyncrl.runs.runtime_folders import Folder, clear_leftovers
 from asyncrl.runs.template_date import forget_unnamed
 from asyncrl.secret_files import take_permissions_of
+from asyncrl.suggestions import written
 from asyncrl.trainer.checkpoint.format.files import ResumePoint
 from asyncrl.trainer.checkpoint.trainer_lease import fenced, raise_fence
 from asyncrl.wire.records.step import StepMetrics
@@ -69,6 +71,8 @@ class RunState(msgspec.Struct):
 
     pid: int
     kind: Literal["rl", "sft"] = "rl"
+    examples: str = ""
+    """Digest of the examples of a run of `asyncrl sft`."""
     control_address: str = ""
     """Address at which the controller answers `asyncrl status|stop|pause|resume`."""
     accuracy_before: float | None = None
@@ -356,6 +360,9 @@ def is_alive(path: Path) -> bool:
 def _refuse_active(path: Path) -> NoReturn:
     state = read_state(path)
     process = "" if state is None else f" (process {state.pid})"
+    how = f"`{command_for('stop', path)}`"
+    if state is not None and state.kind == "sft":
+        how = f"`kill {state.pid}`, after its step"
     status = None if state is None else status_of(state.pid)
     if state is not None and status is not None and status.is_stopped:
         raise UserError(
@@ -364,7 +371,7 @@ def _refuse_active(path: Path) -> NoReturn:
         )
     raise UserError(
         f"the run in {path} is active{process}; watch it with `{command_for('status', path)}`, "
-        f"or end it with `{command_for('stop', path)}`"
+        f"or end it with {how}"
     )
 
 
@@ -386,10 +393,13 @@ def _refuse_if_different(path: Path, config: RunConfig) -> None:
     previous = load_config(path / "config.yaml").model_dump(mode="json")
     current = config.model_dump(mode="json")
     forget_unnamed(previous, current)
+    if not is_supervised(path):
+        for one in (previous, current):
+            one.pop("sft", None)
     key = fixed_difference(previous, current)
     if key is not None:
         before, now = value_of(previous, key), value_of(current, key)
         raise UserError(
-            f"cannot resume {path}: {key} was {before!r} and is now {now!r}: {RULES[key].reason}. "
-            "Change it back, or start a new run under another name"
+            f"cannot resume {path}: {key} was {written(before)} and is now {written(now)}: "
+            f"{RULES[key].reason}. Change it back, or start a new run under another name"
         )

@@ -29,7 +29,7 @@ from asyncrl.errors import UserError
 from asyncrl.monitoring.errors import RecordError
 from asyncrl.monitoring.records.jsonl import read_undamaged
 from asyncrl.monitoring.records.metrics_log import drop_superseded
-from asyncrl.monitoring.records.samples import SampleRecord
+from asyncrl.monitoring.records.samples import SampleRecord, recent_files
 from asyncrl.monitoring.records.trained_samples import copy_later
 from asyncrl.trainer.base.errors import CheckpointError
 from asyncrl.trainer.checkpoint.format.files import (
@@ -188,7 +188,7 @@ def rewind(
     """
     start = "its first step" if point.directory is None else point.directory.name
     said = [f"{fault}; resuming from {start} instead" for fault in point.faults]
-    metrics, samples = path / "metrics.jsonl", path / "samples.jsonl"
+    metrics = path / "metrics.jsonl"
     remove_unfinished(path, unless=lambda step: step <= point.step)
     remove_moved(path)
     aside = set_aside(
@@ -219,7 +219,7 @@ def rewind(
         listed = ", ".join(map(str, sorted(unknown)))
         said.append(f"no whole checkpoint has the records of these steps of {metrics}: {listed}")
     _rewind_evaluations(path / "evaluations.jsonl", point.step, said)
-    if samples.exists():
+    for samples in filter(Path.exists, (path / "samples.jsonl", *recent_files(path))):
         kept, damaged = read_undamaged(samples, SampleRecord)
         if damaged:
             said.append(f"{_dropped(samples, damaged)}. The file is for the report only")

@@ -11,7 +11,7 @@ from asyncrl.config.yaml_text import read_yaml
 from asyncrl.errors import ConfigError, UserError
 from asyncrl.monitoring.records.jsonl import read_tail, read_undamaged
 from asyncrl.runs import failed_starts
-from asyncrl.runs.directory import find_run, is_alive, read_state
+from asyncrl.runs.directory import find_run, is_alive, is_supervised, read_state
 from asyncrl.wire.records.evaluations import EvaluationRecord, newest_of
 from asyncrl.wire.records.step import StepMetrics
 
@@ -20,7 +20,11 @@ def find_run_for_order(name: str | None, directory: Path) -> Path:
     """Return the folder of the named run, or of the only active one. Raises UserError."""
     if name is not None:
         return find_run(name, directory)
-    active = sorted(path.parent for path in directory.glob("*/run.json") if _is_alive(path.parent))
+    active = sorted(
+        path.parent
+        for path in directory.glob("*/run.json")
+        if _is_alive(path.parent) and not is_supervised(path.parent)
+    )
     if len(active) > 1:
         names = ", ".join(path.name for path in active)
         raise UserError(

@@ -10,40 +10,56 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import torch
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
-from asyncrl.config.run_config import RunConfig
+from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.cores import usable_cores
-from asyncrl.errors import Interrupted, UserError
+from asyncrl.errors import Interrupted, ModelError, RunFailed, UserError
 from asyncrl.launch.child_spec import MEETINGS, make_place, remove_meetings
 from asyncrl.launch.records import ProcessRecords
-from asyncrl.launch.start_order import child_environment, open_log
-from asyncrl.monitoring.records.metrics_log import EvaluationsLog, MetricsLog, read_metrics
-from asyncrl.runs.directory import Ending, RunDirectory, refuse_unfit
+from asyncrl.launch.start_order import child_environment, last_lines, open_log
+from asyncrl.monitoring.records.metrics_log import (
+    EvaluationsLog,
+    MetricsLog,
+    read_evaluations,
+    read_metrics,
+)
+from asyncrl.runs.directory import Ending, RunDirectory, may_be_resumed, read_state, refuse_unfit
 from asyncrl.runs.resuming import rewind
 from asyncrl.runs.sinks import Sinks
-from asyncrl.sft.training import ALGORITHM, Rank, SftTraining, join_ranks
+from asyncrl.runs.template_date import with_date, with_recorded_date
+from asyncrl.scheduler.config import DynamicSamplingConfig
+from asyncrl.sft.training import Rank, SftTraining, join_ranks, prepare_memory
 from asyncrl.startup import startup_summary
 from asyncrl.startup.gpu_defaults import with_recorded_dtype
-from asyncrl.startup.lora_check import check_peft
+from asyncrl.startup.lora_check import check_peft, with_adapter
 from asyncrl.startup.memory import device_here, memory_of, refuse_too_large, shape_of
-from asyncrl.startup.model_check import check_files, check_numbers
+from asyncrl.startup.model_check import check_files, check_numbers, description_of
 from asyncrl.startup.model_checks import check_positions
 from asyncrl.tasks.examples import Examples, load_examples
 from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.model_files import parameters
+from asyncrl.tasks.model_tokenizer import load_tokenizer
+from asyncrl.tasks.sft_config import ALGORITHM
+from asyncrl.tasks.templates.variables import names_the_date
 from asyncrl.trainer.base.algorithm_registry import entry_of
-from asyncrl.trainer.ranks.world import ALONE
+from asyncrl.trainer.base.config import CriticConfig
+from asyncrl.trainer.base.errors import RankLost
+from asyncrl.trainer.base.rank_network import LOOPBACK
+from asyncrl.trainer.ranks.world import ALONE, World
 from asyncrl.wire.records.evaluations import HELD_OUT, EvaluationRecord, SetEvaluation, When
 from asyncrl.wire.records.step import (
     LearnerMetrics,
@@ -53,6 +69,7 @@ from asyncrl.wire.records.step import (
     TrainerTimes,
 )
 
+_LOOK_SECONDS = 0.5
 SUFFIX = "-sft"
 """Of the run's name, so that one file can describe both this run and the one that follows it."""
 _NEUTRAL = {
@@ -63,6 +80,12 @@ _NEUTRAL = {
     "ppo_epochs": 1,
     "overlong_buffer": 0,
     "mask_truncated_completions": False,
+    "learning_rate_minimum": 0.0,
+    "schedule_steps": None,
+    "reference_refresh_steps": None,
+    "reference_decay": None,
+    "critic": CriticConfig(),
+    "rank_network": LOOPBACK,
     **entry_of("reinforce").only,
 }
 """Settings of the trainer that speak of rewards or of several passes."""
@@ -77,7 +100,7 @@ class SftResult(msgspec.Struct, frozen=True, kw_only=True):
     wall_seconds: float
     """Time of the steps, those before a resume included."""
     loss_before: float | None
-    """Held-out loss of the initial model; None without held-out examples, or after a resume."""
+    """Held-out loss of the initial model; None without held-out examples."""
     loss_after: float | None
 
 
@@ -90,19 +113,28 @@ def with_settings(config: RunConfig, steps: int) -> RunConfig:
         "learning_rate": sft.learning_rate,
         "learning_rate_schedule": sft.learning_rate_schedule,
         "warmup_steps": sft.warmup_steps,
-        "schedule_steps": None,
     }
     whole = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    name = config.run.name.removesuffix(SUFFIX) + SUFFIX
     updates = {
-        "run": {"name": name, "steps": steps, "epochs": None, "changes": {}},
+        "run": {"name": _named(config).run.name, "steps": steps, "epochs": None, "changes": {}},
         "trainer": trainer,
         "sampling": whole,
-        "scheduler": {"group_size": 1, "groups_per_step": sft.batch_size},
+        "scheduler": {
+            "group_size": 1,
+            "groups_per_step": sft.batch_size,
+            "dynamic_sampling": DynamicSamplingConfig(),
+        },
+        "evaluation": {"keep_best": False},
     }
-    return config.model_copy(
+    changed = config.model_copy(
         update={key: getattr(config, key).model_copy(update=one) for key, one in updates.items()}
     )
+    return parse_config(changed.model_dump(mode="json"), source="the supervised run of this file")
+
+
+def _named(config: RunConfig) -> RunConfig:
+    name = config.run.name.removesuffix(SUFFIX) + SUFFIX
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
 def train(
@@ -120,85 +152,142 @@ def train(
             f"sft.batch_size ({config.sft.batch_size}) leaves some of trainer.ranks "
             f"({config.trainer.ranks}) without an example; raise it, or lower the ranks"
         )
+    config = _named(config)
+    with contextlib.suppress(OSError):  # `create` says what cannot be read
+        if not resume:
+            refuse_unfit(config, resume=False, clean=clean)
+        elif may_be_resumed(config):
+            config = with_recorded_dtype(with_recorded_date(config))
     with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
         model_path = resolve_model(config.model, bar)
-    loaded = check_files(Path(model_path))
-    check_numbers(Path(model_path))
+    model = Path(model_path)
+    loaded = check_files(model)
+    check_numbers(model)
+    config = with_adapter(config, model)
     say(startup_summary.model_line(config, model_path))
-    examples = load_examples(config.task, config.sft, model_path, config.run.seed)
-    config = with_settings(config, config.sft.steps_of(len(examples.train)))
-    with contextlib.suppress(OSError):  # `create` says what cannot be read
-        refuse_unfit(config, resume=resume, clean=clean)
+    described, tokenizer = description_of(model, "model.path"), load_tokenizer(model_path)
+    most_tokens, dated = described.get("max_position_embeddings"), with_date(config)
+    examples = load_examples(dated.task, config.sft, tokenizer, config.run.seed, most_tokens)
+    _check_vocabulary(examples, described)
+    config = with_settings(
+        dated if names_the_date(tokenizer) else config, config.sft.steps_of(len(examples.train))
+    )
+    if config.sft.warmup_steps >= config.run.steps:
+        raise UserError(
+            f"sft.warmup_steps: {config.sft.warmup_steps:,} of {config.run.steps:,} steps leave "
+            "none at sft.learning_rate; lower it, or train for more epochs"
+        )
     if resume:
-        config = with_recorded_dtype(config)
+        refuse_unfit(config, resume=True, clean=False)
+        _refuse_changed(config, examples)
     say(_data_line(config, examples))
     say(f"{'training':<10} mean -log p of the learned tokens; {_learning_rate(config)}")
     sized = _sized(config, examples.longest)
-    check_positions(sized, Path(model_path))
-    shape = shape_of(sized, Path(model_path), parameters(Path(model_path)), loaded.sizes)
-    device = device_here(config)
+    check_positions(sized, model)
+    shape, device = shape_of(sized, model, parameters(model), loaded.sizes), device_here(config)
     if shape is not None:
         refuse_too_large(sized, shape, device)
         say(startup_summary.memory_line(memory_of(sized, shape, on_gpu=device.on_gpu), device))
     say(f"{'results':<10} {config.directory}: result.json, metrics.jsonl, checkpoints/")
+    gpus = _gpus(config)
     if dry_run:
         say("dry run: nothing was started and nothing was written to the run's folder")
         return
     directory = RunDirectory.create(config, resume=resume, clean=clean, say=say)
-    with contextlib.closing(directory), directory.folder.required():
-        ended: Ending = "failed"
-        directory.state.kind = "sft"
-        directory.write_state()
-        try:
-            with _Watcher(directory, config, console, examples) as watcher:
-                asyncio.run(_train_beside_sinks(config, examples, model_path, directory, watcher))
-            ended = "done" if watcher.done == config.run.steps else "stopped"
-        except UserError:
-            directory.undo()
-            raise
-        finally:
-            if not directory.folder.is_gone():
-                directory.state.ended = ended
-                directory.write_state()
-        directory.write_result(watcher.result())
+    directory.state.kind, directory.state.examples = "sft", examples.digest
+    start = _Start(config, examples, model_path, most_tokens, directory, gpus)
+    try:
+        with contextlib.closing(directory), directory.folder.required():
+            watcher = _run(start, console)
+    except UserError:
+        directory.undo()
+        raise
     _say_end(say, config, watcher, time.monotonic() - began, command)
 
 
-async def _train_beside_sinks(
-    config: RunConfig,
-    examples: Examples,
-    model_path: str,
-    directory: RunDirectory,
-    watcher: _Watcher,
-) -> None:
-    records = ProcessRecords(directory.path)
-    sinks = Sinks(config, directory.path, records, watcher.say)
+def _check_vocabulary(examples: Examples, described: Mapping[str, Any]) -> None:
+    size = described.get("vocab_size")
+    if not isinstance(size, int):
+        return
+    for one in (*examples.train, *examples.held_out):
+        if (highest := int(max(one.prompt.max(), one.tokens.max()))) >= size:
+            raise ModelError(
+                f"model.path: the example {one.name} has the token id {highest:,}, and the model "
+                f"knows {size:,} (vocab_size in config.json): its tokenizer is larger than the "
+                "model; call model.resize_token_embeddings(len(tokenizer)) and save both"
+            )
+
+
+def _refuse_changed(config: RunConfig, examples: Examples) -> None:
+    state = read_state(config.directory)
+    if state is not None and state.examples not in ("", examples.digest):
+        raise UserError(
+            f"cannot resume {config.directory}: the rows, the chat template or the tokenizer have "
+            "changed, so the steps would not have the examples that they had; start a new run from "
+            "its newest model with --set model.path"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a run is started with, everything checked."""
+
+    config: RunConfig
+    examples: Examples
+    model_path: str
+    most_tokens: int | None
+    directory: RunDirectory
+    gpus: tuple[str, ...]
+    """The variable's value that gives each rank its GPU; empty on a CPU."""
+
+
+def _run(start: _Start, console: Console) -> _Watcher:
+    """Train, and record how the run ended."""
+    directory = start.directory
+    ended: Ending = "failed"
+    directory.write_state()
     try:
-        await asyncio.to_thread(_train, config, examples, model_path, directory, watcher, records)
+        with _Watcher(directory, start.config, console, start.examples) as watcher:
+            asyncio.run(_train_beside_sinks(start, watcher))
+        ended = "done" if watcher.done == start.config.run.steps else "stopped"
+    finally:
+        if not directory.folder.is_gone():
+            directory.state.ended = ended
+            directory.write_state()
+    directory.write_result(watcher.result())
+    return watcher
+
+
+async def _train_beside_sinks(start: _Start, watcher: _Watcher) -> None:
+    records = ProcessRecords(start.directory.path)
+    sinks = Sinks(start.config, start.directory.path, records, watcher.say)
+    try:
+        await asyncio.to_thread(_train, start, watcher, records)
     finally:
         await sinks.close()
 
 
-def _train(
-    config: RunConfig,
-    examples: Examples,
-    model_path: str,
-    directory: RunDirectory,
-    watcher: _Watcher,
-    records: ProcessRecords,
-) -> None:
+def _train(start: _Start, watcher: _Watcher, records: ProcessRecords) -> None:
     """Train as the first rank, with the others as processes."""
-    point, ranks = directory.resume_point, config.trainer.ranks
+    config, directory, ranks = start.config, start.directory, start.config.trainer.ranks
+    point, run, logs = directory.resume_point, directory.path.resolve(), directory.path / "logs"
     resume_from = None if point.directory is None else point.step
     threads = config.trainer.threads or max(1, usable_cores() // ranks)
-    meeting = make_place(directory.path.resolve() / MEETINGS / f"sft-{os.getpid()}")
+    prepare_memory(config)
+    if start.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = start.gpus[0]
     with contextlib.ExitStack() as closing:
-        closing.callback(remove_meetings, directory.path)
+        world = ALONE
         if ranks > 1:
+            closing.callback(remove_meetings, directory.path)
+            meeting = make_place(run / MEETINGS / f"sft-{os.getpid()}")
+            others: list[subprocess.Popen[bytes]] = []
+            closing.callback(_end, others)
             for rank in range(1, ranks):
                 spec = Rank(
-                    run=str(directory.path.resolve()),
-                    model_path=model_path,
+                    run=str(run),
+                    model_path=start.model_path,
+                    most_tokens=start.most_tokens,
                     rank=rank,
                     meeting=str(meeting),
                     fence=directory.fence,
@@ -206,35 +295,64 @@ def _train(
                     parent=os.getpid(),
                     resume_from=resume_from,
                 )
-                process = _start(spec, directory.path / "logs", _gpu(config, rank), records.mark)
-                records.add(f"trainer-{rank}", process.pid)
-                closing.callback(_end, process)
-            os.environ |= _gpu(config, 0)
-        world = join_ranks(config, meeting, 0) if ranks > 1 else ALONE
-        closing.callback(world.close)
+                gpu = {"CUDA_VISIBLE_DEVICES": start.gpus[rank]} if start.gpus else {}
+                others.append(_start(spec, logs, gpu, records.mark))
+                records.add(f"trainer-{rank}", others[-1].pid)
+            world = _joined(config, meeting, others, logs)
+            closing.callback(world.close)
         training = SftTraining(
             config,
-            examples,
-            model_path,
+            start.examples,
+            start.model_path,
             world=world,
             threads=threads,
             fence=directory.fence,
             resume_from=resume_from,
         )
-        training.train(watcher)
+        try:
+            training.train(watcher)
+        except RankLost as error:
+            raise RunFailed(f"{error}. The logs of the other ranks are in {logs}") from error
 
 
-def _gpu(config: RunConfig, rank: int) -> dict[str, str]:
-    """Return the variable that gives a rank its own GPU. Raises UserError if there are too few."""
+def _joined(
+    config: RunConfig, meeting: Path, others: Sequence[subprocess.Popen[bytes]], logs: Path
+) -> World:
+    """Meet the other ranks. Raises RunFailed, with its last words, if one ends before."""
+    found: Future[World] = Future()
+
+    def join() -> None:
+        try:
+            found.set_result(join_ranks(config, meeting, 0))
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+            found.set_exception(error)
+
+    threading.Thread(target=join, name="joining", daemon=True).start()
+    while True:
+        with contextlib.suppress(TimeoutError):
+            return found.result(_LOOK_SECONDS)
+        for rank, process in enumerate(others, start=1):
+            if process.poll() is not None:
+                log = logs / f"trainer-{rank}.log"
+                raise RunFailed(
+                    f"rank {rank} ended with exit code {process.returncode} before it joined; "
+                    f"the end of {log}:\n{last_lines(log, 5)}"
+                )
+
+
+def _gpus(config: RunConfig) -> tuple[str, ...]:
+    """Return the GPU of each rank, empty on a CPU. Raises UserError if there are too few."""
     if config.trainer.device == "cpu" or not torch.cuda.is_available():
-        return {}
+        return ()
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = given.split(",") if given else [str(one) for one in range(torch.cuda.device_count())]
+    if config.launcher.gpus is not None:
+        names = [str(one) for one in config.launcher.gpus]
     if len(names) < config.trainer.ranks:
         raise UserError(
             f"trainer.ranks: {config.trainer.ranks} need a GPU each, and there are {len(names)}"
         )
-    return {"CUDA_VISIBLE_DEVICES": names[rank]}
+    return tuple(names)
 
 
 def _start(spec: Rank, logs: Path, gpu: dict[str, str], mark: str) -> subprocess.Popen[bytes]:
@@ -249,13 +367,15 @@ def _start(spec: Rank, logs: Path, gpu: dict[str, str], mark: str) -> subprocess
         )
 
 
-def _end(process: subprocess.Popen[bytes], seconds: float = 10.0) -> None:
-    """Wait for a rank that is about to end; kill it after `seconds`."""
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _end(processes: Sequence[subprocess.Popen[bytes]], seconds: float = 10.0) -> None:
+    """Wait for ranks that are about to end; kill those that remain after `seconds`."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 class _Watcher:
@@ -276,7 +396,11 @@ class _Watcher:
         earlier = read_metrics(directory.path / "metrics.jsonl")
         self._wall = earlier[-1].wall_seconds if earlier else 0.0
         self.done = directory.resume_point.step
-        self.losses: dict[int, float] = {}
+        self.losses = {
+            one.step: one.main.loss
+            for one in read_evaluations(directory.path / "evaluations.jsonl")
+            if one.main is not None and one.main.loss is not None
+        }
         self._signals = 0
 
     def __enter__(self) -> Self:
@@ -296,13 +420,17 @@ class _Watcher:
         """True after the first signal."""
         return self._signals > 0
 
+    def has_loss(self, version: int) -> bool:
+        """True if the version's held-out loss is known, from before a resume."""
+        return version in self.losses
+
     def _signalled(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGHUP and self._signals:
             return
         self._signals += 1
         if self._signals > 1:
             os._exit(Interrupted.exit_code)  # files are whole at any time; ranks and sinks see it
-        self.say("ending after this step, with a checkpoint; again: at once")
+        self.say("ending after this step; a second signal ends at once, without a checkpoint")
 
     def finished(self, step: int, metrics: LearnerMetrics, seconds: float) -> None:
         """Record and print a step."""
@@ -396,5 +524,6 @@ def _update(learning: LearningMetrics) -> str:
 
 def _sized(config: RunConfig, longest: int) -> RunConfig:
     """Return the configuration of a run whose samples are as long as the longest example."""
-    engine = config.engine.model_copy(update={"max_model_len": longest})
+    alone = {"max_model_len": longest, "kind": "torch", "kinds": ()}
+    engine = config.engine.model_copy(update=alone)
     return config.model_copy(update={"engine": engine})

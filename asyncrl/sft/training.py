@@ -10,6 +10,7 @@ step only: a resumed run continues where it stopped, and ranks need not talk abo
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import time
@@ -23,9 +24,12 @@ import numpy as np
 import torch
 
 from asyncrl.config.run_config import RunConfig, load_config
+from asyncrl.launch.start_order import configure_allocator
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.tasks.examples import Example, Examples, load_examples
+from asyncrl.tasks.model_tokenizer import load_tokenizer
 from asyncrl.tasks.prompts import prompt_order
+from asyncrl.tasks.sft_config import ALGORITHM
 from asyncrl.trainer.algorithms.base import LossSums, Rewards, Signal, TokenBatch
 from asyncrl.trainer.algorithms.losses import weighted_logprobs
 from asyncrl.trainer.base.algorithm_registry import provide
@@ -33,14 +37,12 @@ from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.trainer.checkpoint.trainer_lease import TrainerLease
 from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.model.memory_estimate import keep_freed_memory
 from asyncrl.trainer.ranks.world import ALONE, World, join
 from asyncrl.trainer.scoring import resolve_device
 from asyncrl.trainer.sharding.lockstep import NextAction, RankStatus, RankWork
 from asyncrl.user_code.process_tree import end_with_parent
 from asyncrl.wire.records.step import LearnerMetrics
-
-ALGORITHM = "asyncrl.sft.training:Supervised"
-"""`trainer.algorithm` of a supervised run, which its checkpoints record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,9 @@ class Watcher(Protocol):
     def is_stopped(self) -> bool:
         """True if the user wants the run to end after this step."""
 
+    def has_loss(self, version: int) -> bool:
+        """True if this version's held-out loss is known, from before a resume."""
+
     def finished(self, step: int, metrics: LearnerMetrics, seconds: float) -> None:
         """A step (from 0) is done."""
 
@@ -84,6 +89,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     model_path: str
+    most_tokens: int | None
     rank: int
     meeting: str
     fence: str
@@ -109,6 +115,7 @@ class SftTraining:
         """Raises the learner's errors."""
         provide(ALGORITHM, Supervised)
         self._config, self._world, self._examples = config, world, examples
+        world.agree(examples.digest, "the examples, which each rank reads and tokenises")
         self.learner = Learner(
             config.trainer.model_copy(update={"threads": threads or config.trainer.threads}),
             model_path,
@@ -125,21 +132,18 @@ class SftTraining:
     def train(self, watcher: Watcher | None = None) -> None:
         """Train to the last step, or until the first rank's watcher is stopped, and save."""
         config, learner = self._config, self.learner
-        every, save_every = config.evaluation.every, config.trainer.checkpoint_every
         saved, steps = learner.policy_version, config.run.steps
-        if not saved:
-            self._evaluate(watcher)
+        self._evaluate(watcher)
         while learner.policy_version < steps and not self._is_stopped(watcher):
             began, version = time.monotonic(), learner.policy_version
             metrics = self.step()
             if watcher is not None:
                 watcher.finished(version, metrics, time.monotonic() - began)
             version += 1
-            if version % save_every == 0 or version == steps:
+            if version % config.trainer.checkpoint_every == 0 or version == steps:
                 learner.save(path_of(self._checkpoints, version))
                 saved = version
-            if version == steps or (every is not None and version % every == 0):
-                self._evaluate(watcher)
+            self._evaluate(watcher)
         if learner.policy_version != saved:
             learner.save(path_of(self._checkpoints, learner.policy_version))
 
@@ -170,13 +174,27 @@ class SftTraining:
         return self.learner.mean_loss(samples)
 
     def _evaluate(self, watcher: Watcher | None) -> None:
+        """Measure the held-out loss of this version, if it is due and not known."""
+        version, every = self.learner.policy_version, self._config.evaluation.every
+        if version % (every or self._config.run.steps) and version != self._config.run.steps:
+            return
+        is_known = watcher is not None and watcher.has_loss(version)
+        if self._world.decided(is_known, "whether the held-out loss is known"):
+            return
         loss = self.held_out_loss()
         if watcher is not None:
-            watcher.evaluated(self.learner.policy_version, loss)
+            watcher.evaluated(version, loss)
 
     def _is_stopped(self, watcher: Watcher | None) -> bool:
         stopped = watcher is not None and watcher.is_stopped
         return self._world.decided(stopped, "whether the user ends the run")
+
+
+def prepare_memory(config: RunConfig) -> None:
+    """Let the allocators of this process keep and grow what they have, as in a run of RL."""
+    configure_allocator(os.environ)
+    if resolve_device(config.trainer.device).type == "cpu":
+        keep_freed_memory()
 
 
 def join_ranks(config: RunConfig, meeting: Path, rank: int) -> World:
@@ -197,7 +215,9 @@ def main(text: str) -> None:
     end_with_parent(spec.parent, signal.SIGKILL)
     config = load_config(Path(spec.run) / "config.yaml")
     logging.basicConfig(level=config.monitoring.log_level.upper(), stream=sys.stderr)
-    examples = load_examples(config.task, config.sft, spec.model_path, config.run.seed)
+    prepare_memory(config)
+    tokenizer = load_tokenizer(spec.model_path)
+    examples = load_examples(config.task, config.sft, tokenizer, config.run.seed, spec.most_tokens)
     world = join_ranks(config, Path(spec.meeting), spec.rank)
     SftTraining(
         config,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -62,7 +63,7 @@ def simulate(
     ] = None,
     model: Annotated[str, Option(help="1.5b, 7b or 32b; ignored with --from.")] = "7b",
     generators: Annotated[
-        int | None, Option(min=1, max=4096, help="Generators; default 256.")
+        int | None, Option(min=1, max=4096, help="Generators; default 32.")
     ] = None,
     slots: Annotated[
         int | None, Option(min=1, help="Samples a generator decodes at once; default 64.")
@@ -193,6 +194,8 @@ def simulate(
 
     Costs come from a roofline model, or from a run with --from.
     """
+    note = partial(typer.echo, err=True)
+    note("simulating; a line follows for each mode")  # before the imports, which take a second
     from dataclasses import asdict
 
     from asyncrl.config.run_config import load_config
@@ -223,18 +226,21 @@ def simulate(
     if steps is not None:
         changes["warm_up"] = min(4, steps - 1)
     config = None if config_file is None else load_config(config_file)
+    if from_run is not None:
+        note(f"reading the costs and lengths of {from_run}")
     fit = None if from_run is None else fit_run(from_run)
     cluster = study.cluster(config, fit, **changes)
+    note(f"{cluster.steps} steps of {cluster.generators} generators in each mode")
     least = _MIN_TABLE_WIDTH if environment_latency is None else _MIN_WIDE_WIDTH
     console = Console(width=max(Console().width, least))
     if regimes:
-        places = study.regime(cluster)
+        places = study.regime(cluster, note=note)
         if as_json:
             typer.echo(json.dumps([asdict(place) for place in places], indent=2))
         else:
             console.print(tables.regime_table(places))
         return
-    outcomes = study.compare(cluster, mode or study.MODES)
+    outcomes = study.compare(cluster, mode or study.MODES, note)
     if config is not None or fit is not None:
         outcomes["as configured"] = cluster.configured()
     if as_json:

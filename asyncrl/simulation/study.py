@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as fields_of
 from functools import partial
@@ -51,7 +51,7 @@ class Cluster(Conditions):
 
     model: str = "7b"
     device: str = "h200"
-    generators: int = 256
+    generators: int = 32
     slots: int = 64
     """Rows that a generator decodes at once."""
     steps: int = 12
@@ -281,9 +281,15 @@ def replaced(scheduler: SchedulerConfig, **changes: Any) -> SchedulerConfig:
     return SchedulerConfig(**fields)
 
 
-def compare(cluster: Cluster, modes: Iterable[str]) -> dict[str, Outcome]:
-    """Simulate each mode on the same cluster."""
-    return {mode: cluster.simulate(mode) for mode in modes}
+def compare(
+    cluster: Cluster, modes: Iterable[str], note: Callable[[str], None] = lambda _: None
+) -> dict[str, Outcome]:
+    """Simulate each mode on the same cluster; `note` takes a line for each result."""
+    outcomes: dict[str, Outcome] = {}
+    for mode in modes:
+        outcomes[mode] = cluster.simulate(mode)
+        note(f"{mode}: {outcomes[mode].step_seconds:.3g} s a step")
+    return outcomes
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,13 +310,15 @@ def regime(
     medians: Sequence[float] = (1000, 4000, 16000, 32000),
     drifts: Sequence[float] = (1e-4, 3e-4, 1e-3, 1e-2),
     modes: Sequence[str] = REGIME_MODES,
+    note: Callable[[str], None] = lambda _: None,
 ) -> list[Place]:
     """Simulate modes over answer length and drift; `longest` is four times the median."""
     places = []
     for median, drift in itertools.product(medians, drifts):
         longest = round(4 * median)
         here = replace(cluster, median=median, longest=longest, sigma=0.7, drift=drift)
-        places.append(Place(median, drift, compare(here, modes)))
+        note(f"median {median:g}, total variation {drift:g}")
+        places.append(Place(median, drift, compare(here, modes, note)))
     return places
 
 

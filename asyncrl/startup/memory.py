@@ -15,6 +15,7 @@ from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.gpus import torch_build
 from asyncrl.launch.placement import GpuPlan
+from asyncrl.monitoring.terminal.formatting import size
 from asyncrl.tasks.data import hub
 from asyncrl.tasks.model_files import parameters
 from asyncrl.trainer.base.algorithm_registry import entry_of
@@ -184,16 +185,3 @@ def refuse_too_large(config: RunConfig, shape: ModelShape, device: Device) -> No
         f"a training step needs {needed}{each}, and {device.name} has "
         f"{size(device.bytes)}{usable}: {memory_text(needs, None)}. {what}"
     )
-
-
-def size(count: float) -> str:
-    """Format bytes for the user.
-
-    Example:
-        >>> size(3 * 2**30), size(70 * 2**30), size(5 * 2**20)
-        ('3.0 GiB', '70 GiB', '5 MiB')
-    """
-    gib = count / 2**30
-    if gib >= 10:
-        return f"{gib:,.0f} GiB"
-    return f"{gib:.1f} GiB" if gib >= 1 else f"{1024 * gib:.0f} MiB"

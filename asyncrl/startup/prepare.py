@@ -18,8 +18,11 @@ so vLLM receives the share of its part, and SGLang the share of everything but i
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +36,7 @@ from asyncrl.engine.sglang.config import SglangConfig
 from asyncrl.engine.vllm.config import VllmConfig
 from asyncrl.errors import DataError, UserError
 from asyncrl.launch.placement import GpuPlan
+from asyncrl.monitoring.terminal.formatting import size
 from asyncrl.runs.template_date import with_date
 from asyncrl.startup import startup_summary
 from asyncrl.startup.devices import engine_device, place
@@ -51,7 +55,6 @@ from asyncrl.startup.memory import (
     refuse_too_large,
     samples_of,
     shape_of,
-    size,
 )
 from asyncrl.startup.model_check import check_files, check_vocabulary, unexpected_line
 from asyncrl.startup.model_checks import (
@@ -78,6 +81,8 @@ activations."""
 _ROOM = 1.1
 """Factor of the KV that all slots can fill, for partial blocks and steps in flight."""
 _FINER = 10_000
+TELL_SECONDS = 0.7
+"""Silence before a line says what takes so long."""
 _WRITTEN = "(a run writes both to its config.yaml when it starts)"
 """Hint for users who resume from a config.yaml and have set neither the KV nor the share."""
 
@@ -325,9 +330,10 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     local = config.launcher.kind == "local"
     gpus = place(config) if local else None
     config, compute = with_trainer_dtype(config, gpus)
-    check_rewards(config.rewards)
-    check_environment(config)
-    check_algorithm(config)
+    with _telling(console, "checking the rewards and the environment"):
+        check_rewards(config.rewards)
+        check_environment(config)
+        check_algorithm(config)
     with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
         model_path = resolve_model(config.model, bar)
     loaded = check_files(Path(model_path))
@@ -337,13 +343,15 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     if (unused := unexpected_line(Path(model_path), loaded)) is not None:
         say(unused)
     dated = with_date(config)
-    task = load_task(
-        dated.task,
-        model_path,
-        config.run.seed,
-        config.evaluation.sets,
-        whole_rows=config.environment.name is not None,
-    )
+    with _telling(console, "reading and tokenising the data"):
+        task = load_task(
+            dated.task,
+            model_path,
+            config.run.seed,
+            config.evaluation.sets,
+            whole_rows=config.environment.name is not None,
+            room=_room(config),
+        )
     config = dated if names_the_date(task.tokenizer) else config
     config = with_adapter(with_critic(config, model_path, task.tokenizer), Path(model_path))
     epochs, config = config.run.epochs, with_steps(config, len(task.train))
@@ -365,7 +373,9 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     if config.environment.name is not None:
         from asyncrl.startup.environment_trial import try_environment  # imports what generators do
 
-        for sentence in try_environment(config, task):
+        with _telling(console, "trying the environment"):
+            tried = try_environment(config, task)
+        for sentence in tried:
             say(sentence)
     drafts = ""
     if local:
@@ -396,8 +406,28 @@ def _memory(
     return memory_of(config, shape, on_gpu=device is None or device.on_gpu), device
 
 
+@contextlib.contextmanager
+def _telling(console: Console, what: str) -> Iterator[None]:
+    """Say what takes so long: at once on a terminal, elsewhere if it does."""
+    if console.is_terminal:
+        with console.status(what):
+            yield
+        return
+    timer = threading.Timer(TELL_SECONDS, console.print, [f"{what} ..."], {"soft_wrap": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _room(config: RunConfig) -> int:
+    return config.engine.max_model_len - config.sampling.max_tokens
+
+
 def _check_prompts(config: RunConfig, task: Task) -> None:
-    room = config.engine.max_model_len - config.sampling.max_tokens
+    room = _room(config)
     sets = held_out_sets(task).values()
     for prompt in itertools.chain(task.train, *sets):
         if len(prompt.tokens) > room:

@@ -10,7 +10,8 @@ from asyncrl.config.run_config import RunConfig
 from asyncrl.environments.protocol import Traits
 from asyncrl.launch.gpus import Gpu
 from asyncrl.launch.placement import GpuPlan
-from asyncrl.startup.memory import Device, critic_parameters, memory_text, size
+from asyncrl.monitoring.terminal.formatting import size
+from asyncrl.startup.memory import Device, critic_parameters, memory_text
 from asyncrl.suggestions import shortened
 from asyncrl.tasks.evaluation_config import EvaluationConfig, EvaluationSetConfig
 from asyncrl.tasks.model_files import parameters
@@ -106,6 +107,10 @@ def mode_line(config: RunConfig) -> str:
     return _line("mode", f"{mode}: {how}; {promise}")
 
 
+_USUAL = ("loss_normalization: token", "advantage_normalization: std")
+_USUAL_COST = ", as is usual (cosine 0.987 in docs/algorithms.md's example; dr_grpo: 1)"
+
+
 def training_line(config: RunConfig) -> str:
     """Describe the gradient's estimator, the groups, and the treatment of stale tokens."""
     trainer, stale = config.trainer, config.scheduler.max_off_policy_steps > 0
@@ -113,6 +118,7 @@ def training_line(config: RunConfig) -> str:
     inexact = _inexact(config)
     biases = [*found.biases, *inexact]
     what = f"gradient biased by {', '.join(biases)}" if biases else "an unbiased gradient"
+    what += _USUAL_COST if tuple(biases) == _USUAL else ""
     if not found.known:
         what = "an algorithm of your own"
     correction = "on-policy, nothing to correct"
@@ -193,7 +199,8 @@ def turns_line(config: RunConfig, traits: Traits | None) -> str:
     each = " of each generator" if config.launcher.generators > 1 else ""
     return _line(
         "turns",
-        f"{environment.name}: at most {environment.max_turns:,} a sample; {back}; "
+        f"{environment.name}: at most {environment.max_turns:,} a sample, with "
+        f"{config.sampling.max_tokens:,} tokens in all; {back}; "
         f"{environment.total_sessions:,} open at once, in {workers}{each}",
     )
 

@@ -13,6 +13,7 @@ separate example, so that each answer is learned after the text that precedes it
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,15 +33,16 @@ from asyncrl.rollout.trajectory import (
 from asyncrl.suggestions import shortened
 from asyncrl.tasks.builtin.arithmetic import Problem, arithmetic_questions, working
 from asyncrl.tasks.config import TaskConfig
+from asyncrl.tasks.data.questions import UnusableError, plain_prompt
 from asyncrl.tasks.loading import dataset_questions
-from asyncrl.tasks.model_tokenizer import load_tokenizer
 from asyncrl.tasks.prompts import Messages, PromptEncoder, Question
 from asyncrl.tasks.sft_config import SftConfig
 
 log = logging.getLogger(__name__)
 
-_BATCH = 1024
-"""Texts that are tokenised at a time: their offsets take much more memory than their tokens."""
+_BATCH = 64
+"""Rows at a time: a conversation's text takes as often its size as it has answers, and a token's
+place takes 240 bytes."""
 
 Piece = tuple[str, bool]
 """A part of an example's text, and True if it is learned."""
@@ -84,38 +86,50 @@ class Examples:
     held_out: list[Example]
 
     @property
+    def digest(self) -> str:
+        """Identifies what is learned, and in which order."""
+        found = hashlib.blake2b(digest_size=16)
+        for one in (*self.train, None, *self.held_out):
+            parts = () if one is None else (one.prompt, one.tokens, one.learned)
+            for part in parts:
+                found.update(len(part).to_bytes(4, "little") + part.tobytes())
+        return found.hexdigest()
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest example."""
         return max(len(one) for one in (*self.train, *self.held_out))
 
 
-def load_examples(task: TaskConfig, sft: SftConfig, model_path: str, seed: int) -> Examples:
-    """Read, split and tokenise the rows.
+def load_examples(
+    task: TaskConfig, sft: SftConfig, tokenizer: Any, seed: int, most_tokens: int | None = None
+) -> Examples:
+    """Read, split and tokenise the rows; `most_tokens` is what the model reads.
 
     Raises DataError, naming file and line, if a row is unusable or too long, or none is left;
-    ModelError if the model lacks a tokenizer that tells the place of its tokens.
+    ModelError if the tokenizer does not tell the place of its tokens.
     """
     if task.kind == "arithmetic":
         train, held_out = arithmetic_questions(task, seed)
     else:
         train, held_out = dataset_questions(task.model_copy(update={"answer_field": None}), seed)
-    encoder = ExampleEncoder(load_tokenizer(model_path), task, sft)
+    encoder = ExampleEncoder(tokenizer, task, sft, most_tokens)
     found = Examples(encoder.examples(train), encoder.examples(held_out))
     if not found.train:
-        raise DataError(
-            "no training example is left: all are longer than sft.max_tokens "
-            f"({sft.max_tokens}); raise it"
-        )
+        raise DataError(f"no training example is left of {len(train):,}; the log says why")
     return found
 
 
 class ExampleEncoder(PromptEncoder):
     """Turns questions into examples: system prompt, chat template, tokens, length limit."""
 
-    def __init__(self, tokenizer: Any, task: TaskConfig, sft: SftConfig) -> None:
+    def __init__(
+        self, tokenizer: Any, task: TaskConfig, sft: SftConfig, most_tokens: int | None = None
+    ) -> None:
         """Raises DataError for the template, as of prompts; ModelError for the tokenizer."""
         super().__init__(tokenizer, task)
         self._sft = sft
+        self._limit = min((n for n in (sft.max_tokens, most_tokens) if n), default=None)
         if not getattr(tokenizer, "is_fast", False):
             raise ModelError(
                 "the model's tokenizer does not tell which characters a token is made of, so "
@@ -123,48 +137,67 @@ class ExampleEncoder(PromptEncoder):
             )
         if not tokenizer.eos_token:
             raise ModelError("the model's tokenizer has no eos_token, with which an example ends")
+        self._end = str(tokenizer.eos_token)
+        self._unusable: list[str] = []
+        self._too_long_count = self._crossing = 0
 
     def examples(self, questions: Sequence[Question]) -> list[Example]:
-        """Return the examples in order; those left out as too long are counted in the log."""
-        written = list(self._written(questions))
+        """Return the examples in order; what is left out is counted in the log."""
+        self._unusable, self._too_long_count, self._crossing = [], 0, 0
+        adds_special = self._template is None or self._sft.learn == "text"
         found: list[Example] = []
-        left_out = 0
-        for start in range(0, len(written), _BATCH):
-            some = written[start : start + _BATCH]
-            texts = ["".join(text for text, _ in pieces) for _, pieces in some]
+        for start in range(0, len(questions), _BATCH):
+            written = list(self._written(questions[start : start + _BATCH]))
+            if not written:
+                continue
+            texts = ["".join(text for text, _ in pieces) for _, pieces in written]
             encoded = self._tokenizer(
-                texts, add_special_tokens=self._template is None, return_offsets_mapping=True
+                texts, add_special_tokens=adds_special, return_offsets_mapping=True
             )
-            for index, (question, pieces) in enumerate(some):
-                offsets = np.array(encoded["offset_mapping"][index])[:, 0]
+            for index, (question, pieces) in enumerate(written):
+                offsets = np.array(encoded["offset_mapping"][index])
                 one = self._example(question, pieces, encoded["input_ids"][index], offsets)
-                if one is None:
-                    left_out += 1
-                else:
+                if one is not None:
                     found.append(one)
-        if left_out:
-            text = "left out %d of %d examples longer than %s tokens (sft.too_long: %s)"
-            log.warning(text, left_out, len(written), self._sft.max_tokens, self._sft.too_long)
+        self._say_what_is_left_out()
         return found
 
+    def _say_what_is_left_out(self) -> None:
+        if self._too_long_count:
+            text = "left out %d examples longer than %s tokens (sft.too_long: %s)"
+            log.warning(text, self._too_long_count, self._limit, self._sft.too_long)
+        if self._unusable:
+            text = "left out %d rows (task.on_bad_row: skip), the first: %s"
+            log.warning(text, len(self._unusable), self._unusable[0])
+        if self._crossing:
+            log.warning(
+                "in %d examples a token has characters of the prompt and of the response; it is "
+                "not learned. Let prompts end where a token does, before a space, say",
+                self._crossing,
+            )
+
     def _example(
-        self, question: Question, pieces: Sequence[Piece], ids: list[int], starts: IntArray
+        self, question: Question, pieces: Sequence[Piece], ids: list[int], offsets: IntArray
     ) -> Example | None:
-        """Return the example, or None if it is left out; `starts` are the tokens' first chars."""
-        tokens, limit = np.asarray(ids, np.int32), self._sft.max_tokens
+        """Return the example, or None if it is left out; `offsets` `[N, 2]` are in characters."""
+        tokens, limit = np.asarray(ids, np.int32), self._limit
         ends = np.cumsum([len(text) for text, _ in pieces])
         is_learned = np.array([learned for _, learned in pieces])
+        starts = offsets[:, 0]
         piece = np.searchsorted(ends, starts, side="right").clip(max=len(pieces) - 1)
         learned = is_learned[piece]
         learned[0] = False  # nothing comes before it
+        if any(((starts < end) & (end < offsets[:, 1])).any() for end in ends[:-1]):
+            self._crossing += 1
         if limit is not None and len(tokens) > limit:
             if self._sft.too_long == "refuse":
+                whose = "sft.max_tokens" if limit == self._sft.max_tokens else "the model's limit"
                 raise DataError(
                     f"{question.where}: the example has {len(tokens):,} tokens, more than "
-                    f"sft.max_tokens ({limit:,}); raise the limit, or set sft.too_long to filter "
-                    "or truncate"
+                    f"{whose} ({limit:,}); set sft.too_long to filter or truncate"
                 )
             if self._sft.too_long == "filter" or not learned[:limit].any():
+                self._too_long_count += 1
                 return None
             tokens, learned = tokens[:limit], learned[:limit]
         places = np.flatnonzero(learned)
@@ -178,30 +211,29 @@ class ExampleEncoder(PromptEncoder):
 
     def _written(self, questions: Sequence[Question]) -> Iterator[tuple[Question, list[Piece]]]:
         """Yield the pieces of each example's text."""
-        end = str(self._tokenizer.eos_token)
-        if self._sft.learn == "text":
-            for question in questions:
-                yield question, [(self._plain(question) + end, True)]
-            return
-        if self._template is None:
-            for question in questions:
-                prompt, answer = self._plain(question), self._answer(question)
-                if self._sft.learn == "assistant" or not isinstance(answer, str):
-                    raise DataError(
-                        f"{question.where}: chat messages need a chat template; the tokenizer has "
-                        "none, or task.chat_template is 'never'"
-                    )
-                yield question, [(prompt, False), (answer + end, True)]
-            return
-        yield from self._turns([self._conversation(question) for question in questions], questions)
+        conversations: list[tuple[Question, Messages, int]] = []
+        for question in questions:
+            try:
+                if self._sft.learn == "text":
+                    yield question, [(self._ended(self._plain_text(question)), True)]
+                elif self._template is None:
+                    yield question, self._without_template(question)
+                else:
+                    conversations.append((question, *self._conversation(question)))
+            except UnusableError as error:
+                if self._config.on_bad_row == "refuse":
+                    raise DataError(f"{question.where}: {error}") from error
+                self._unusable.append(f"{question.where}: {error}")
+        if conversations:
+            yield from self._turns(conversations)
 
     def _turns(
-        self, conversations: list[tuple[Messages, int]], questions: Sequence[Question]
+        self, conversations: list[tuple[Question, Messages, int]]
     ) -> Iterator[tuple[Question, list[Piece]]]:
-        """Yield the pieces of conversations; the number is that of the prompt's messages."""
+        """Yield the pieces of conversations; the number is that of messages not to be learned."""
         turns = [
             (question, messages, place)
-            for question, (messages, first) in zip(questions, conversations, strict=True)
+            for question, messages, first in conversations
             for place in range(first, len(messages))
             if messages[place]["role"] == "assistant"
         ]
@@ -242,39 +274,57 @@ class ExampleEncoder(PromptEncoder):
         return texts
 
     def _conversation(self, question: Question) -> tuple[Messages, int]:
-        """Return all messages, and how many of them are the prompt's."""
+        """Return all messages, and how many of them are not to be learned."""
         messages = self._messages(question)
-        if self._sft.learn == "assistant":
-            if all(one["role"] != "assistant" for one in messages):
-                raise DataError(
-                    f"{question.where}: the conversation has no message of the role assistant, so "
-                    "there is nothing to learn"
-                )
-            return messages, 0
-        answer = self._answer(question)
-        more = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-        return [*messages, *more], len(messages)
+        first = 1  # an answer without anything before it cannot be generated
+        if self._sft.learn == "response":
+            answer, first = self._answer(question), len(messages)
+            more = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+            messages = [*messages, *more]
+        if all(one["role"] != "assistant" for one in messages[first:]):
+            raise UnusableError(
+                "there is no message of the role assistant to learn; the roles are "
+                f"{', '.join(one['role'] for one in messages)}"
+            )
+        return messages, first
+
+    def _without_template(self, question: Question) -> list[Piece]:
+        answer = None if self._sft.learn == "assistant" else self._answer(question)
+        if not isinstance(answer, str) or not isinstance(question.content, str):
+            raise UnusableError(
+                "chat messages need a chat template; the tokenizer has none, or "
+                "task.chat_template is 'never'"
+            )
+        return [(self._plain(question), False), (self._ended(answer), True)]
+
+    def _plain_text(self, question: Question) -> str:
+        if isinstance(question.content, str):
+            return self._plain(question)
+        raise UnusableError(
+            "sft.learn: text takes a text, not chat messages (sft.learn: assistant)"
+        )
+
+    def _ended(self, text: str) -> str:
+        return text if text.endswith(self._end) else text + self._end
 
     def _answer(self, question: Question) -> str | Messages:
         if self._config.kind == "arithmetic":
             example = question.example
             return working(Problem(example["a"], example["b"], 0))
         row, name = question.example["row"], self._sft.response_field
-        answer = row.get(name)
-        if isinstance(answer, str) and answer:
-            return answer
-        if isinstance(answer, list) and answer and all(map(_is_message, answer)):
-            return answer
-        if name in row:
-            raise DataError(
-                f"{question.where}: its {name!r} (sft.response_field) must be a text or a list of "
-                f"chat messages with role and content, got {shortened(repr(answer), 80)}"
+        if name not in row:
+            raise UnusableError(
+                f"the example has no {name!r}; sft.response_field must name one of its fields "
+                f"({shortened(', '.join(map(repr, row)))})"
             )
-        raise DataError(
-            f"{question.where}: the example has no {name!r}; sft.response_field must name one of "
-            f"its fields ({shortened(', '.join(map(repr, row)))})"
-        )
-
-
-def _is_message(one: Any) -> bool:
-    return isinstance(one, dict) and {"role", "content"} <= one.keys()
+        if not isinstance(row[name], str | list):
+            raise UnusableError(
+                f"its {name!r} (sft.response_field) must be a text or a list of chat messages, got "
+                f"{shortened(repr(row[name]), 80)}"
+            )
+        try:
+            return plain_prompt(row[name])
+        except UnusableError as error:
+            raise UnusableError(
+                f"its {name!r} (sft.response_field): {str(error).replace('prompt', 'response')}"
+            ) from error

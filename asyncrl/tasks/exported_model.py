@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.errors import UserError
+from asyncrl.monitoring.terminal.formatting import size
 from asyncrl.trainer.base.errors import CheckpointError
 from asyncrl.trainer.checkpoint import export_files
 from asyncrl.trainer.checkpoint.export_files import default_place, is_export_of
@@ -72,8 +73,8 @@ def describe(exported: Path) -> str:
     record = msgspec.json.decode(
         (exported / export_files.RECORD).read_bytes(), type=export_files.ExportRecord
     )
-    size = sum(one.bytes for one in record.files.values())
-    return f"step {record.policy_version}, {record.dtype}, {size / 1e9:.2f} GB"
+    total = sum(one.bytes for one in record.files.values())
+    return f"step {record.policy_version}, {record.dtype}, {size(total)}"
 
 
 def _export(checkpoint: Path, place: Path, dtype: str | None, *, adapter: bool = False) -> None:

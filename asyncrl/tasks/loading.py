@@ -108,11 +108,13 @@ def load_task(
     sets: Mapping[str, EvaluationSetConfig] | None = None,
     *,
     whole_rows: bool = False,
+    room: int | None = None,
 ) -> Task:
     """Read, split and tokenise the examples.
 
     `model_path` is the result of `resolve_model`, `sets` are the further held-out sets of
-    `evaluation.sets`, and `whole_rows` is as in `dataset_questions`. Raises DataError, naming file
+    `evaluation.sets`, `whole_rows` is as in `dataset_questions`, and `room` is the engine's limit
+    of a prompt in tokens. Raises DataError, naming file
     and line, if an example is unusable, and ModelError if the model lacks a tokenizer or an
     end-of-sequence token.
     """
@@ -121,7 +123,7 @@ def load_task(
     else:
         questions = dataset_questions(config, seed, whole_rows=whole_rows)
     tokenizer = load_tokenizer(model_path)
-    encoder = PromptEncoder(tokenizer, config)
+    encoder = PromptEncoder(tokenizer, config, room)
     train, left_out = encoder.encode(questions[0])
     evaluation, left_out_of_evaluation = encoder.encode(questions[1])
     if not train:

@@ -9,12 +9,13 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.errors import ModelError, UserError
-from asyncrl.suggestions import nearest_path
+from asyncrl.suggestions import looked_from, nearest_path
 from asyncrl.tasks.builtin.tokenizer import END, builtin_tokenizer, make_tokenizer, vocabulary_of
 from asyncrl.tasks.builtin.warm_start_recipe import AGENT_RECIPE, RECIPE, WarmStart, recipe_fields
 from asyncrl.tasks.config import ModelConfig
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 BUILTIN_ARITHMETIC = "builtin:arithmetic"
 
 BUILTIN_AGENT = "builtin:agent"
+
+_TELL_SECONDS = 20.0
+"""Silence without a terminal while the built-in model is trained."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -61,7 +65,7 @@ def resolve_model(config: ModelConfig, progress: Progress | None) -> str:
         raise ModelError(f"model.path: {path!r} is a file; give the directory that holds it")
     if not hub.is_id(path):
         raise ModelError(
-            f"model.path: there is no directory {path!r} (looked from {Path.cwd()}); give a HF "
+            f"model.path: there is no directory {path!r} {looked_from()}; give a HF "
             f"model directory, a hub id such as Qwen/Qwen3-0.6B, or {BUILTIN_ARITHMETIC!r}."
             f"{nearest_path(directory)}"
         )
@@ -134,23 +138,30 @@ def ensure_builtin_model(
 
 
 def _make(directory: Path, recipe: WarmStart, progress: Progress | None) -> None:
-    from asyncrl.tasks.builtin.warm_start import warm_start
-
-    tokenizer = make_tokenizer(vocabulary_of(recipe.task))
     bar = None
     if progress is not None:
         bar = progress.add_task("Warm start of the built-in model (first use)", total=recipe.steps)
         if progress.disable:  # no terminal
+            some = "half a minute to a few" if recipe.task == "arithmetic" else "several"
             text = (
                 f"training the built-in model first (once): {recipe.steps:,} supervised steps, "
-                "half a minute to a few minutes"
+                f"{some} minutes"
             )
             progress.console.print(text, soft_wrap=True, highlight=False)
     log.info("training the built-in model: %d supervised steps", recipe.steps)
+    from asyncrl.tasks.builtin.warm_start import warm_start  # imports torch, which takes seconds
+
+    tokenizer = make_tokenizer(vocabulary_of(recipe.task))
+    told = time.monotonic()
 
     def advance(done: int, total: int) -> None:
-        if progress is not None and bar is not None:
-            progress.update(bar, completed=done, total=total)
+        nonlocal told
+        if progress is None or bar is None:
+            return
+        progress.update(bar, completed=done, total=total)
+        if progress.disable and time.monotonic() - told > _TELL_SECONDS:
+            told = time.monotonic()
+            progress.console.print(f"{done:,} of {total:,} steps", highlight=False)
 
     result = warm_start(tokenizer, recipe, advance)
     with no_transformers_bars():

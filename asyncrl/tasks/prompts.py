@@ -86,6 +86,10 @@ def _epoch_order(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
 log = logging.getLogger(__name__)
 
 Messages = list[dict[str, Any]]
+_HUGE = 1 << 17
+"""Characters of a text that is judged before it is tokenised."""
+_SLACK = 16
+"""Characters per token of such a text, at most, as a multiple of the longest token's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +106,14 @@ class Question:
 class PromptEncoder:
     """Turns questions into prompts: system prompt, chat template, tokens, length limit."""
 
-    def __init__(self, tokenizer: Any, config: TaskConfig) -> None:
-        """Raises DataError if a configured chat template or variable does not exist."""
+    def __init__(self, tokenizer: Any, config: TaskConfig, room: int | None = None) -> None:
+        """`room` is the engine's limit in tokens, if known.
+
+        Raises DataError if a configured chat template or variable does not exist.
+        """
         self._tokenizer = tokenizer
         self._config = config
+        self._room = room
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if config.chat_template == "always" and not has_template:
             raise DataError(
@@ -123,13 +131,14 @@ class PromptEncoder:
         the template fails for a prompt or exceeds its limits, or a prompt is longer than
         `max_prompt_tokens` with `too_long: refuse`.
         """
-        if not questions:
-            return [], 0
-        texts = self._texts(questions)
-        # A chat template contains the special tokens; without one, the tokenizer adds its own.
-        ids = self._tokenizer(texts, add_special_tokens=self._template is None)["input_ids"]
-        prompts, left_out = [], 0
-        for question, text, tokens in zip(questions, texts, ids, strict=True):
+        all_texts = zip(questions, self._texts(questions), strict=True)
+        kept = [(one, text) for one, text in all_texts if not self._is_huge(one, text)]
+        prompts, left_out = [], len(questions) - len(kept)
+        texts, ids = [text for _, text in kept], []
+        if texts:
+            # A chat template contains the special tokens; without one, the tokenizer adds its own.
+            ids = self._tokenizer(texts, add_special_tokens=self._template is None)["input_ids"]
+        for (question, text), tokens in zip(kept, ids, strict=True):
             if not tokens:
                 raise DataError(f"{question.where}: the prompt is empty once tokenised")
             if self._too_long(question, len(tokens)):
@@ -171,13 +180,30 @@ class PromptEncoder:
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         return messages if system is None else [{"role": "system", "content": system}, *messages]
 
-    def _too_long(self, question: Question, length: int) -> bool:
+    def _is_huge(self, question: Question, text: str) -> bool:
+        """Return True for a text to leave out that is too long by its number of characters.
+
+        To tokenise it could take a minute.
+        """
+        if len(text) < _HUGE:
+            return False
+        least = len(text) // (_SLACK * max(map(len, self._tokenizer.get_vocab())))
+        if self._config.max_prompt_tokens is None and least > (self._room or least):
+            raise DataError(
+                f"{question.where}: the prompt has {len(text):,} characters, and the engine has "
+                f"room for {self._room:,} tokens (engine.max_model_len less sampling.max_tokens). "
+                "Shorten it, or leave out long prompts with task.max_prompt_tokens and "
+                "task.too_long: filter"
+            )
+        return self._too_long(question, least, "at least ")
+
+    def _too_long(self, question: Question, length: int, about: str = "") -> bool:
         limit = self._config.max_prompt_tokens
         if limit is None or length <= limit:
             return False
         if self._config.too_long == "refuse":
             raise DataError(
-                f"{question.where}: the prompt has {length} tokens, more than "
+                f"{question.where}: the prompt has {about}{length} tokens, more than "
                 f"task.max_prompt_tokens ({limit}); raise the limit, or leave such prompts out "
                 "with task.too_long: filter"
             )

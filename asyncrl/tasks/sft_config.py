@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from asyncrl.wire.transport.paths import MAX_STEPS, MAX_TOKENS
 
+ALGORITHM = "asyncrl.sft.training:Supervised"
+"""`trainer.algorithm` of a supervised run, which its config.yaml and checkpoints record."""
+
 
 class SftConfig(BaseModel):
     """Supervised fine-tuning, by `asyncrl sft`.
@@ -31,7 +34,7 @@ class SftConfig(BaseModel):
     steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
     """Optimizer steps, in place of `epochs`."""
     max_tokens: int | None = Field(default=None, ge=2, le=MAX_TOKENS)
-    """Longest example in tokens, prompt included; null: the model's limit."""
+    """Longest example in tokens, prompt included, if the model reads as many."""
     too_long: Literal["refuse", "filter", "truncate"] = "refuse"
     """Handling of longer examples. `refuse`: nothing starts. `filter`: they are left out and
     counted. `truncate`: their end is cut off."""

@@ -49,8 +49,8 @@ def drop_repeated(folder: Path, step: int) -> None:
 class TrainedSampleLog:
     """Writes the samples of finished steps. At most one step's records wait at a time.
 
-    `settings` are `run.log_samples` and its companions; the `ranks` share the limit; `labels` name
-    the parts of a reward; `fence` prevents a replaced trainer from writing.
+    `settings` are `run.log_samples` and its companions; this is `rank` of `ranks`, which share the
+    limit; `labels` name the parts of a reward; `fence` stops a replaced trainer from writing.
     """
 
     def __init__(
@@ -60,11 +60,12 @@ class TrainedSampleLog:
         settings: RunSection,
         metrics: TrainerMetrics,
         fence: TrainerLease = UNFENCED,
+        rank: int = 0,
         ranks: int = 1,
         labels: Sequence[str] = (),
     ) -> None:
         limit = (settings.log_samples_mb << 20) // ranks
-        self._files = SampleFiles(folder, limit_bytes=limit)
+        self._files = SampleFiles(folder, limit_bytes=limit, rank=rank)
         self._folder = folder
         self._tokenizer = tokenizer
         self._labels = labels

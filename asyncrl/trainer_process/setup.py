@@ -22,7 +22,6 @@ from asyncrl.launch.shared_memory import weights_id
 from asyncrl.monitoring.errors import MonitoringError
 from asyncrl.monitoring.metrics.metrics import TrainerMetrics
 from asyncrl.monitoring.records.spans import SpanKind
-from asyncrl.monitoring.records.trained_samples import folder_of_rank
 from asyncrl.startup.memory import device_here, local_model, refuse_too_large, shape_of
 from asyncrl.tasks.model_files import parameters
 from asyncrl.trainer.base import errors
@@ -280,10 +279,13 @@ async def _samples(
     shown = ShownSamples(tokenizer, count) if count else None
     if settings.log_samples == "off":
         return None, shown
-    folder = folder_of_rank(child.directory / "samples", spec.rank)
-    labels = child.config.reward_labels
-    files = TrainedSampleLog(folder, tokenizer, settings, child.metrics, fence, spec.ranks, labels)
-    return files, shown
+    folder, labels, place = child.directory / "samples", child.config.reward_labels, spec.rank
+    return (
+        TrainedSampleLog(
+            folder, tokenizer, settings, child.metrics, fence, place, spec.ranks, labels
+        ),
+        shown,
+    )
 
 
 def _failure(_spec: TrainerSpec, error: BaseException) -> from_trainer.Failure | None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import UserError
-from asyncrl.suggestions import nearest
+from asyncrl.suggestions import looked_from, nearest
 from asyncrl.user_code.streams import last_lines
 
 _USERS: list[str] = []
@@ -58,7 +58,7 @@ def check_name(kind: FunctionKind, name: str) -> None:
         )
     if source.endswith(".py"):
         if not Path(source).is_file():
-            raise kind.error(f"{kind.noun} {name!r}: there is no file {source} in {Path.cwd()}")
+            raise kind.error(f"{kind.noun} {name!r}: there is no file {source} {looked_from()}")
     elif not all(part.isidentifier() for part in source.split(".")):
         raise kind.error(
             f"{kind.noun} {name!r}: {source!r} is neither a module's name nor a path that ends in "

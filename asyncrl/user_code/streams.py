@@ -7,6 +7,7 @@ processes of `task.map` and of chat templates load this file.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -16,9 +17,11 @@ from typing import BinaryIO
 import msgspec
 
 TRACEBACK_LINES = 8
+MESSAGE_LINES = 4
+"""Lines of the exception itself; further ones are counted."""
 MESSAGE_CHARACTERS = 4000
-_OWN_CODE = f"{Path(__file__).parents[1]}{os.sep}"
-"""Folder of the frames that call the user's code."""
+_NOT_THEIRS = (f"{Path(__file__).parents[1]}{os.sep}", importlib.__file__, "<frozen importlib")
+"""Beginnings of the files of frames that call the user's code."""
 
 
 def last_lines() -> str:
@@ -27,12 +30,15 @@ def last_lines() -> str:
     if error is None:
         raise RuntimeError("no exception is being handled")
     shown = traceback.TracebackException.from_exception(error)
-    theirs = [not frame.filename.startswith(_OWN_CODE) for frame in shown.stack]
+    theirs = [not frame.filename.startswith(_NOT_THEIRS) for frame in shown.stack]
     first = theirs.index(True) if any(theirs) else -1  # a built-in one: where it was raised
     frames = list(shown.stack)[first:]
+    more = len("".join(shown.format_exception_only()).strip().splitlines()) - MESSAGE_LINES
     while True:  # whole frames, so that no line stands without the one that it belongs to
         shown.stack = traceback.StackSummary.from_list(frames)
         lines = "".join(shown.format()).strip().splitlines()
+        if more > 0:
+            lines[-more:] = [f"... ({more:,} more lines)"]
         if len(lines) <= TRACEBACK_LINES or len(frames) <= 1:
             return bounded("\n".join(lines[-TRACEBACK_LINES:]))
         del frames[0]

@@ -23,11 +23,12 @@ from starlette.types import Receive, Scope, Send
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.monitoring.records.jsonl import read_tail
+from asyncrl.monitoring.records.samples import newest_samples
 from asyncrl.monitoring.report.markup import Child, Markup, element
 from asyncrl.web import orders
 from asyncrl.web.controller_link import Source
 from asyncrl.web.feed import Feed
-from asyncrl.web.sections import NAMES, ORDER_BYTES, newest_samples, recent_spans
+from asyncrl.web.sections import NAMES, ORDER_BYTES, recent_spans
 from asyncrl.web.step_file import StepFile
 from asyncrl.wire.messages import control
 from asyncrl.wire.messages.control import OrderRecord

@@ -19,7 +19,7 @@ import msgspec
 from asyncrl.monitoring.metrics.occupancy import SlotPiece
 from asyncrl.monitoring.records.jsonl import read_tail
 from asyncrl.monitoring.records.metrics_log import recent_evaluations
-from asyncrl.monitoring.records.samples import SampleRecord, trained_on
+from asyncrl.monitoring.records.samples import newest_samples
 from asyncrl.monitoring.records.spans import Span, merge
 from asyncrl.monitoring.report.data import RunData, load_config, load_state, rank_of
 from asyncrl.monitoring.report.health import health
@@ -34,7 +34,6 @@ from asyncrl.wire.messages.control import OrderRecord
 
 RECENT_SECONDS = 120.0
 TIMELINE_BYTES = 1 << 18
-SAMPLE_BYTES = 4 << 20
 ORDER_BYTES = 1 << 18
 _LINE_BYTES = 1 << 16
 _OLDEST_LANE_SECONDS = 30.0
@@ -89,12 +88,6 @@ class EndedSections:
     def drawn(self) -> Mapping[str, Section]:
         """Return all sections."""
         return self._drawn
-
-
-def newest_samples(run: Path, count: int) -> list[SampleRecord]:
-    """Return the last trained samples of samples.jsonl, oldest first."""
-    found = trained_on(read_tail(run / "samples.jsonl", SampleRecord, SAMPLE_BYTES))
-    return found[-count:] if count else []
 
 
 def recent_spans(run: Path, seconds: float) -> dict[str, list[Span]]:

@@ -1,14 +1,35 @@
-"""`samples.jsonl`: a few trajectories of a run, for people to read."""
+"""`samples.jsonl` and `recent/`: a few trajectories of a run, for people to read.
+
+samples.jsonl has one of every n-th step of the whole run. `recent/NAME.jsonl` has a few of each of
+the last steps, from one generator.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import logging
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from asyncrl.monitoring.records.jsonl import RetryingJsonlWriter, read_jsonl
+from asyncrl.monitoring.records.jsonl import (
+    DiskThread,
+    RetryingJsonlWriter,
+    read_jsonl,
+    read_tail,
+)
+
+logger = logging.getLogger(__name__)
+
+RECENT = "recent"
+_RECENT_BYTES = 1 << 18
+_TAIL_BYTES = 4 << 20
+_NEWEST_FILES = 16
+"""Files of `recent/` that are read; the others are older."""
+_PATIENCE_SECONDS = 5.0
 
 TokenProvenance = Literal["sampled", "drafted", "verified", "observed"]
 """Origin of a token: a name of `asyncrl.rollout.trajectory.Provenance` in lower case."""
@@ -83,6 +104,57 @@ class SampleLog(RetryingJsonlWriter[SampleRecord]):
         super().append(*map(_writable, records))
 
 
+class RecentSamples:
+    """Keeps the newest trajectories of one process in the file `path`, up to 256 KiB.
+
+    The file is replaced as a whole. A disk that hangs is waited for once.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines: tuple[bytes, ...] = ()
+        self._disk = DiskThread()
+        self._patience = _PATIENCE_SECONDS
+        self._has_failed = False
+
+    def append(self, record: SampleRecord) -> None:
+        """Add a record, and drop the oldest ones beyond the limit."""
+        lines = [*self._lines, msgspec.json.encode(_writable(record)) + b"\n"]
+        while len(lines) > 1 and sum(map(len, lines)) > _RECENT_BYTES:
+            del lines[0]
+        self._lines = tuple(lines)
+        self._save()
+
+    def forget(self) -> None:
+        """Leave out of the file what was added until now, from the next record on."""
+        self._lines = ()
+
+    def close(self) -> None:
+        """Write what the disk did not take in time. Idempotent."""
+        if self._patience == 0.0:
+            self._save()
+        self._disk.end()
+
+    def _save(self) -> None:
+        if self._disk.has_returned(0.0):
+            self._disk.begin(partial(self._write, self._lines))
+        done = self._disk.has_returned(self._patience)
+        self._patience = _PATIENCE_SECONDS if done else 0.0
+
+    def _write(self, lines: Sequence[bytes]) -> None:
+        part = self._path.with_suffix(".part")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(b"".join(lines))
+            part.replace(self._path)
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("cannot write %s: %s", self._path, error.strerror)
+            self._has_failed = True
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+
+
 def _writable(record: SampleRecord) -> SampleRecord:
     def clean(text: str) -> str:
         return text.encode("utf-8", "replace").decode("utf-8")
@@ -106,6 +178,46 @@ def read_samples(path: Path) -> list[SampleRecord]:
 def trained_on(records: Iterable[SampleRecord]) -> list[SampleRecord]:
     """Select records that are not of an evaluation."""
     return [one for one in records if not one.evaluation]
+
+
+def recent_files(run: Path) -> list[Path]:
+    """The files of `recent/` in a run's folder, changed last first."""
+
+    def changed(path: Path) -> float:
+        with contextlib.suppress(OSError):
+            return path.stat().st_mtime
+        return 0.0
+
+    return sorted((run / RECENT).glob("*.jsonl"), key=changed, reverse=True)
+
+
+def newest_samples(run: Path, count: int) -> list[SampleRecord]:
+    """The last recorded samples that a run was trained on, oldest first.
+
+    It reads the ends of the files.
+    """
+    spread = trained_on(read_tail(run / "samples.jsonl", SampleRecord, _TAIL_BYTES))
+    return _last(with_recent(run, spread), count)
+
+
+def with_recent(
+    run: Path, spread: Sequence[SampleRecord], most: int | None = None
+) -> list[SampleRecord]:
+    """Add samples of `recent/`, at most the last `most`, to those of samples.jsonl, by step."""
+    known = {(one.step, one.sample_id) for one in spread}
+    recent = [
+        one
+        for path in recent_files(run)[:_NEWEST_FILES]
+        for one in read_tail(path, SampleRecord, _TAIL_BYTES)
+        if (one.step, one.sample_id) not in known
+    ]
+    recent.sort(key=lambda one: one.step)
+    added = recent if most is None else _last(recent, most)
+    return sorted([*spread, *added], key=lambda one: one.step)
+
+
+def _last(records: list[SampleRecord], count: int) -> list[SampleRecord]:
+    return records[-count:] if count else []
 
 
 def choose_samples(records: Iterable[SampleRecord], max_samples: int) -> list[SampleRecord]:

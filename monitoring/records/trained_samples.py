@@ -1,8 +1,9 @@
 """`samples/000001.jsonl` and so on: every sample that a run has trained on, once, by step.
 
 When a file is full the next number begins, and the oldest files are removed when all together
-exceed a limit. The trainer is the only writer; its ranks from 1 on write to `samples/rank-1/` and
-so on. It drops the records of steps that it repeats before it adds any (`truncate`).
+exceed a limit. Each rank of the trainer writes separate files, those from 1 on
+`samples/000001-rank-1.jsonl` and so on. The trainer drops the records of steps that it repeats
+before it adds any (`truncate`).
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ import contextlib
 import heapq
 import logging
 import os
+import re
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from asyncrl.monitoring.records.jsonl import JsonlWriter, read_jsonl, whole_lines
+from asyncrl.monitoring.records.jsonl import JsonlWriter, read_jsonl, read_tail, whole_lines
 from asyncrl.monitoring.records.samples import SampleSegment
 
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 64 << 20
 """Size at which the next file begins."""
-_RANK = "rank-"
+_NAME = re.compile(r"(\d+)(?:-rank-(\d+))?\.jsonl")
+_TAIL_BYTES = 8 << 20
 _FILES_IN_LIMIT = 8
 """A limit is divided into at least this many files, so that removing one frees a small part."""
 
@@ -73,12 +77,24 @@ class TrainedSample(msgspec.Struct, frozen=True, omit_defaults=True):
     behaviour_logprobs: list[float] | None = None
     """Log-probability with which each token was drawn; 0 for observed ones."""
 
+    @property
+    def sample_id(self) -> str:
+        """The id that samples.jsonl has."""
+        return f"{self.group}.{self.sample}"
+
+    @property
+    def turns(self) -> int:
+        """Number of the policy's turns: pieces of the response between an environment's."""
+        edges = [0, *(edge for piece in self.observed_at for edge in piece), self.response_length]
+        return sum(start < end for start, end in zip(edges[::2], edges[1::2], strict=True))
+
 
 class SampleFiles:
-    """Appends records to a folder's newest file; removes the oldest beyond `limit_bytes` in all."""
+    """Appends records to a rank's newest file; removes its oldest beyond `limit_bytes` in all."""
 
-    def __init__(self, folder: Path, *, limit_bytes: int) -> None:
+    def __init__(self, folder: Path, *, limit_bytes: int, rank: int = 0) -> None:
         self._folder = folder
+        self._rank = rank
         self._limit = limit_bytes
         self._file_bytes = min(MAX_FILE_BYTES, limit_bytes // _FILES_IN_LIMIT)
         self._writer: JsonlWriter | None = None
@@ -87,7 +103,7 @@ class SampleFiles:
         """Write and flush records. Raises OSError; some may be written then, in whole lines."""
         try:
             if self._writer is None:
-                files = sample_files(self._folder)
+                files = sample_files(self._folder, self._rank)
                 self._writer = JsonlWriter(files[-1] if files else self._path(1))
             self._writer.append(*records)
             if self._writer.path.stat().st_size >= self._file_bytes:
@@ -108,10 +124,11 @@ class SampleFiles:
             self._writer = None
 
     def _path(self, number: int) -> Path:
-        return self._folder / f"{number:06d}.jsonl"
+        rank = f"-rank-{self._rank}" if self._rank else ""
+        return self._folder / f"{number:06d}{rank}.jsonl"
 
     def _remove_oldest(self) -> None:
-        files = sample_files(self._folder)
+        files = sample_files(self._folder, self._rank)
         total = sum(path.stat().st_size for path in files)
         while total > self._limit and len(files) > 1:
             oldest = files.pop(0)
@@ -119,39 +136,49 @@ class SampleFiles:
             oldest.unlink()
 
 
-def sample_files(folder: Path) -> list[Path]:
-    """The files of a sample log, oldest first; empty without the folder."""
-    return sorted((p for p in folder.glob("*.jsonl") if p.stem.isdigit()), key=_number)
+def sample_files(folder: Path, rank: int = 0) -> list[Path]:
+    """A rank's files of a sample log, oldest first; empty without the folder."""
+    return _files_by_rank(folder).get(rank, [])
+
+
+def _files_by_rank(folder: Path) -> dict[int, list[Path]]:
+    found: defaultdict[int, list[Path]] = defaultdict(list)
+    for path in sorted(folder.glob("*.jsonl"), key=_number):
+        if name := _NAME.fullmatch(path.name):
+            found[int(name[2] or 0)].append(path)
+    return dict(found)
 
 
 def read_trained_samples(folder: Path) -> Iterator[TrainedSample]:
     """Read all records of a sample log, of all ranks, in step order. Raises RecordError."""
-    records = (_records(one) for one in [folder, *_folders_of_ranks(folder)])
+    records = map(_records, _files_by_rank(folder).values())
     yield from heapq.merge(*records, key=lambda record: record.step)
 
 
-def folder_of_rank(folder: Path, rank: int) -> Path:
-    """Folder of a trainer rank's files, in the folder of a sample log."""
-    return folder / f"{_RANK}{rank}" if rank else folder
-
-
-def _folders_of_ranks(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"{_RANK}*"))
-
-
-def _records(folder: Path) -> Iterator[TrainedSample]:
-    for path in sample_files(folder):
+def _records(files: Sequence[Path]) -> Iterator[TrainedSample]:
+    for path in files:
         yield from read_jsonl(path, TrainedSample)
+
+
+def newest_trained(folder: Path, count: int) -> list[TrainedSample]:
+    """The last records of a sample log in step order, of as many groups as possible."""
+    found: list[TrainedSample] = []
+    for files in _files_by_rank(folder).values():
+        own: list[TrainedSample] = []
+        for path in reversed(files):
+            if len(own) < count:
+                own = read_tail(path, TrainedSample, _TAIL_BYTES) + own
+        found += own
+    return sorted(found, key=lambda one: (one.step, -one.sample))[-count:]
 
 
 def truncate(folder: Path, *, before_step: int) -> None:
     """Cut the records of `before_step` and later steps, which are trained again. Raises OSError."""
-    for own in [folder, *_folders_of_ranks(folder)]:
-        for path, keep in _files_with(own, before_step):
-            if keep:
-                os.truncate(path, keep)
-            else:
-                path.unlink()
+    for path, keep in _files_with(folder, before_step):
+        if keep:
+            os.truncate(path, keep)
+        else:
+            path.unlink()
 
 
 def copy_later(folder: Path, target: Path, *, from_step: int) -> None:
@@ -159,8 +186,6 @@ def copy_later(folder: Path, target: Path, *, from_step: int) -> None:
 
     A file that `truncate` removes is hard-linked if the disk supports it. Raises OSError.
     """
-    for own in _folders_of_ranks(folder):
-        copy_later(own, target / own.name, from_step=from_step)
     for path, keep in _files_with(folder, from_step):
         target.mkdir(parents=True, exist_ok=True)
         if not keep:
@@ -174,14 +199,15 @@ def copy_later(folder: Path, target: Path, *, from_step: int) -> None:
 
 def _files_with(folder: Path, step: int) -> Iterator[tuple[Path, int]]:
     """Yield files with records from `step` on, newest first, and the bytes before these records."""
-    for path in reversed(sample_files(folder)):
-        size = path.stat().st_size
-        if size == 0:
-            continue  # opened because the file before it is full
-        keep = _bytes_before(path, step)
-        if keep == size:
-            return  # older files hold earlier steps only
-        yield path, keep
+    for files in _files_by_rank(folder).values():
+        for path in reversed(files):
+            size = path.stat().st_size
+            if size == 0:
+                continue  # opened because the file before it is full
+            keep = _bytes_before(path, step)
+            if keep == size:
+                break  # older files hold earlier steps only
+            yield path, keep
 
 
 def _bytes_before(path: Path, step: int) -> int:
@@ -214,4 +240,5 @@ def _step_of(line: bytes, path: Path) -> int | None:
 
 
 def _number(path: Path) -> int:
-    return int(path.stem)
+    name = _NAME.fullmatch(path.name)
+    return int(name[1]) if name else 0

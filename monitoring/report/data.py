@@ -18,7 +18,12 @@ from asyncrl.monitoring.errors import RecordError, ReportError
 from asyncrl.monitoring.metrics.occupancy import SlotPiece, read_slots
 from asyncrl.monitoring.records.jsonl import read_jsonl
 from asyncrl.monitoring.records.metrics_log import read_evaluations, read_metrics
-from asyncrl.monitoring.records.samples import SampleRecord, read_samples, trained_on
+from asyncrl.monitoring.records.samples import (
+    SampleRecord,
+    read_samples,
+    trained_on,
+    with_recent,
+)
 from asyncrl.monitoring.records.spans import Span, read_spans
 from asyncrl.monitoring.report.series import finite
 from asyncrl.monitoring.terminal.evaluation_text import course
@@ -34,6 +39,8 @@ from asyncrl.wire.records.step import (
 )
 
 T = TypeVar("T")
+RECENT_SAMPLES = 4
+"""Samples of the last steps in a report, beside those that are spread over the run."""
 
 
 class BeginningState(msgspec.Struct, frozen=True):
@@ -174,9 +181,8 @@ def load_run(run_dir: Path) -> RunData:
     data.evaluations = _load_or_note(
         data, lambda: read_evaluations(run_dir / "evaluations.jsonl"), []
     )
-    data.samples = _load_or_note(
-        data, lambda: trained_on(read_samples(run_dir / "samples.jsonl")), []
-    )
+    data.samples = _load_or_note(data, lambda: read_samples(run_dir / "samples.jsonl"), [])
+    data.samples = with_recent(run_dir, trained_on(data.samples), RECENT_SAMPLES)
     if (run_dir / "orders.jsonl").exists():
         data.orders = _load_or_note(
             data, lambda: read_jsonl(run_dir / "orders.jsonl", OrderRecord), []

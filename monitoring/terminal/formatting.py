@@ -36,6 +36,19 @@ def count(value: float | None) -> str:
     return f"{value:,.0f}"
 
 
+def size(number_of: float) -> str:
+    """Bytes.
+
+    Example:
+        >>> size(70 * 2**30), size(3 * 2**30), size(5 * 2**20), size(40_000)
+        ('70 GiB', '3.0 GiB', '5 MiB', '39 KiB')
+    """
+    for power, unit in ((30, "GiB"), (20, "MiB")):
+        if (value := number_of / 2**power) >= 1:
+            return f"{value:.1f} {unit}" if power == 30 and value < 10 else f"{value:,.0f} {unit}"
+    return f"{number_of / 1024:.0f} KiB"
+
+
 def counted(number_of: int, what: str) -> str:
     """`1 turn`, `3 turns`."""
     return f"{number_of:,} {what}{'' if number_of == 1 else 's'}"

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 from fake_clock import FakeClock
+from msgspec.structs import replace
+from sample_records import written
 from synthetic_run import make_run
 from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
 from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.monitoring.records.samples import RecentSamples, read_samples
 from asyncrl.monitoring.report.compare import comparison_page, differences, table
 from asyncrl.monitoring.report.data import load_run
 from asyncrl.monitoring.terminal.run_view import RunView
@@ -82,7 +85,24 @@ def test_samples_show_where_tokens_come_from_without_colours_too(runs: Path) -> 
     text = call("samples", "first", "-n", "2", "--runs", str(runs))
     assert text.count("reward ") == 2
     assert re.search(r"\[[^]]+\]", text.split("\n\n", 1)[1]), "drafted tokens stand in brackets"
-    (runs / "first" / "samples.jsonl").unlink()
+    run = runs / "first"
+    recent = RecentSamples(run / "recent" / "generator-0.jsonl")
+    for step in (90, 91):
+        sample = read_samples(run / "samples.jsonl")[0]
+        recent.append(replace(sample, step=step, sample_id="7.1", rewards={"a": 1.0, "b": 0.25}))
+    recent.close()
+    text = call("samples", "first", "-n", "1", "--runs", str(runs))
+    assert "step 91, sample 7.1" in text, "the report's samples end at an earlier step"
+    assert "(a 1.00, b 0.25)" in text
+    written(run / "samples", steps=93)  # run.log_samples
+    text = call("samples", "first", "-n", "5", "--runs", str(runs))
+    assert re.findall(r"step \d+, sample \d+\.\d", text) == [
+        f"step {one}" for one in ("91, sample 91.1", "91, sample 91.0", "91, sample 7.1",
+                                  "92, sample 92.1", "92, sample 92.0")
+    ]  # fmt: skip
+    assert "tokens: 1 sampled, 1 drafted, 0 verified" in text
+    for path in (*run.rglob("samples/*.jsonl"), *run.rglob("recent/*"), run / "samples.jsonl"):
+        path.unlink()
     with pytest.raises(UserError, match="does not have samples yet"):
         call("samples", "first", "--runs", str(runs))
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import importlib.util
+import inspect
 import re
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from asyncrl.config.reference import sections
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-SIDE_BY_SIDE = ("migrating.md",)
 KEYS = {f"{section.path}.{setting.name}" for section in sections() for setting in section.settings}
 ALL = KEYS | {section.path for section in sections()}
 """Dotted paths of settings, and of sections."""
@@ -36,25 +42,94 @@ def is_file_or_code(name: str) -> bool:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_each_setting_that_a_page_names_exists(page: Path) -> None:
     named = set(NAMED.findall(page.read_text(encoding="utf-8")))
-    if page.name in SIDE_BY_SIDE:
+    if page.name == "migrating.md":
         return  # also has keys of other projects, see below
     assert sorted(name for name in named - ALL if not is_file_or_code(name)) == []
 
 
-@pytest.mark.parametrize("name", SIDE_BY_SIDE)
-def test_each_setting_next_to_another_projects_exists(name: str) -> None:
+MIGRATING = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+WITH_DEFAULT = re.compile(r"`([^`]+)`(?: \(`?([^()`]+)`?\))?")
+"""A setting, and its default in parentheses."""
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of the rows of all tables, without their heads."""
     rows = [
         [cell.strip() for cell in line.strip("|\n").split("|")]
-        for line in (ROOT / "docs" / name).read_text(encoding="utf-8").splitlines()
+        for line in text.splitlines()
         if line.startswith("| ")
     ]
-    table = [cells for cells in rows if cells[1] != "asyncrl"]
+    assert all(len(cells) == 3 for cells in rows)
+    return [cells for cells in rows if cells[1] != "asyncrl"]
+
+
+def read(default: object) -> Any:
+    """A default as a page writes it, or as a peer has it."""
+    value = yaml.safe_load(str(default))
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def test_each_setting_next_to_another_projects_exists_with_its_default() -> None:
+    table = rows_of(MIGRATING)
     assert len(table) > 30
-    assert all(len(cells) == 3 for cells in table)
-    named = {
-        key
+    named = [
+        (key.partition(":")[0], default)
         for _, ours, _ in table
-        for key in re.findall(r"`([a-z_]+\.[a-z_.\[\]]+)(?:: [^`]*)?`", ours)
-    }
+        for key, default in WITH_DEFAULT.findall(ours)
+        if "." in key
+    ]
     assert len(named) > 30
-    assert named - KEYS == set()
+    assert {key for key, _ in named} - KEYS == set()
+    own = {
+        f"{section.path}.{setting.name}": setting.default
+        for section in sections()
+        for setting in section.settings
+    }
+    wrong = [(key, own[key]) for key, said in named if said and read(said) != read(own[key])]
+    assert wrong == []
+
+
+def test_the_defaults_of_trl() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trl = pytest.importorskip("trl")
+        asynchronous = importlib.import_module("trl.experimental.async_grpo").AsyncGRPOConfig
+        others = {"stop", "prompt", "None", *inspect.signature(trl.GRPOTrainer).parameters}
+    page = MIGRATING.partition("## From TRL")[2].partition("## From verl")[0]
+    assert f"TRL {trl.__version__}" in page
+    first, _, rest = page.partition("### Asynchronous training")
+    middle, _, last = rest.partition("### Running")
+    for text, config in ((first + last, trl.GRPOConfig), (middle, asynchronous)):
+        fields = {field.name: field.default for field in dataclasses.fields(config)}
+        for theirs, _, _ in rows_of(text):
+            for key, default in WITH_DEFAULT.findall(theirs):
+                if default:
+                    value = fields[key]
+                    assert read(default) == read(getattr(value, "value", value)), key
+                elif key.isidentifier():
+                    assert key in others | fields.keys()
+
+
+def test_the_defaults_of_verl() -> None:
+    found = importlib.util.find_spec("verl")
+    if found is None or found.origin is None:
+        pytest.skip("verl is not installed")
+    place = Path(found.origin).parent
+    assert f"verl {(place / 'version' / 'version').read_text().strip()}" in MIGRATING
+    settings = yaml.safe_load(
+        (place / "trainer" / "config" / "_generated_ppo_trainer.yaml").read_text(encoding="utf-8")
+    )
+    for theirs, _, _ in rows_of(MIGRATING.partition("## From verl")[2]):
+        before = ""
+        for key, default in WITH_DEFAULT.findall(theirs):
+            whole = f"{before.rpartition('.')[0]}{key}" if key.startswith(".") else key
+            before = whole
+            if whole.partition(".")[0] not in settings:
+                continue  # of `fully_async_policy`
+            value = settings
+            for part in whole.split("."):
+                value = value[part]
+            assert not default or read(default) == read(value), whole

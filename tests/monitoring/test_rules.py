@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -12,7 +13,9 @@ import yaml
 from needed_programs import needs, path_of
 
 from asyncrl.config.run_config import RunConfig
+from asyncrl.initialise.write import write_monitoring
 from asyncrl.monitoring.dashboards.panels import ROWS
+from asyncrl.monitoring.metrics.discovery import Target, target_groups
 from asyncrl.monitoring.metrics.metrics import all_specs
 from asyncrl.monitoring.rules.__main__ import faster
 
@@ -288,14 +291,16 @@ def test_every_alert_has_a_fault_that_raises_it() -> None:
 
 
 @needs_promtool
-def test_promtool_accepts_the_rules_and_the_configuration() -> None:
-    for arguments in (
-        ("check", "rules", RULES),
-        ("check", "config", "--syntax-only", RULES.parents[1] / "prometheus.yml"),
-    ):
-        done = promtool(*arguments)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "FAILED" not in done.stdout
+def test_promtool_accepts_the_configuration_that_init_writes_and_its_rules(tmp_path: Path) -> None:
+    write_monitoring(tmp_path)
+    (tmp_path / "runs").mkdir()
+    groups = target_groups("first", "127.0.0.1", {"controller": Target(9100)})
+    (tmp_path / "runs" / "prometheus-first.json").write_text(json.dumps(groups))
+    done = promtool("check", "config", tmp_path / "monitoring" / "prometheus.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 rule files found" in done.stdout
+    for word in ("WARNING", "FAILED"):
+        assert word not in done.stdout, "it finds neither the rules nor the runs"
 
 
 def test_rules_use_declared_metrics() -> None:

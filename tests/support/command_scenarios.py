@@ -69,6 +69,7 @@ RUN_BY: dict[str, str] = {
     """,
     f"{HERE}::test_a_run_of_ones_own_from_its_first_file_to_its_model": """
         asyncrl init
+        asyncrl init --prometheus
         asyncrl doctor run.yaml
         asyncrl doctor CONFIG
         asyncrl doctor [CONFIG]
@@ -110,7 +111,6 @@ RUN_BY: dict[str, str] = {
         asyncrl agent-key ~/agents.key
         asyncrl simulate
         asyncrl simulate --generators 64 --model 7b
-        asyncrl simulate --rule block
     """,
     "tests/asyncrl/run/test_tutorial.py::test_the_commands_of_the_tutorial": """
         asyncrl init first

@@ -111,6 +111,7 @@ def test_only_the_samples_as_denominator_are_unbiased() -> None:
     }
     assert got["sample"] == pytest.approx(1, abs=1e-12)
     assert got["sequence"] < got["token"] < 0.999
+    assert measured(algorithm="grpo") == pytest.approx(0.9867, abs=5e-5)  # as docs and lines say
     # Not only the direction: the leave-one-out baseline gives the very gradient.
     rloo = expected_gradient(TrainerConfig(algorithm="rloo"))
     torch.testing.assert_close(rloo, TRUE, atol=1e-12, rtol=1e-10)

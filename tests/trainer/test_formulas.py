@@ -8,99 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from trained_step import Array, Group, step_of, trained
 
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.trainer.algorithms.base import Finish, StepSums, TokenBatch, finisher, sums_to_go
+from asyncrl.trainer.algorithms.base import sums_to_go
 from asyncrl.trainer.base.algorithm_registry import known_algorithms
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import TrainerError
-from asyncrl.trainer.loss import Objective, make, overlong_penalties
-
-Array = np.ndarray
-
-
-@dataclass
-class Group:
-    """One group: rewards, and for each sample log-probabilities of current and behaviour policy."""
-
-    rewards: Array
-    current: list[Array]
-    behaviour: list[Array]
-    reference: list[Array]
-
-
-def step_of(seed: int, *, groups: int = 3, spread: float = 0.4) -> list[Group]:
-    """A step with groups of 4; the last one has equal rewards, so no signal in a group."""
-    rng = np.random.default_rng(seed)
-    out = []
-    for index in range(groups):
-        lengths = rng.integers(1, 7, 4)
-        current = [rng.normal(-1.5, 0.4, length) for length in lengths]
-        out.append(
-            Group(
-                np.ones(4) if index == groups - 1 else rng.normal(size=4),
-                current,
-                [one + rng.normal(0, spread, len(one)) for one in current],
-                [one + rng.normal(0, 0.5, len(one)) for one in current],
-            )
-        )
-    return out
-
-
-def trained(step: list[Group], **settings: Any) -> tuple[float, list[Array]]:
-    """Value of the step's loss and its gradient by log-probability, as the learner has them.
-
-    Each group is its own micro-batch, as in a stream.
-    """
-    config = TrainerConfig.model_validate(settings)
-    algorithm = make(config)
-    total, grads, parts = 0.0, [], []
-    sums: dict[str, float] = {}
-    silent = tokens = samples = 0
-    for group in step:
-        lengths = np.array([len(one) for one in group.current])
-        logprobs = torch.tensor(np.concatenate(group.current), requires_grad=True)
-        advantages = algorithm.advantages(group.rewards)
-        silent += not advantages.any()
-        tokens, samples = tokens + int(lengths.sum()), samples + len(lengths)
-        weights = 1 / lengths if config.loss_normalization == "sequence" else np.ones(len(lengths))
-        batch = TokenBatch(
-            logprobs,
-            torch.tensor(np.concatenate(group.behaviour)),
-            torch.tensor(np.repeat(advantages, lengths)),
-            torch.tensor(np.repeat(weights, lengths)),
-            torch.tensor(np.concatenate(group.reference)),
-            torch.tensor(np.repeat(np.arange(len(lengths)), lengths)),
-        )
-        found = algorithm.loss(batch)
-        for name, one in found.sums.items():
-            sums[name] = sums.get(name, 0.0) + float(one.reshape(-1)[0])
-        parts.append(
-            {
-                name: (float(one.detach()), torch.autograd.grad(one, logprobs, retain_graph=True))
-                for name, one in found.parts.items()
-            }
-        )
-        (own,) = torch.autograd.grad(found.loss, logprobs)
-        total += float(found.loss.detach())
-        grads.append(own.numpy())
-    last = finisher(algorithm)
-    factors = Finish() if last is None else last.finish(StepSums(len(step), silent, tokens, sums))
-    divisor = tokens if config.loss_normalization == "token" else samples
-    total *= factors.scale
-    for index, per_group in enumerate(parts):
-        grads[index] = grads[index] * factors.scale
-        for name, (value, (grad,)) in per_group.items():
-            total += factors.parts.get(name, 1.0) * value
-            grads[index] = grads[index] + factors.parts.get(name, 1.0) * grad.numpy()
-    return total / divisor, [one / divisor for one in grads]
-
+from asyncrl.trainer.loss import Objective, overlong_penalties
 
 # Published formulas. Each gives, for a sample, its loss before any division and the gradient of it
 # by each token's log-probability.

@@ -137,7 +137,8 @@ class TrainerConfig(BaseModel):
     learning_rate_minimum: float = Field(default=0.0, ge=0, le=1)
     """Learning rate at which cosine and linear end."""
     warmup_steps: int = Field(default=0, ge=0, le=MAX_STEPS)
-    """Optimizer steps over which the learning rate rises linearly."""
+    """Steps of the run over which the learning rate rises linearly: the i-th has i / (this + 1) of
+    the peak."""
     schedule_steps: int | None = Field(default=None, gt=0, le=MAX_STEPS)
     """Step at which cosine and linear reach the minimum; unset: run.steps."""
     weight_decay: float = Field(default=0.0, ge=0, le=10)
@@ -273,7 +274,7 @@ class TrainerConfig(BaseModel):
     fused: bool = True
     """Compute float32 Llama-like models on a CPU in fused layers instead of transformers' own."""
     checkpoint_every: int = Field(default=50, gt=0, le=MAX_STEPS)
-    """Optimizer steps between checkpoints."""
+    """Steps of the run between checkpoints."""
     async_checkpoints: bool = True
     """Write checkpoints while training continues, from a copy in host memory: 12 bytes a parameter,
     divided by the ranks. false: no copy; training waits until each is written."""

@@ -179,7 +179,7 @@ def learning_rate(
     total_steps: int | None,
     peaks: Mapping[int, float] = MappingProxyType({}),
 ) -> float:
-    """Learning rate of optimizer step `step` (from 0): linear warm-up, then the schedule.
+    """Learning rate of the run's step `step` (from 0): linear warm-up, then the schedule.
 
     `peaks` overrides the configured peak, by the first step with each value. The shape stays.
     Raises TrainerError if cosine or linear has no last step, or one inside the warm-up.

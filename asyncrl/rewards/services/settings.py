@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from asyncrl.errors import RewardError, UserError
 from asyncrl.secret_files import refuse_open_file
+from asyncrl.suggestions import written
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def check_numbers(name: str, args: dict[str, Any], more: dict[str, Any] | None =
             what = "a whole number" if kind is int else "a number"
             raise RewardError(
                 f"reward {name!r}: args.{key} must be {what} from {low:g} to {high:g}, "
-                f"got {value!r}"
+                f"got {written(value)}"
             )
 
 

@@ -18,7 +18,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from asyncrl.suggestions import nearest_path
+from asyncrl.suggestions import looked_from, nearest_path
 
 PROBE_SECONDS = 10.0
 """Time limit of the hub's answer, name resolution included."""
@@ -64,7 +64,7 @@ def not_found(name: str, setting: str, kind: str, reason: str) -> str:
     near = nearest_path(Path(name))
     hint = near if near.startswith(" Did") else ""  # an id is rarely meant as a folder
     return (
-        f"{setting}: {name!r} is neither a local {kind} (looked from {Path.cwd()}) nor in the "
+        f"{setting}: {name!r} is neither a local {kind} {looked_from()} nor in the "
         f"hub's cache, and the hub cannot be used: {reason}.{hint}"
     )
 

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import DataError
-from asyncrl.suggestions import shortened
+from asyncrl.suggestions import shortened, written
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.data.map_worker import Answer, Failed, Load, Loaded, Mapped, Refused
 from asyncrl.tasks.data.sources import BadRow, Row, checked, read_rows
@@ -101,7 +101,7 @@ MAX_ID = 200
 _PLACES = 3
 
 
-class _UnusableError(Exception):
+class UnusableError(Exception):
     """A row cannot be used; the message says why."""
 
 
@@ -151,11 +151,11 @@ class _Reading:
                 question = self._question(index, row)
                 before = self.places.setdefault(question.prompt_id, row.where)
                 if before != row.where:
-                    raise _UnusableError(
+                    raise UnusableError(
                         f"{self.section}.id_field {self.config.id_field!r} must be unique, but "
                         f"{question.prompt_id!r} is also at {before}"
                     )
-            except _UnusableError as error:
+            except UnusableError as error:
                 row = BadRow(row.where, str(error))
             else:
                 self.questions.append(question)
@@ -172,15 +172,13 @@ class _Reading:
 
     def _question(self, index: int, row: Row) -> Question:
         config, section = self.config, self.section
-        content = _prompt(_column(row, config.prompt_field, f"{section}.prompt_field"))
+        content = plain_prompt(_column(row, config.prompt_field, f"{section}.prompt_field"))
         answer = None
         if config.answer_field is not None:
             answer = _column(row, config.answer_field, f"{section}.answer_field")
             if isinstance(answer, int | float) and not isinstance(answer, bool):
                 if not math.isfinite(answer):
-                    raise _UnusableError(
-                        f"{config.answer_field!r} is {answer}, not a finite number"
-                    )
+                    raise UnusableError(f"{config.answer_field!r} is {answer}, not a finite number")
                 answer = str(answer)
         identity = str(index)
         if config.id_field is not None:
@@ -223,12 +221,12 @@ class _Reading:
 def _identity(row: Row, name: str, setting: str) -> str:
     value = _column(row, name, setting)
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
-        raise _UnusableError(
-            f"{setting} {name!r} must be a text or an integer, got {shortened(repr(value), 40)}"
+        raise UnusableError(
+            f"{setting} {name!r} must be a text or an integer, got {written(value, 40)}"
         )
     text = str(value)
     if len(text) > MAX_ID:
-        raise _UnusableError(f"the id has {len(text):,} characters, more than {MAX_ID}")
+        raise UnusableError(f"the id has {len(text):,} characters, more than {MAX_ID}")
     return text
 
 
@@ -236,25 +234,25 @@ def _column(row: Row, name: str, setting: str) -> Any:
     values = row.values
     value = values.get(name)
     if name in row.unread and name not in values:
-        raise _UnusableError(f"its {name!r} ({setting}) {row.unread[name]}")
+        raise UnusableError(f"its {name!r} ({setting}) {row.unread[name]}")
     if value is None and name in values:
-        raise _UnusableError(f"its {name!r} ({setting}) is null")
+        raise UnusableError(f"its {name!r} ({setting}) is null")
     if value is None:
         there = shortened(", ".join(repr(key) for key in values)) or "none"
-        raise _UnusableError(
+        raise UnusableError(
             f"the example has no {name!r}; {setting} must name one of its fields ({there})"
         )
     return value
 
 
-def _prompt(content: Any) -> str | Messages:
-    """Return the prompt as a text or as messages whose content is text."""
+def plain_prompt(content: Any) -> str | Messages:
+    """Return the prompt as a text or as messages whose content is text. Raises UnusableError."""
     if isinstance(content, str):
         if not content.strip():
-            raise _UnusableError("the prompt is empty")
+            raise UnusableError("the prompt is empty")
         return content
     if not isinstance(content, list) or not content:
-        raise _UnusableError(
+        raise UnusableError(
             "the prompt must be a text or a list of chat messages with role and content, got "
             f"{type(content).__name__}"
         )
@@ -263,9 +261,8 @@ def _prompt(content: Any) -> str | Messages:
 
 def _message(place: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _UnusableError(
-            f"message {place} of the prompt must have role and content, got "
-            f"{shortened(repr(message), 80)}"
+        raise UnusableError(
+            f"message {place} of the prompt must have role and content, got {written(message, 80)}"
         )
     content = message.get("content")
     if content is None and message.get("tool_calls"):
@@ -273,14 +270,14 @@ def _message(place: int, message: Any) -> dict[str, Any]:
     for part in content if isinstance(content, list) else []:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise _UnusableError(
+            raise UnusableError(
                 f"message {place} of the prompt has a part that is not text ({kind}); prompts are "
                 "text"
             )
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise _UnusableError(
+        raise UnusableError(
             f"the content of message {place} of the prompt must be a text or a list of text "
             f"parts, got {type(content).__name__}"
         )

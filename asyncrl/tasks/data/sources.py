@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from asyncrl.errors import DataError
-from asyncrl.suggestions import nearest_path, shortened
+from asyncrl.suggestions import looked_from, nearest_path, shortened
 from asyncrl.tasks.data import hub
 from asyncrl.user_code.streams import bounded
 
@@ -239,8 +239,7 @@ def read_rows(
     looks_like_file = place.suffix in (*_JSON_LINES, _PARQUET)
     if looks_like_file or not hub.is_id(path):
         raise DataError(
-            f"{setting}: there is no dataset at {path} (looked from {Path.cwd()})."
-            f"{nearest_path(place)}"
+            f"{setting}: there is no dataset at {path} {looked_from()}.{nearest_path(place)}"
         )
     return _from_datasets(path, split, subset, setting, saved=False)
 

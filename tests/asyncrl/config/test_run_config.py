@@ -64,9 +64,26 @@ def test_overrides_reach_any_depth(tmp_path: Path) -> None:
     assert (config.run.name, config.run.steps) == ("b", 7)
 
 
+def test_overrides_reach_into_lists(tmp_path: Path) -> None:
+    file = write(tmp_path, "rewards: {functions: [{name: exact_match}, {name: math_verify}]}\n")
+    sets = ["rewards.functions.1.weight=2", "rewards.functions.2.name=format",
+            "rewards.functions.2.args={pattern: x}", "trainer.betas=[0.8, 0.9]",
+            "trainer.betas.0=0.5"]  # fmt: skip
+    config = load_config(file, sets)
+    functions = [(one.name, one.weight) for one in config.rewards.functions]
+    assert functions == [("exact_match", 1.0), ("math_verify", 2.0), ("format", 1.0)]
+    assert config.trainer.betas == (0.5, 0.9)
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
+        ("trainer: {lr: 1}", [], r"no such key. Did you mean 'learning_rate'"),
+        ("trainer: {foobar: 1}", [], r"None of the \d+ that there are is similar.*--explain"),
+        ("run: {steps: null}", [], r"given: null\)"),
+        ("trainer: {betas: [1, 2]}", ["trainer.betas.x=1"], r"x is no place in a list of 2"),
+        ("trainer: {betas: [1, 2]}", ["trainer.betas.3=1"], r"3 is no place in a list of 2"),
+        ("trainer: {betas: [1, 2]}", ["trainer.betas.1.x=1"], r"1 is a value, not a section"),
         ("schduler: {}", [], r"schduler: there is no such key. Did you mean 'scheduler'"),
         ("trainer: {learning_rat: 1}", [], r"trainer.learning_rat: .*'learning_rate'"),
         ("trainer: {overlong_buffer: 300}", [], r"longer than any response"),

@@ -175,6 +175,15 @@ def test_what_the_trainer_sent_reaches_the_record_whole(watched: Watched) -> Non
     assert watched.gauge("asyncrl_staleness_max_steps") == sent().staleness.max
 
 
+def test_each_step_has_a_line_though_two_finish_between_two_looks(watched: Watched) -> None:
+    watched.begin(0)
+    for step in range(3):
+        watched.finish(step, sent(), TrainerTimes())
+    watched.progress.show(watched.fleet, None)
+    lines = [line for line in watched.said.getvalue().splitlines() if "/3 steps |" in line]
+    assert [line.partition("/")[0] for line in lines] == ["run: 1", "run: 2", "run: 3"]
+
+
 def test_tokens_are_those_of_the_training_phase_and_of_the_run_before(tmp_path: Path) -> None:
     before = StepMetrics(
         step=4, time=1.0, wall_seconds=100.0, tokens=TokenCounts(generated=1000, rejected=5)

@@ -15,7 +15,7 @@ from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.generator.reports import SampleRecorder
 from asyncrl.generator.sample_state import HeldSample
 from asyncrl.generator.turns.conversation import Episode
-from asyncrl.monitoring.records.samples import read_samples, trained_on
+from asyncrl.monitoring.records.samples import newest_samples, read_samples, trained_on
 from asyncrl.rewards.calls import Reward
 from asyncrl.rollout.trajectory import Provenance, SampleId, TrajectoryBuilder
 from asyncrl.wire.messages.to_generator import PromptPayload
@@ -51,7 +51,9 @@ def held(sample: SampleId, length: int) -> HeldSample:
 
 def recorded(folder: Path, rng: random.Random, generators: int) -> list[tuple[int, str, int]]:
     """Step, sample and length of what is recorded of a run in which short answers come first."""
-    recorders = [SampleRecorder(folder, TOKENIZER, config()) for _ in range(generators)]
+    recorders = [
+        SampleRecorder(folder, TOKENIZER, config(), f"generator-{one}") for one in range(generators)
+    ]
     for step in range(STEPS):
         groups = range(GROUPS * step, GROUPS * step + GROUPS)
         samples = [SampleId(group, sample) for group in groups for sample in range(GROUP_SIZE)]
@@ -62,6 +64,9 @@ def recorded(folder: Path, rng: random.Random, generators: int) -> list[tuple[in
             )
     for recorder in recorders:
         recorder.close()
+    newest = newest_samples(folder, GROUPS)
+    assert [one.step for one in newest] == [STEPS - 1] * GROUPS, "a few of the last step"
+    assert len({one.sample_id for one in newest}) == GROUPS, "of different groups"
     records = read_samples(folder / "samples.jsonl")
     return [(one.step, one.sample_id, len(one.tokens)) for one in records]
 
@@ -81,8 +86,26 @@ def test_samples_are_chosen_by_number_and_not_by_arrival(tmp_path: Path) -> None
     assert {sample for _, sample in chosen} == set(range(GROUP_SIZE))
 
 
+def test_recent_samples_forget_the_oldest_and_those_before_a_rewind(tmp_path: Path) -> None:
+    recorder = SampleRecorder(tmp_path, TOKENIZER, config(), "generator-0")
+
+    def record(*steps: int) -> list[int]:
+        for step in steps:
+            sample = SampleId(GROUPS * step, (GROUPS * step + step) % GROUP_SIZE)
+            recorder.consider(held(sample, 2_500), reward=Reward(1.0), step=step)
+        return [one.step for one in newest_samples(tmp_path, 200) if one.step % 4]
+
+    steps = record(*range(1, 20))
+    assert steps[-1] == 19
+    assert (tmp_path / "recent" / "generator-0.jsonl").stat().st_size <= 1 << 18
+    assert len(steps) < 10, "it grows with the run"
+    recorder.rewind()
+    assert record(5)[-1] == 5
+    recorder.close()
+
+
 def test_samples_of_evaluations_are_those_that_the_controller_chose(tmp_path: Path) -> None:
-    recorder = SampleRecorder(tmp_path, TOKENIZER, config())
+    recorder = SampleRecorder(tmp_path, TOKENIZER, config(), "generator-0")
     recorder.evaluated(held(SampleId(3, 1), 2), reward=Reward(0.5, (0.5,)), shown_of="hard")
     recorder.close()
     (one,) = read_samples(tmp_path / "samples.jsonl")
@@ -93,7 +116,7 @@ def test_samples_of_evaluations_are_those_that_the_controller_chose(tmp_path: Pa
 
 
 def test_the_prompt_of_a_sample_is_that_of_its_environment(tmp_path: Path) -> None:
-    recorder = SampleRecorder(tmp_path, TOKENIZER, config())
+    recorder = SampleRecorder(tmp_path, TOKENIZER, config(), "generator-0")
     sample = replace(held(SampleId(3, 1), 2), episode=Episode(0, prompt=np.array([5], np.int32)))
     recorder.evaluated(sample, reward=Reward(0.0), shown_of="hard")
     recorder.close()

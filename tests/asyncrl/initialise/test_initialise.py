@@ -51,8 +51,13 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
 def test_the_command_says_how_to_train(tmp_path: Path) -> None:
     assert main is not None
     folder = tmp_path / "my first"
+    shown = "prometheus --config.file=monitoring/prometheus.yml"
     done = CliRunner().invoke(app, ["init", str(folder)])
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
     assert lines[0] == f"wrote {folder / 'run.yaml'}"
     assert lines[-1] == f"train with: cd '{folder}' && asyncrl run run.yaml"
+    for code in (0, 1):  # the second call overwrites nothing
+        done = CliRunner().invoke(app, ["init", "--prometheus", str(folder)])
+        assert done.exit_code == code, done.output
+        assert code or f"cd '{folder}' && {shown} " in done.output

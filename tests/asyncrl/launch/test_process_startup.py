@@ -15,11 +15,11 @@ import yaml
 from fake_processes import generator_spec, relay_spec, spec
 from msgspec.structs import replace
 
-from asyncrl.child import configure_allocator
 from asyncrl.config.run_config import load_config
 from asyncrl.errors import ConfigError, UserError
 from asyncrl.launch.child_spec import CONFIG_VARIABLE, ChildSpec, TrainerSpec, keys_of, read_spec
 from asyncrl.launch.process_startup import Child, bring_up, without_collecting_the_start
+from asyncrl.launch.start_order import configure_allocator
 from asyncrl.monitoring.metrics.metrics import TrainerMetrics
 from asyncrl.wire import Hub, RunKey
 from asyncrl.wire.messages import from_trainer, to_trainer

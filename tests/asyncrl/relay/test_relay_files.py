@@ -79,12 +79,14 @@ def test_what_is_replaced_as_a_whole_is_copied_as_a_whole(tmp_path: Path) -> Non
         unfinished, cache = "unfinished/step-000004/generator-0.bin", "cache/generator-0.snapshot"
         write(relays.node, unfinished, b"u" * (5 << 20))
         write(relays.node, cache, b"one")
+        write(relays.node, "recent/generator-0.jsonl", b"{}\n")
         write(relays.node, "cache/.generator-0.snapshot.77", b"being written")
         relays.follow("generator-0")
         assert await relays.finish() == {}
         assert (relays.run / unfinished).read_bytes() == b"u" * (5 << 20)
         assert not (relays.node / unfinished).exists(), "the run's folder alone forgets it in time"
         assert (relays.run / cache).read_bytes() == b"one"
+        assert (relays.run / "recent/generator-0.jsonl").read_bytes() == b"{}\n"
         (relays.run / unfinished).unlink()
         (relays.node / cache).unlink()
         write(relays.node, cache, b"another")
@@ -95,6 +97,30 @@ def test_what_is_replaced_as_a_whole_is_copied_as_a_whole(tmp_path: Path) -> Non
         assert await relays.finish() == {}
         assert relays.home.pulled_bytes == before
         assert sorted(path.name for path in relays.run.glob(".pulled/*.part")) == []
+
+    with_relays(tmp_path, work)
+
+
+def test_a_file_that_is_replaced_again_and_again_is_no_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `recent/` is: each time after it was listed, and before it is read."""
+    path, times = "recent/generator-0.jsonl", iter(range(100))
+    list_files = FileClient.list
+
+    async def work(relays: Relays) -> None:
+        async def listed(client: FileClient) -> tuple[files.FileInfo, ...]:
+            found = await list_files(client)
+            (relays.node / path).unlink()
+            write(relays.node, path, b"{}\n" * next(times))
+            return found
+
+        write(relays.node, path, b"{}\n" * 500)
+        monkeypatch.setattr(FileClient, "list", listed)
+        next(times)
+        relays.follow("generator-0")
+        assert await relays.finish() == {}
+        assert 0 < (relays.run / path).stat().st_size < 300
 
     with_relays(tmp_path, work)
 

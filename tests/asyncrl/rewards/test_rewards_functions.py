@@ -64,7 +64,8 @@ def test_names_are_checked() -> None:
     assert "Did you mean 'exact_match'?" in refused("exactmatch")
     assert "must be written" in refused("module:")
     assert "must be written" in refused(":function")
-    assert "there is no file nowhere/r.py" in refused("nowhere/r.py:f")
+    assert "there is no file nowhere/r.py (looked from " in (said := refused("nowhere/r.py:f"))
+    assert "from the folder of the configuration file)" in said
     assert "neither a module's name" in refused("my-module:f")
     check_name("my.module:f")
 

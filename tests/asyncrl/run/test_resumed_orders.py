@@ -20,6 +20,7 @@ from asyncrl.runs.directory import RunDirectory
 from asyncrl.steering.user_commands import ORDERS, with_orders
 from asyncrl.web.orders import SetArguments, set_request
 from asyncrl.wire.messages.control import OrderRecord
+from asyncrl.wire.records.evaluations import EvaluationRecord, SetEvaluation
 
 RATE = "trainer.learning_rate"
 AGENTS = {"kind": "agents", "agents": {"key_file": "k"}}
@@ -125,6 +126,32 @@ def test_a_number_stays_in_force_if_the_command_is_repeated(tmp_path: Path) -> N
     assert resumed(tmp_path, "launcher.generators=1").launcher.generators == 3
     other = resumed(tmp_path, "launcher.generators=2", launcher={"generators": 2})
     assert other.launcher.generators == 2
+
+
+def test_a_complete_run_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(*_: object) -> None:
+        raise UserError("it would begin")
+
+    monkeypatch.setattr("asyncrl.startup.prepare.prepare", prepare)
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run: {{name: mine, directory: {tmp_path}}}\n")
+    run = RunDirectory.create(load_config(file, []), resume=False, clean=False)
+    run.state.ended = "done"
+    run.write_state()
+    run.close()
+    for words in ("--resume", "--continue"):
+        done = CliRunner().invoke(app, ["run", str(file), words])
+        assert done.exit_code == 0
+        assert "is complete; there is nothing to do. --set run.steps=N trains" in done.output
+    more: tuple[tuple[str, ...], ...] = (("--set", "run.steps=200"), ("--changed-data",))
+    for words in (*more, ("--resume-from", "3")):
+        again = CliRunner().invoke(app, ["run", str(file), "--resume", *words])
+        assert str(again.exception) == "it would begin"
+    incomplete = {"held_out": SetEvaluation(prompts=2, samples=0, accuracy=None, unscored=4)}
+    record = EvaluationRecord(step=100, when="after", time=1.0, sets=incomplete)
+    monkeypatch.setattr("asyncrl.cli.training._evaluations", lambda _: [record])
+    again = CliRunner().invoke(app, ["run", str(file), "--resume"])
+    assert str(again.exception) == "it would begin", "the newest weights are measured again"
 
 
 def test_orders_that_cannot_be_read_are_not_passed_over(

@@ -14,7 +14,13 @@ from whole_checkpoints import WEIGHTS, truncate, write_whole
 from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.errors import UserError
 from asyncrl.monitoring.records.metrics_log import read_evaluations, read_metrics
-from asyncrl.monitoring.records.samples import SampleLog, SampleRecord, read_samples
+from asyncrl.monitoring.records.samples import (
+    RecentSamples,
+    SampleLog,
+    SampleRecord,
+    newest_samples,
+    read_samples,
+)
 from asyncrl.monitoring.records.trained_samples import read_trained_samples
 from asyncrl.monitoring.records.trained_samples import truncate as truncate_samples
 from asyncrl.monitoring.report.write import write_report
@@ -175,7 +181,7 @@ def test_settings_of_another_run_are_refused_before_anything_is_moved(tmp_path: 
     before = contents(folder)
     with pytest.raises(UserError, match=r"betas: \[0\.9, 0\.999\] -> \[0\.5, 0\.5\]"):
         resume(tmp_path, 2, trainer={"betas": (0.5, 0.5)})
-    with pytest.raises(UserError, match=r"sampling\.stop was \[\] and is now \['END'\]"):
+    with pytest.raises(UserError, match=r"stop was \[\] and is now \[.END.\]"):
         resume(tmp_path, 2, sampling={"stop": ["END"]})
     assert contents(folder) == before
     assert len(resume(tmp_path, 2, trainer={"learning_rate": 1e-3})) == 1
@@ -261,9 +267,14 @@ def test_samples_of_an_evaluation_stay_with_its_record(tmp_path: Path) -> None:
     log = SampleLog(folder / "samples.jsonl")
     log.append(*(SampleRecord(at, "", [], [], [], 1.0, evaluation=kind) for at, kind in kinds))
     log.close()
+    recent = RecentSamples(folder / "recent" / "generator-0.jsonl")
+    for step in (1, 3):
+        recent.append(SampleRecord(step, "", [], [], [], 1.0, sample_id=f"{step}.0"))
+    recent.close()
     resume(tmp_path, 2)
     left = [(one.step, one.evaluation) for one in read_samples(folder / "samples.jsonl")]
     assert left == [(1, ""), (2, "held_out")]
+    assert [one.step for one in newest_samples(folder, 9)] == [1, 1], "step 3 is trained again"
 
 
 def test_records_are_copied_before_a_checkpoint_is_moved(

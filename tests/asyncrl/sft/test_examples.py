@@ -23,6 +23,7 @@ FORGETFUL = TEMPLATE.replace(
     "{{ m['content'][:1 if m['role'] == 'assistant' and not loop.last else 9] }}",
 )
 """Writes all answers but the last message in another way, as Qwen3 does with thinking."""
+PART = {"type": "text", "text": "2"}
 TALK: Messages = [
     {"role": "user", "content": "1+1"},
     {"role": "assistant", "content": "22"},
@@ -71,6 +72,12 @@ def marked(example: Example) -> str:
             ["u:1+1.$a:[22.$]", "u:1+1.$a:2.$u:2+2.$a:[44.$]"],
         ),
         ({"content": "12+34", "learn": "text"}, ["1[2+34$]"]),
+        ({"content": "12+34<end>", "learn": "text"}, ["1[2+34$]"]),
+        ({"content": TALK[1:], "learn": "assistant"}, ["a:22.$u:2+2.$a:[44.$]"]),
+        (
+            {"content": "1+1", "row": {"response": [{"role": "assistant", "content": [PART]}]}},
+            ["u:1+1.$a:[2.$]"],
+        ),
         (
             {
                 "content": TALK,
@@ -83,7 +90,8 @@ def marked(example: Example) -> str:
     ],
     ids=[
         *("response", "messages as response", "no template", "assistant", "ends with a user"),
-        *("rewritten turns", "text", "truncated"),
+        *("rewritten turns", "text", "text with its end", "begins with an answer"),
+        *("parts", "truncated"),
     ],
 )
 def test_what_is_learned(given: dict[str, Any], expected: list[str]) -> None:
@@ -102,7 +110,12 @@ def test_what_is_learned(given: dict[str, Any], expected: list[str]) -> None:
     [
         ({"content": "1", "row": {"answer": "2"}}, "line 8: .* no 'response'; sft.response_field"),
         ({"content": "1", "row": {"response": 2}}, "line 8: its 'response' .* must be a text"),
-        ({"content": TALK[:1], "learn": "assistant"}, "line 8: .* no message of the role assist"),
+        ({"content": "1", "row": {"response": [TALK[0]]}}, "line 8: .* the roles are user, user"),
+        ({"content": TALK, "learn": "text"}, "line 8: sft.learn: text takes a text"),
+        (
+            {"content": TALK[:1], "learn": "assistant"},
+            "line 8: .* no message of the role assistant",
+        ),
         ({"content": TALK, "learn": "assistant", "template": None}, "line 8: .* chat template"),
         (
             {"content": "1", "row": {"response": "2"}, "max_tokens": 3},
@@ -130,5 +143,28 @@ def test_examples_that_are_too_long_are_left_out_and_counted(
     """As the user wishes."""
     row = {"response": "2"}
     assert encoded("1" * 9, row, max_tokens=10, too_long="filter") == []
-    assert "left out 1 of 1 examples longer than 10 tokens" in caplog.text
+    assert "left out 1 examples longer than 10 tokens" in caplog.text
     assert len(encoded("1", row, max_tokens=10, too_long="filter")) == 1
+
+
+def test_unusable_rows_are_skipped_where_the_task_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And counted, with the first one's reason."""
+    task = TaskConfig(kind="dataset", path="rows.jsonl", on_bad_row="skip", chat_template="never")
+    encoder = ExampleEncoder(builtin_tokenizer(), task, SftConfig())
+    rows: list[dict[str, Any]] = [{"response": "2"}, {"response": None}, {}]
+    questions = [
+        Question(str(n), "1+1", {"row": row}, f"rows.jsonl, line {n}") for n, row in enumerate(rows)
+    ]
+    assert [one.name for one in encoder.examples(questions)] == ["0"]
+    assert "left out 2 rows (task.on_bad_row: skip), the first: rows.jsonl, line 1" in caplog.text
+
+
+def test_an_example_is_at_most_what_the_model_reads() -> None:
+    """Without `sft.max_tokens`, too."""
+    task = TaskConfig(kind="dataset", path="rows.jsonl", chat_template="never")
+    encoder = ExampleEncoder(builtin_tokenizer(), task, SftConfig(), most_tokens=5)
+    question = Question("0", "1+1", {"row": {"response": "222"}}, "rows.jsonl, line 1")
+    with pytest.raises(DataError, match=r"7 tokens, more than the model's limit \(5\)"):
+        encoder.examples([question])

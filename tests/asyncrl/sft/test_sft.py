@@ -19,14 +19,15 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from asyncrl.cli.entry import app
-from asyncrl.config.run_config import RunConfig, parse_config
-from asyncrl.errors import UserError
+from asyncrl.config.run_config import RunConfig, load_config, parse_config
+from asyncrl.errors import RunFailed, UserError
 from asyncrl.monitoring.records.metrics_log import read_evaluations, read_metrics
 from asyncrl.runs.directory import find_run
 from asyncrl.sft import command
 from asyncrl.sft.command import with_settings
 from asyncrl.sft.training import SftTraining
 from asyncrl.tasks.examples import Examples, load_examples
+from asyncrl.tasks.model_tokenizer import load_tokenizer
 from asyncrl.tasks.prompts import prompt_order
 
 Typed = Callable[..., str]
@@ -53,16 +54,21 @@ def settings(rows: Path, model: Path, **more: Any) -> dict[str, Any]:
     }
 
 
+def invoke(*words: str) -> str:
+    """Type a command; returns its output, and raises its error."""
+    result = CliRunner().invoke(app, words)
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
 @pytest.fixture
 def typed(rows: Path, own_model: Path, tmp_path: Path) -> Typed:
     """Types `asyncrl sft run.yaml` with these options and trainer settings; returns its output."""
 
     def type_it(*options: str, **more: Any) -> str:
         (tmp_path / "run.yaml").write_text(json.dumps(settings(rows, own_model, **more)))
-        result = CliRunner().invoke(app, ["sft", "run.yaml", *options])
-        if result.exception is not None:
-            raise result.exception
-        return result.output
+        return invoke("sft", "run.yaml", *options)
 
     return type_it
 
@@ -70,7 +76,7 @@ def typed(rows: Path, own_model: Path, tmp_path: Path) -> Typed:
 def training_of(rows: Path, model: Path, **more: Any) -> tuple[RunConfig, Examples, SftTraining]:
     """The loop of one rank, in this process."""
     config = parse_config(settings(rows, model, **more), source="here")
-    examples = load_examples(config.task, config.sft, str(model), config.run.seed)
+    examples = load_examples(config.task, config.sft, load_tokenizer(str(model)), config.run.seed)
     config = with_settings(config, 6)
     return config, examples, SftTraining(config, examples, str(model))
 
@@ -117,11 +123,11 @@ def test_it_learns_and_says_so(typed: Typed, tmp_path: Path) -> None:
     assert (result["loss_before"], result["loss_after"]) == (before, after)
     for text in ("36 examples to train on, 4 held out", "step 6/6 | loss", f"{after:.4f}"):
         assert text in said
-    listed = CliRunner().invoke(app, ["list", "--runs", str(run.parent)]).output
+    listed = invoke("list", "--runs", str(run.parent))
     assert "words-sft" in listed
     assert "done" in listed
-    status = CliRunner().invoke(app, ["status", "words-sft", "--runs", str(run.parent)])
-    assert f"held-out loss {before:.4f} → {after:.4f}" in status.output
+    status = invoke("status", "words-sft", "--runs", str(run.parent))
+    assert f"held-out loss {before:.4f} → {after:.4f}" in status
     with pytest.raises(UserError, match="a run of supervised fine-tuning"):
         find_run("words-sft", run.parent)
     with pytest.raises(UserError, match="is in use"):
@@ -130,7 +136,7 @@ def test_it_learns_and_says_so(typed: Typed, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}], ids=["whole", "LoRA"])
 def test_a_run_that_is_stopped_continues_to_the_same_weights(
-    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any]
+    typed: Typed, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any]
 ) -> None:
     """Ctrl-C ends it after the step, with a checkpoint; the same command continues it."""
     run = tmp_path / "runs/words-sft"
@@ -151,6 +157,12 @@ def test_a_run_that_is_stopped_continues_to_the_same_weights(
         said = typed("--clean", **lora)
     assert "stopped after 3 steps; continue with: asyncrl sft run.yaml --resume" in said
     assert "ended" in (run / "run.json").read_text()
+    rows.write_text((before := rows.read_text()).replace("say 3", "tell 3"))
+    with pytest.raises(UserError, match="the chat template or the tokenizer have changed"):
+        typed("--resume", **lora)
+    rows.write_text(before)
+    with pytest.raises(UserError, match="which `asyncrl sft` begins and continues"):
+        invoke("run", str(run / "config.yaml"), "--resume")
     typed("--resume", **lora)
     assert [one.step for one in read_metrics(run / "metrics.jsonl")] == list(range(6))
     for name, tensors in whole.items():
@@ -180,6 +192,8 @@ def test_two_ranks_learn_what_one_does(typed: Typed, tmp_path: Path) -> None:
     [
         (("--set", "sft.epochs=1"), "epochs and steps both say how long to train"),
         (("--set", "sft.response_field=reply"), "no 'reply'; sft.response_field must name one"),
+        (("--set", "sft.warmup_steps=6"), "sft.warmup_steps: 6 of 6 steps leave none"),
+        (("--set", "sft.max_tokens=4"), "more than sft.max_tokens (4)"),
         (("--set", "trainer.ranks=9"), "sft.batch_size (8) leaves some of trainer.ranks (9)"),
         (("--resume",), "there is no run to resume"),
         (("--resume", "--clean"), "give only one of them"),
@@ -192,3 +206,22 @@ def test_mistakes_are_named_before_anything_starts(
     with pytest.raises(UserError, match=re.escape(said)):
         typed(*options)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_of_another_algorithm_can_be_fine_tuned_with(typed: Typed, tmp_path: Path) -> None:
+    """What speaks of rewards, critics and groups means nothing here, and config.yaml is whole."""
+    ppo = {"algorithm": "ppo", "critic": {"head_start_steps": 20}, "minibatches": 2}
+    typed("--set", "sft.steps=1", **ppo)
+    (step,) = read_metrics(tmp_path / "runs/words-sft/metrics.jsonl")
+    assert step.learning.grad_norm > 0
+    load_config(tmp_path / "runs/words-sft/config.yaml")
+
+
+def test_a_rank_that_ends_before_it_joins_is_not_waited_for(
+    typed: Typed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its last words are in the error, and the folder says that the run failed."""
+    monkeypatch.setattr(command, "child_environment", lambda *_: {"PYTHONHOME": "/nowhere"})
+    with pytest.raises(RunFailed, match="rank 1 ended with exit code 1 before it joined"):
+        typed(ranks=2)
+    assert '"ended":"failed"' in (tmp_path / "runs/words-sft/run.json").read_text()

@@ -152,7 +152,7 @@ def test_the_command():
         return CliRunner().invoke(app, [*base, *more])
 
     result = said("--environment-latency", "1", "--turns", "3", "--json")
-    assert json.loads(result.output)["verify"]["environment_idle"] > 0
+    assert json.loads(result.stdout)["verify"]["environment_idle"] > 0
     table = said("--environment-latency", "1", "--turns", "3").output
     assert "environments that take 1 s a turn" in " ".join(table.split())
     assert "env. idle" in table

@@ -103,6 +103,6 @@ def test_the_command_takes_a_run_and_a_configuration():
     ]
     done = CliRunner().invoke(app, [*arguments, "--mode", "sync", "--mode", "verify", "--json"])
     assert done.exit_code == 0, done.output
-    outcomes = json.loads(done.output)
+    outcomes = json.loads(done.stdout)
     assert list(outcomes) == ["sync", "verify", "as configured"]
     assert outcomes["sync"]["step_seconds"] > outcomes["as configured"]["step_seconds"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import time
 from statistics import NormalDist
 
 import numpy as np
@@ -255,9 +256,20 @@ def test_the_command_prints_every_mode():
     arguments = ["simulate", "--generators", "2", "--slots", "8", "--steps", "4", "--json"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    outcomes = json.loads(done.output)
+    outcomes = json.loads(done.stdout)
     assert list(outcomes) == list(MODES)
     assert outcomes["sync"]["step_seconds"] > outcomes["keep(4)"]["step_seconds"]
+    first, size, *others = done.stderr.splitlines()
+    assert first.startswith("simulating")
+    assert size == "4 steps of 2 generators in each mode"
+    assert [line.partition(":")[0] for line in others] == list(MODES), "as each is done"
+
+
+def test_what_the_command_simulates_by_default_takes_less_than_a_minute():
+    began = time.process_time()
+    Cluster().simulate("sync")
+    # A mode with verification takes up to twice as long as this one.
+    assert 2 * len(MODES) * (time.process_time() - began) < 60
 
 
 def test_a_rejected_request_drafts_no_more_than_it_had_generated():

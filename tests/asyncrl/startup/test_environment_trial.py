@@ -102,7 +102,7 @@ def test_what_fails_in_reset_is_refused(source: Path, name: str, said: str) -> N
 def test_what_the_run_is_about_to_do_says_how_it_goes_back(source: Path) -> None:
     name = f"{source}:Good"
     (line,) = tried(source, "Good", "environment.max_turns=1")
-    said = f"{name}: at most 1 a sample; goes back by replay (deterministic)"
+    said = f"{name}: at most 1 a sample, with 32 tokens in all; goes back by replay (deterministic)"
     assert line.startswith(f"turns      {said}")
     line, warning, few = tried(
         source, "Forgetful", "scheduler.on_update=verify", "environment.sessions=2"

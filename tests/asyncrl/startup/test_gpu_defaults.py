@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -240,7 +241,9 @@ def test_a_run_is_prepared_with_what_is_chosen(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     place_untrained(tmp_path / "cache", WarmStart())
     monkeypatch.setattr(prepare_module, "place", lambda _config: plan((9, 0), (9, 0)))
-    console = Console(record=True, width=200)
+    monkeypatch.setattr(prepare_module, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(prepare_module, "check_rewards", lambda _rewards: time.sleep(0.5))
+    console = Console(record=True, width=200, force_terminal=False)
     run = {"epochs": 2}
     found = prepare_module.prepare(config(engine={"max_model_len": 512}, run=run), console)
     groups = found.config.scheduler.groups_per_step
@@ -249,6 +252,7 @@ def test_a_run_is_prepared_with_what_is_chosen(
     assert found.config.trainer.dtype == "bfloat16"
     assert found.config.cache.max_draft_tokens == 16
     said = console.export_text()
+    assert said.startswith("checking the rewards and the environment ...\n"), "it takes long"
     assert f"{found.config.run.steps:,} steps of" in said
     assert "(run.epochs: 2)" in said
     assert "compute    trainer in bfloat16" in said

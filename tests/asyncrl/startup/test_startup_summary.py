@@ -46,7 +46,8 @@ def plan(count: int, **needs: Any) -> GpuPlan:
 def test_an_environment_has_a_line_of_its_own() -> None:
     line = startup_summary.turns_line(config(environment={"name": "guessing", "workers": 2}), None)
     assert line == (
-        "turns      guessing: at most 16 a sample; not tried; 128 open at once, in 2 processes"
+        "turns      guessing: at most 16 a sample, with 256 tokens in all; not tried; "
+        "128 open at once, in 2 processes"
     )
 
 
@@ -72,6 +73,8 @@ def test_a_size_that_cannot_be_read_refuses_nothing(tmp_path: Path, damage: byte
     assert parameters(tmp_path / "none") is None
 
 
+USUAL = ", as is usual (cosine 0.987 in docs/algorithms.md's example; dr_grpo: 1)"
+
 STD = "loss_normalization: token, advantage_normalization: std"
 
 SEVERAL = "stale samples beyond importance_cap, samples seen before"
@@ -88,7 +91,7 @@ IN_LOSS = "correction: the ratio in the loss"
             {"trainer": {"algorithm": "rloo"}},
             UNBIASED,
         ),
-        ({}, f"grpo: gradient biased by {STD}; on-policy, nothing to correct"),
+        ({}, f"grpo: gradient biased by {STD}{USUAL}; on-policy, nothing to correct"),
         (
             {
                 "trainer": {"algorithm": "dr_grpo", "correction": "none"},

@@ -171,6 +171,35 @@ def test_long_prompts_are_refused_or_left_out(
         )
 
 
+def test_a_huge_row_is_judged_before_it_is_tokenised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    builtin_tokenizer().save_pretrained(model)
+    lines = [*examples(9), {"question": "what " * 3_000_000, "solution": 0}]
+    path = write_examples(tmp_path / "q.jsonl", lines)
+    given: list[int] = []
+    tokenizer = type(builtin_tokenizer())
+    tokenise = tokenizer.__call__
+
+    def counted(own: Any, texts: list[str], **options: Any) -> Any:
+        given.extend(map(len, texts))
+        return tokenise(own, texts, **options)
+
+    monkeypatch.setattr(tokenizer, "__call__", counted)
+    with pytest.raises(DataError, match=r"q\.jsonl:10: .* 15,000,0\d\d characters.* 512 tokens"):
+        load_task(config(path, evaluation_size=0), str(model), seed=0, room=512)
+    settings = {"evaluation_size": 0, "max_prompt_tokens": 400}
+    with pytest.raises(DataError, match=r"q\.jsonl:10: the prompt has at least \d+ tokens"):
+        load_task(config(path, **settings), str(model), seed=0)
+    task = load_task(config(path, too_long="filter", **settings), str(model), seed=0)
+    assert (len(task.train), task.left_out) == (9, 1)
+    assert max(given) < 1000
+    write_examples(tmp_path / "q.jsonl", lines[-1:])
+    with pytest.raises(DataError, match="all 1 training prompts are longer"):
+        load_task(config(path, too_long="filter", **settings), str(model), seed=0)
+
+
 def test_a_model_without_tokenizer_or_stop_token(tmp_path: Path) -> None:
     path = write_examples(tmp_path / "q.jsonl", examples(5))
     with pytest.raises(ModelError, match=r"needs tokenizer\.json"):

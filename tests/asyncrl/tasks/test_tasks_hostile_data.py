@@ -134,7 +134,7 @@ def test_ids_are_unique_short_and_text_or_integers(tmp_path: Path) -> None:
     assert ids("a", 7) == ["7", "a"]
     for bad, message in (
         (7, r"q\.jsonl:3: .*must be unique, but '7' is also at .*q\.jsonl:2"),
-        (True, "must be a text or an integer, got True"),
+        (True, "must be a text or an integer, got true"),
         ("", "must be a text or an integer"),
         ([1], "must be a text or an integer"),
         ("x" * 500, "the id has 500 characters"),

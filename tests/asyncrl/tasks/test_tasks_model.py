@@ -63,12 +63,18 @@ def test_created_once_with_progress_and_without_leftovers(tmp_path: Path) -> Non
     assert [entry.name for entry in tmp_path.iterdir()] == [place.name]
 
 
-def test_without_a_terminal_a_line_says_what_takes_so_long(tmp_path: Path) -> None:
+def test_without_a_terminal_lines_say_what_takes_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     progress = Progress(console=Console(file=io.StringIO()), disable=True)
     for _ in range(2):  # the second time nothing is made
         ensure_builtin_model(tmp_path, progress, SMOKE_START)
     said = progress.console.file.getvalue()  # type: ignore[attr-defined]
     assert said.count("training the built-in model first (once): ") == said.count("\n") == 1
+    monkeypatch.setattr("asyncrl.tasks.model._TELL_SECONDS", -1.0)
+    ensure_builtin_model(tmp_path / "again", progress, SMOKE_START)
+    said = progress.console.file.getvalue()  # type: ignore[attr-defined]
+    assert said.endswith(f"{SMOKE_START.steps} of {SMOKE_START.steps} steps\n")
 
 
 @pytest.mark.slow

@@ -46,3 +46,13 @@ def test_of_code_that_is_all_ours_the_last_frame_is_shown() -> None:
         f'  File "{place}", line 3, in reset',
         "ValueError: a row needs `program`",
     ]
+
+
+def test_a_long_text_of_an_exception_hides_neither_its_kind_nor_its_place() -> None:
+    try:
+        raise ValueError("\n".join(map(str, range(20))))
+    except ValueError:
+        lines = last_lines().splitlines()
+    assert lines[-5:] == ["ValueError: 0", "1", "2", "3", "... (16 more lines)"]
+    assert "test_error_text.py" in lines[1]
+    assert len(lines) <= TRACEBACK_LINES

@@ -12,7 +12,7 @@ from sample_records import record, written
 from asyncrl.monitoring.records.trained_samples import (
     SampleFiles,
     copy_later,
-    folder_of_rank,
+    newest_trained,
     read_trained_samples,
     sample_files,
     truncate,
@@ -127,14 +127,17 @@ def test_a_damaged_line_does_not_hide_the_steps_before_it(tmp_path: Path) -> Non
 
 def test_the_samples_of_several_ranks_are_one_log(tmp_path: Path) -> None:
     for rank in (0, 1):
-        files = SampleFiles(folder_of_rank(tmp_path, rank), limit_bytes=1 << 30)
+        files = SampleFiles(tmp_path, limit_bytes=1 << 30, rank=rank)
         for step in range(6):
             if step % 3 != rank:  # neither rank has samples of every step
                 files.append([record(step)])
         files.close()
     assert steps_of(tmp_path) == [0, 1, 2, 2, 3, 4, 5, 5]
+    lines = b"".join(path.read_bytes() for path in tmp_path.glob("*.jsonl")).splitlines()
+    assert len(lines) == 8, "one folder has all"
+    assert [one.step for one in newest_trained(tmp_path, 3)] == [4, 5, 5]
     copy_later(tmp_path, tmp_path / "kept", from_step=3)
     truncate(tmp_path, before_step=3)
     assert steps_of(tmp_path) == [0, 1, 2, 2]
-    assert steps_of(folder_of_rank(tmp_path, 1)) == [0, 2]
+    assert len(sample_files(tmp_path, 1)) == 1
     assert steps_of(tmp_path / "kept") == [0, 1, 2, 2, 3, 4, 5, 5]

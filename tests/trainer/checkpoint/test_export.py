@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,7 +101,8 @@ def test_asyncrl_export_replaces_nothing_and_says_what_it_wrote(run: Path, tmp_p
         return done.output if done.exception is None else str(done.exception)
 
     place = run / "exports" / "step-000001"
-    assert f"exported: {place} (step 1, float32, " in asyncrl()
+    assert f"exported: {place} (step 1, float32, " in (said := asyncrl())
+    assert re.search(r"[1-9]\d* KiB\)", said), "not 0.00 GB"
     assert f"already exported: {place}" in asyncrl("--step", 1)
     assert (place / "tokenizer.json").read_text() == '{"kept": true}'
     modes = {path.stat().st_mode & 0o777 for path in (place, *place.iterdir())}

@@ -146,7 +146,8 @@ def read_manifest(directory: Path) -> Manifest:
 def verify_files(directory: Path, manifest: Manifest, *, only: tuple[str, ...] = ("",)) -> None:
     """Compare size and digest of every listed file whose name has one of these prefixes.
 
-    Raises CheckpointError, naming the first file that is missing, truncated, changed or unlisted.
+    Raises CheckpointError, naming the first file that is missing, truncated, changed, or unlisted
+    where transformers would read it.
     """
     for path in sorted((directory / "model").rglob("*")):
         name = path.relative_to(directory).as_posix()

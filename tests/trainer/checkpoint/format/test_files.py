@@ -36,6 +36,7 @@ from asyncrl.trainer.checkpoint.format.manifest import (
 
 MANIFEST = "manifest.json"
 
+UNREAD = ("note.md", "model/.nfs0001", "model/README.md", "state/rank-7.safetensors")
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda at: truncate(at / WEIGHTS), r"00001\.safetensors is truncated: \d+ of \d"),
     "empty": (lambda at: (at / WEIGHTS).write_bytes(b""), r"is truncated: 0 of \d+ bytes"),
@@ -107,6 +108,13 @@ def test_the_newest_whole_one_is_chosen_without_reading_older_ones(tmp_path: Pat
     (tmp_path / "step-9999999").write_text("a file of that name")
     point = choose(tmp_path)
     assert (point.directory, point.step, point.faults) == (newest, 1_000_010, ())
+
+
+def test_added_files_that_nothing_reads_are_no_damage(tmp_path: Path) -> None:
+    (only,) = write_whole(tmp_path, 4)
+    for name in UNREAD:
+        (only / name).write_bytes(b"payload")
+    assert choose(tmp_path).step == 4
 
 
 def test_a_renamed_checkpoint_is_not_taken_for_another_step(tmp_path: Path) -> None:
