@@ -88,6 +88,7 @@ def beat_of(health: Health | None, is_ready: Callable[[], bool]) -> Callable[[],
 def ask(port: int, host: str, *, ready: bool) -> None:
     """Ask a process for its health, as a probe does. Raises UserError if it is not healthy."""
     import http.client
+    import urllib.error
     import urllib.request
 
     path = "/readyz" if ready else "/healthz"
@@ -95,5 +96,7 @@ def ask(port: int, host: str, *, ready: bool) -> None:
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         direct.open(url, timeout=5).close()
+    except urllib.error.HTTPError as error:
+        raise UserError(f"{url}: not {'ready' if ready else 'live'} ({error.code})") from error
     except (OSError, http.client.HTTPException) as error:
-        raise UserError(f"{url}: {error}") from error
+        raise UserError(f"{url}: {getattr(error, 'reason', error)}") from error

@@ -71,8 +71,8 @@ class CacheConfig(BaseModel):
     rule, where samples begin with the tokens of the previous epoch, each kept with probability
     min(1, lenience p/q). BIASED: the samples do not follow the policy (docs/exactness.md)."""
     lenience: float = Field(default=DEFAULT_LENIENCE, gt=0.0, le=1e6)
-    """Factor l of SPEC-RL's rule, only with reuse: lenient. The larger, the more tokens are kept
-    and the larger the bias. SPEC-RL uses e^0.5 for GRPO, e^0.3 for PPO, e^0.15 for DAPO."""
+    """Factor l of SPEC-RL's rule. The larger, the more tokens are kept and the larger the bias.
+    SPEC-RL uses e^0.5 for GRPO, e^0.3 for PPO, e^0.15 for DAPO."""
 
     @property
     def draft_tokens(self) -> int:

@@ -143,11 +143,8 @@ class EngineConfig(BaseModel):
     leaves free, as their own measurements do not include it. It also bounds the tokens of a step
     that drafts."""
     torch: TorchConfig = TorchConfig()
-    """Settings of the torch engine."""
     vllm: VllmConfig = VllmConfig()
-    """Settings of the vLLM engine."""
     sglang: SglangConfig = SglangConfig()
-    """Settings of the SGLang engine."""
 
     @model_validator(mode="after")
     def _batch_invariance_has_an_effect(self) -> Self:

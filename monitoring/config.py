@@ -145,11 +145,7 @@ class WebConfig(BaseModel):
 
 
 class MonitoringConfig(BaseModel):
-    """Metrics, live view and report of a run.
-
-    >>> MonitoringConfig(port=9100).port_of(2), MonitoringConfig(port=0).port_of(2)
-    (9102, 0)
-    """
+    """Metrics, live view and report of a run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -172,14 +168,12 @@ class MonitoringConfig(BaseModel):
     timeline: bool = True
     """Record each process's activity over time, in RUN/timeline/."""
     tracing: TracingConfig = TracingConfig()
-    """Traces for an OpenTelemetry collector."""
     sinks: tuple[SinkConfig, ...] = ()
     """Places for metrics, evaluations and samples besides the run's files: `wandb`, `tensorboard`,
     `mlflow` (docs/monitoring.md)."""
     sink_seconds: float = Field(default=30.0, ge=0, le=3600)
     """Longest time for which the end of a run waits for sinks that have not sent everything."""
     web: WebConfig = WebConfig()
-    """The web page; see below."""
 
     @model_validator(mode="after")
     def _every_sink_is_there_once(self) -> Self:
@@ -190,7 +184,11 @@ class MonitoringConfig(BaseModel):
         return self
 
     def port_of(self, index: int) -> int:
-        """Port of the index-th process (0: controller); 0 is any free one. Raises ValueError."""
+        """Port of the index-th process (0: controller); 0 is any free one. Raises ValueError.
+
+        >>> MonitoringConfig(port=9100).port_of(2), MonitoringConfig(port=0).port_of(2)
+        (9102, 0)
+        """
         if index < 0:
             raise ValueError(f"process index {index} is negative")
         if self.port == 0:

@@ -61,9 +61,8 @@ class SchedulerConfig(BaseModel):
     gain nothing in simulations."""
 
     runahead_kv_limit: float = Field(default=0.9, gt=0, le=1)
-    """Limit of run-ahead, as a share of a generator's KV space (`on_update: verify` only): a
-    generator that uses this share or more starts no run-ahead samples, which leaves room for due
-    work."""
+    """Limit of run-ahead, as a share of a generator's KV space: a generator that uses this share or
+    more starts no run-ahead samples, which leaves room for due work."""
 
     sample_deadline_seconds: float | None = Field(default=None, gt=0, le=WEEK_SECONDS)
     """Time limit of a sample, in seconds from its first token, environments included: a sample that
@@ -80,7 +79,6 @@ class SchedulerConfig(BaseModel):
     unless `dynamic_sampling` is enabled."""
 
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
-    """Train only on groups that carry signal."""
 
     max_in_flight_per_generator: int | None = Field(default=None, ge=1, le=10**6)
     """Maximum number of samples issued to one generator and not finished yet. null: its slots plus

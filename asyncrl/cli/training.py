@@ -115,8 +115,9 @@ def run(
     """Train: evaluate, run the steps, evaluate again, write a report."""
     if end_with is not None:
         _end_with(end_with)
-    from asyncrl.config.effects import load_users_config
+    from asyncrl.config.effects import refuse_without_effect
     from asyncrl.config.reference import explain_config
+<<<<<<< HEAD
     from asyncrl.tasks.sft_config import ALGORITHM
 
     config = load_users_config(config_file, overrides or [])
@@ -125,6 +126,11 @@ def run(
             f"{config_file} is of a run of supervised fine-tuning, which `asyncrl sft` begins and "
             "continues; train its newest model on with --set model.path=RUN/checkpoints/STEP"
         )
+=======
+    from asyncrl.config.run_config import load_config
+
+    config = load_config(config_file, overrides or [])
+>>>>>>> s48-h1
     if explain:
         typer.echo(explain_config(config, lambda line: typer.style(line, dim=True)), nl=False)
         from asyncrl.startup.memory import memory_comment
@@ -136,6 +142,8 @@ def run(
             "--continue resumes a run or begins it: give it without --resume and --clean"
         )
     resume = resume or resume_from is not None
+    if not resume:
+        refuse_without_effect(config, str(config_file or "the command line"))
     if resume and clean:
         raise UserError("--resume continues a run and --clean deletes it: give only one of them")
     once = continues
@@ -385,7 +393,7 @@ def _print_result(
         rest = f" ({after - before:+.3f}) after {steps}, {result.wall_seconds:.0f} s of training"
         if result.reward_before is not None and result.reward_after is not None:
             rest += f"; mean reward {result.reward_before:.3f} → {result.reward_after:.3f}"
-        console.print(Text.assemble(accuracy, rest), highlight=False)
+        say(Text.assemble(accuracy, rest))
     elif result.steps >= planned:
         lacks = _lacks(directory)
         shown = "no held-out prompts, so no accuracy"

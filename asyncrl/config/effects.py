@@ -70,7 +70,7 @@ def _no_file(*names: str) -> Effect:
         paths = [Path(path) for name in names if (path := getattr(section, name)) is not None]
         return any(one.suffix not in _FILES and not one.is_file() for one in paths)
 
-    return Effect(f"with a {' or '.join(names)} that is no file", holds)
+    return Effect(f"where {' or '.join(names)} is a folder or a hub id", holds)
 
 
 def _clips(_: RunConfig, trainer: Any) -> bool:
@@ -97,6 +97,7 @@ def _trusts(config: RunConfig, launcher: Any) -> bool:
 _TABLE: dict[str, Effect] = {
     "run steps": Effect("without run.epochs", lambda _, run: run.epochs is None),
     "run log_sample_tokens log_samples_mb": _is("run.log_samples", "jsonl"),
+    "run print_samples": _is("monitoring.live", "auto", "rich", "plain"),
     "task path prompt_field answer_field id_field map on_bad_row evaluation_path": _is(
         "task.kind", "dataset"
     ),
@@ -227,7 +228,7 @@ def refuse_without_effect(config: RunConfig, source: str) -> None:
             value = idle.section.model_dump(mode="json")[idle.name]
             lines.append(
                 f"  {'.'.join(place)}: {shortened(json.dumps(value))} has an effect only "
-                f"{idle.rule.when}; see to that, or leave it out"
+                f"{idle.rule.when}; otherwise leave it out"
             )
     if lines:
         listed = "\n".join(lines)

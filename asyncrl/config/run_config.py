@@ -348,7 +348,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply(values, override)
     if path is None:
-        return parse_config(values, source="the defaults")
+        return parse_config(values, source="the command line")
     return parse_config(values, source=str(path), folder=path.parent)
 
 

@@ -28,9 +28,9 @@ def refuse_unknown(changes: Changes) -> None:
                 )
 
 
-def _dotted(settings: Mapping[Any, Any], outer: str = "") -> Iterator[tuple[Any, Any]]:
+def _dotted(settings: Mapping[Any, Any], outer: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in settings.items():
-        key = f"{outer}{name}" if outer else name
+        key = f"{outer}{name}"
         if isinstance(value, Mapping):
             yield from _dotted(value, f"{key}.")
         elif isinstance(value, list | tuple):

@@ -76,6 +76,7 @@ from asyncrl.wire.records.evaluations import EvaluationRecord
 
 WATCH_SECONDS = 0.2
 SHOW_SECONDS = 0.25
+LAST_MESSAGE_SECONDS = 0.2
 REWARD_SECONDS = 20.0
 """A run that stops waits this long for the next reward of its current step. Then it gives the step
 up: the function may hang, and what ended the run may not wait longer (Kubernetes: 30 s)."""
@@ -98,9 +99,6 @@ class RewardPatience:
         if unrewarded != self._unrewarded:
             self._unrewarded, self._since = unrewarded, now
         return unrewarded > 0 and now - self._since >= REWARD_SECONDS
-
-
-LAST_MESSAGE_SECONDS = 0.2
 
 
 class Controller:
@@ -239,7 +237,8 @@ class Controller:
     async def stop(self, *, drain: bool = False) -> None:
         """Finish the current step, or all begun steps with `drain`, then end the run."""
         self._waiter.stop_requested = True
-        self._patience = None if drain else RewardPatience()
+        if not drain and self._patience is None:  # a second order does not wait anew
+            self._patience = RewardPatience()
         self._progress.stopping = True
         await self._training.apply(events.DrainRequested() if drain else events.StopRequested())
         self._waiter.notify()

@@ -118,6 +118,8 @@ class Progress:
         self, record: EvaluationRecord, *, is_best: bool = False, is_known: bool = False
     ) -> None:
         """Record a complete evaluation; `is_known`: it was measured before a resume."""
+        if record.when == "before":
+            self._phase = "training begins"
         self._metrics.evaluated(record)
         for line in evaluation_lines(record, is_best=is_best, is_known=is_known):
             self._view.log(line)
@@ -228,7 +230,7 @@ class Progress:
     def _record(self, message: StepFinished, now: float) -> StepMetrics:
         seconds = max(1e-9, now - self._last_step_at)
         times = message.times.within(seconds)
-        recent = self._totals.recent(now, times.wait_seconds)
+        recent = self._totals.recent(now, times.wait_seconds, self._unrewarded_seconds)
         self._recent_tokens = recent.tokens
         wrong, learned = self._findings.of_step(), msgspec.structs.asdict(message.metrics)
         if wrong or self._findings.last:
@@ -250,7 +252,7 @@ class Progress:
             idle=IdleShares(
                 generator=min(1.0, max(0.0, 1 - recent.busy_share / generators)),
                 trainer=min(1.0, recent.wait_share),
-                for_rewards=min(1.0, self._unrewarded_seconds / seconds),
+                for_rewards=min(1.0, recent.reward_share),
             ),
             times=times,
             rewards=self._reward_totals.named(message.reward_terms),
@@ -312,7 +314,7 @@ class Progress:
             return None
         wait = self._reward_wait
         about = f" ({wait.function}, {duration(wait.seconds)})" if wait.function else ""
-        return self._scheduler.snapshot(wait.samples, about)
+        return self._scheduler.snapshot(wait.samples if wait.step == self._step else 0, about)
 
     def unrewarded(self) -> tuple[int, str]:
         """Samples without a reward if the current step lacks nothing else, and the reason."""
@@ -325,7 +327,6 @@ class Progress:
     def _run_view(
         self, fleet: Fleet, evaluation: EvaluationRound | None, snapshot: SchedulerView | None
     ) -> RunView:
-        self._count()
         results = self.evaluations
         best = None if results is None else results.best
         left = self._config.run.steps - self._step
@@ -363,6 +364,7 @@ class Progress:
 
     def view(self, fleet: Fleet, evaluation: EvaluationRound | None) -> RunView:
         """Return the current view of the run."""
+        self._count()
         return self._run_view(fleet, evaluation, self._snapshot())
 
     def result(

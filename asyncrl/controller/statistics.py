@@ -105,6 +105,8 @@ class RecentWork(NamedTuple):
     """Engine time inside steps, in seconds per second, summed over generators."""
     wait_share: float
     """The trainer's waits, in seconds per second."""
+    reward_share: float
+    """Waits of steps for nothing but rewards, in seconds per second."""
 
 
 @dataclass(slots=True)
@@ -114,8 +116,9 @@ class GenerationTotals:
     began: float
     _now: _Work = field(default_factory=_Work)
     _base: _Work = field(default_factory=_Work)
-    _waited: float = 0.0
-    _history: deque[tuple[float, _Work, float]] = field(default_factory=deque)
+    _waits: tuple[float, float] = 0.0, 0.0
+    """Seconds that the trainer waited, and that steps waited for rewards."""
+    _history: deque[tuple[float, _Work, tuple[float, float]]] = field(default_factory=deque)
 
     def update(self, engines: Iterable[EngineStats]) -> None:
         """Take the last report of every generator, lost ones included."""
@@ -126,7 +129,7 @@ class GenerationTotals:
     def begin(self, now: float) -> None:
         """Begin the training phase: count from here."""
         self.began, self._base = now, self._now
-        self._history = deque([(now, self._now, self._waited)])
+        self._history = deque([(now, self._now, self._waits)])
 
     @property
     def tokens(self) -> TokenCounts:
@@ -138,24 +141,25 @@ class GenerationTotals:
         """Engine time inside steps in the training phase."""
         return self._now.busy_seconds - self._base.busy_seconds
 
-    def recent(self, now: float, wait_seconds: float = 0.0) -> RecentWork:
+    def recent(self, now: float, waits: float, reward_waits: float) -> RecentWork:
         """Return the work of the step that ends now and of those before it.
 
-        They last `RATE_SECONDS` at least, if that much has passed. `wait_seconds` are the trainer's
-        of this step.
+        They last `RATE_SECONDS` at least, if that much has passed. `waits` are the trainer's in
+        this step, `reward_waits` those for nothing but rewards, both in seconds.
         """
         history = self._history
-        self._waited += wait_seconds
-        history.append((now, self._now, self._waited))
+        self._waits = self._waits[0] + waits, self._waits[1] + reward_waits
+        history.append((now, self._now, self._waits))
         while len(history) > 2 and history[1][0] <= now - RATE_SECONDS:
             history.popleft()
-        began, before, waited = history[0]
+        began, before, before_waits = history[0]
         seconds = max(1e-9, now - began)
         return RecentWork(
             seconds,
             self._now.tokens - before.tokens,
             (self._now.busy_seconds - before.busy_seconds) / seconds,
-            (self._waited - waited) / seconds,
+            (self._waits[0] - before_waits[0]) / seconds,
+            (self._waits[1] - before_waits[1]) / seconds,
         )
 
 

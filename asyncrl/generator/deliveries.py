@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -92,10 +93,15 @@ class Deliveries:
         self.newest_step = -1
 
     @property
-    def unrewarded(self) -> int:
-        """Number of samples that were ordered to be delivered and have no reward yet."""
-        ordered = (self._held.get(one) for order in self._ordered for one in order.samples)
-        return sum(held is not None and not held.reward.done() for held in ordered)
+    def unrewarded(self) -> tuple[int, int]:
+        """First step with samples to be delivered that have no reward yet, and their number."""
+        steps = Counter(
+            order.step
+            for order in self._ordered
+            for one in order.samples
+            if (held := self._held.get(one)) is not None and not held.reward.done()
+        )
+        return min(steps.items(), default=(0, 0))
 
     @property
     def unacknowledged(self) -> int:

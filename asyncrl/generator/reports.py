@@ -212,15 +212,15 @@ class GeneratorReports:
         *,
         held: int,
         unacknowledged: int,
-        unrewarded: int = 0,
+        unrewarded: tuple[int, int] = (0, 0),
         due_wait: float = 0.0,
         in_environments: int = 0,
     ) -> GeneratorReport:
         """Update the metrics, log the counters and return them for the controller.
 
         `held` samples are finished and not delivered, `unacknowledged` ones delivered; `unrewarded`
-        ones are to be delivered and have no reward yet; `due_wait` is the longest wait of a due
-        sample for a slot, in seconds; `in_environments` wait for their environment.
+        is a step and its samples to be delivered that have no reward yet; `due_wait` is the longest
+        wait of a due sample for a slot, in seconds; `in_environments` wait for their environment.
         """
         self._metrics.due_wait.set(due_wait)
         self._metrics.environment_waiting.set(in_environments)
@@ -231,7 +231,7 @@ class GeneratorReports:
             held=held,
             rewards_waiting=self._generator.rewards.pending,
             rewards=self._generator.rewards.counts,
-            reward_wait=self._generator.rewards.wait(unrewarded),
+            reward_wait=self._generator.rewards.wait(*unrewarded),
             noise_floor=self._generator.noise_floor.measured,
             environment=self._generator.environment,
             in_environments=in_environments,

@@ -90,10 +90,10 @@ class SampleRewards:
         """Samples waiting for a reward worker or being scored."""
         return self._pool.waiting + self._pool.running
 
-    def wait(self, samples: int) -> RewardWait:
-        """Describe a wait for the rewards of this many samples."""
+    def wait(self, step: int, samples: int) -> RewardWait:
+        """Describe a step's wait for the rewards of this many samples."""
         function, seconds = self._pool.longest
-        return RewardWait(samples=samples, function=function, seconds=seconds)
+        return RewardWait(step=step, samples=samples, function=function, seconds=seconds)
 
     @property
     def counts(self) -> RewardCounts:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 import reprlib
+from collections.abc import Iterable
 from socket import gaierror
 from typing import Any, Literal
 
@@ -67,11 +68,12 @@ def value_of(convention: Convention, result: Any) -> float | None:
     if convention == "verl" and isinstance(result, dict):
         result = result.get("score")
     if convention == "trl":
-        if not isinstance(result, list | tuple) or len(result) != 1:
+        values = list(result) if isinstance(result, Iterable) else []
+        if len(values) != 1:
             raise BadValueError(
                 "not_a_number", _must_return("a list with a number for each completion", result)
             )
-        (result,) = result
+        (result,) = values
     return None if result is None else as_number(result)
 
 

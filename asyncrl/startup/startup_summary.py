@@ -87,6 +87,11 @@ def shared_prompts(task: Task) -> list[str]:
     ]
 
 
+_OF_MODE = {
+    f"scheduler.{name}" for name in ("on_update", "max_off_policy_steps", "sample_deadline_seconds")
+}
+
+
 def mode_line(config: RunConfig) -> str:
     """Describe the allowed age of a sample's tokens, and the resulting guarantee."""
     mode, steps = config.scheduler.on_update, config.scheduler.max_off_policy_steps
@@ -104,6 +109,9 @@ def mode_line(config: RunConfig) -> str:
     updates = config.trainer.updates_per_step
     if updates > 1:
         promise += f", for the first of {updates:,} updates per step"
+    of_mode = _OF_MODE.intersection
+    if later := [step for step, changed in config.run.changes.items() if of_mode(changed)]:
+        promise += f"; from step {min(later):,} on as run.changes says"
     return _line("mode", f"{mode}: {how}; {promise}")
 
 

@@ -81,7 +81,7 @@ class Interrupts:
 
     def _stop(self) -> None:
         self._say(
-            "stopping: finishing the current step and writing a checkpoint "
+            "stopping: a step that has begun is finished, and a checkpoint is written "
             "(press Ctrl-C again to end at once)"
         )
         self._stopping = asyncio.ensure_future(self._run.stop())

@@ -79,7 +79,7 @@ class TaskConfig(BaseModel):
     evaluation_path: InputPath | None = None
     """File or hub id of the held-out examples; null: some of `path` are held out."""
     evaluation_split: str = "test"
-    """Split of `evaluation_path`, unless that is a file."""
+    """Split of `evaluation_path`."""
     evaluation_size: int | None = Field(default=None, ge=0, le=10**9)
     """Number of held-out prompts: split off `path`, or the maximum taken from `evaluation_path`.
     null: 512, but at most a tenth of the examples where they are split off."""

@@ -64,7 +64,7 @@ def metrics_line(run: Path) -> list[str]:
     except (OSError, ValueError, LookupError, TypeError):
         return []
     own = f"http://{found['controller']}/metrics (controller), " if "controller" in found else ""
-    return [f"metrics: {own}all {len(found)} addresses in {path}"]
+    return [f"metrics: {own}all addresses in {path}"]
 
 
 class Targets:

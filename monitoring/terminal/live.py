@@ -280,6 +280,7 @@ class LiveView:
             self._view = _PanelView(console, total_steps, run_name, refresh_seconds)
         elif config.live != "off":
             self._view = _PlainView(console, total_steps, run_name, clock)
+            self._width -= len(run_name) + 2  # which begin each line
             if config.live == "rich":
                 self._view.log(
                     "monitoring.live is rich, but this is not a terminal: printing lines instead"

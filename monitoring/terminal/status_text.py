@@ -28,7 +28,7 @@ _LINES: tuple[tuple[str, ...], ...] = (
         "best {best_accuracy:.3f} at step {best_step}",
         "evaluating {evaluating}",
     ),
-    ("staleness {staleness_mean:.2f} on average", "{staleness_max} at most", "{on_policy} so far"),
+    ("staleness {staleness_mean:.2f} on average", "{staleness_max} at most", "{on_policy}"),
     (
         "{tokens_per_second:,.0f} tokens/s",
         "{drafted_share:.0%} of tokens drafted",
@@ -64,18 +64,23 @@ _PROCESS = ("{state}", "policy version {policy_version}", "metrics on port {metr
 
 def status_lines(status: Mapping[str, Any]) -> list[str]:
     """Format the reply to a status request, without unknown values."""
+    if status["phase"].startswith("evaluating"):  # nothing is queued, and the phase says it
+        status = {**status, "evaluating": None, "samples_queued": None}
     eta = status.get("eta_seconds")
-    on_policy = status.get("exactly_on_policy")
+    on_policy = status.get("exactly_on_policy") if status["step"] else None
     answered = status.get("environment_seconds")
     failed = RewardCounts(failed=status.get("reward_failures") or {})
+    after = status.get("accuracy_after")
+    so_far = " so far" if status.get("processes") else ""  # an ended run has none
     known = {
         **status,
-        "accuracy_later": status.get("accuracy_step") or None,  # step 0 is in the line before
+        # That of step 0, or of the last one, is in the line before.
+        "accuracy_later": status.get("accuracy_step") or None if after is None else None,
         "left": None if eta is None else duration(eta),
         "in_environments": status.get("samples_in_environments") or None,
         "answered": None if answered is None else brief(answered),
         "failures": failed.describe_failures(),
-        "on_policy": None if on_policy is None else ON_POLICY[on_policy],
+        "on_policy": None if on_policy is None else ON_POLICY[on_policy] + so_far,
     }
     lines = [_filled(parts, known) for parts in _LINES]
     for name, about in status.get("processes", {}).items():

@@ -136,6 +136,7 @@ def test_the_status_of_an_ended_run_is_an_answer(runs: Path) -> None:
     assert lines[0].startswith("arithmetic-demo: was killed, 60 of 60 steps")
     assert "accuracy before training 0.664, after 0.859" in lines[1]
     assert "tokens/s" not in " ".join(lines), "it has no speed any more"
+    assert "so far" not in " ".join(lines)
     assert lines[-2].startswith("continue it with: ")
     assert "report" in lines[-1]
     status = json.loads(call("status", "first", "--json", "--runs", str(runs)))

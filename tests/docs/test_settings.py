@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
+from shown_commands import blocks
 
 from asyncrl.config.reference import sections
+from asyncrl.config.run_config import RunConfig, parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -45,6 +47,14 @@ def test_each_setting_that_a_page_names_exists(page: Path) -> None:
     if page.name == "migrating.md":
         return  # also has keys of other projects, see below
     assert sorted(name for name in named - ALL if not is_file_or_code(name)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_configuration_that_a_page_shows_is_accepted_as_it_stands(page: Path) -> None:
+    for block in blocks(page, "yaml"):
+        shown = yaml.safe_load(block)
+        if isinstance(shown, dict) and shown.keys() <= RunConfig.model_fields.keys():
+            parse_config(shown, source=page.name)
 
 
 MIGRATING = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")

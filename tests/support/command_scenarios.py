@@ -255,6 +255,7 @@ NOT_RUN: dict[str, str] = {
         python -m benchmarks.cache
         python -m benchmarks.chaos
         python -m benchmarks.chaos --cluster
+        python -m benchmarks.chaos --kills 20
         python -m benchmarks.chaos --quick
         python -m benchmarks.chaos --stalls
         python -m benchmarks.controller --part samples
@@ -274,12 +275,12 @@ NOT_RUN: dict[str, str] = {
         python -m benchmarks.peers --quick
         python -m benchmarks.pipeline
         python -m benchmarks.pipeline --quick
-        python -m benchmarks.rollout --quick --rows 1,2,8,32,128
+        python -m benchmarks.rollout --quick
         python -m benchmarks.routing
         python -m benchmarks.scheduler
         python -m benchmarks.simulation --quick --json FILE
         python -m benchmarks.slow_environments
-        python -m benchmarks.soak --minutes 60
+        python -m benchmarks.soak --minutes 20
         python -m benchmarks.torch_host --quick
         python -m benchmarks.trainer --quick --contenders asyncrl plain
         python -m benchmarks.turns --quick

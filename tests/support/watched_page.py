@@ -173,7 +173,7 @@ def _compare(page: Any, watched: RunPage) -> None:
     def on_page() -> dict[str, str]:
         shown = {key: page.inner_text(f"[data-key={key}]") for key in _FORMATS}
         shown["accuracy"] = page.inner_text("[data-key=accuracy]")
-        shown["step"] = re.findall(r"step (\d+) of", page.inner_text("#extent"))[0]
+        shown["step"] = re.findall(r"(\d+) of \d+ steps", page.inner_text("#extent"))[0]
         return shown
 
     def by_api() -> dict[str, str]:

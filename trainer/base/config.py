@@ -221,10 +221,8 @@ class TrainerConfig(BaseModel):
     """Optimizer steps per pass, each on an equal share of the step's groups in data order. Weights
     are published once per step. More than 1: only the first minibatch is on-policy."""
     critic: CriticConfig = CriticConfig()
-    """The critic of `algorithm: ppo`."""
 
     lora: LoraConfig = LoraConfig()
-    """Train an adapter instead of all weights."""
 
     router_loss_coefficient: float = Field(default=0.0, ge=0, le=10)
     """Weight of a loss that keeps the experts of a mixture in use (docs/algorithms.md); 0: off.

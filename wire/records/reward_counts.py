@@ -37,16 +37,21 @@ class ServiceCounts(msgspec.Struct, frozen=True, kw_only=True):
 class RewardWait(msgspec.Struct, frozen=True, kw_only=True):
     """The wait of deliveries for rewards; sums are over generators."""
 
+    step: Count = 0
+    """The first step with samples that were ordered to be delivered and have no reward yet."""
     samples: Count = 0
-    """Samples that were ordered to be delivered and have no reward yet."""
+    """Number of these samples of the step."""
     function: str = ""
     """The function that has run longest, by its label; empty if none runs."""
     seconds: Amount = 0.0
     """Time for which it has run."""
 
     def __add__(self, other: Self) -> Self:
+        waiting = [one for one in (self, other) if one.samples]
+        step = min((one.step for one in waiting), default=0)
+        samples = sum(one.samples for one in waiting if one.step == step)
         longest = max(self, other, key=lambda one: one.seconds)
-        return msgspec.structs.replace(longest, samples=self.samples + other.samples)
+        return msgspec.structs.replace(longest, step=step, samples=samples)
 
 
 class RewardCounts(msgspec.Struct, frozen=True, kw_only=True):

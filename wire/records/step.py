@@ -237,7 +237,7 @@ class IdleShares(msgspec.Struct, frozen=True, kw_only=True):
     trainer: float = 0.0
     """Mean of the same time, from the trainer's waits in its steps."""
     for_rewards: float = 0.0
-    """Share of the step's time in which it lacked nothing but rewards."""
+    """Share of the same time in which its step lacked nothing but rewards."""
 
 
 class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
@@ -306,10 +306,13 @@ class StepMetrics(LearnerMetrics, frozen=True):
 
     @property
     def learned_nothing(self) -> bool:
-        """True if no reward reached the weights: no group had signal, or the gradient was 0."""
+        """True if no reward reached the weights: no group had signal, or the gradient was 0.
+
+        A critic may learn alone (`trainer.critic.head_start_steps`); the gradient is the policy's.
+        """
         batch = self.batch
-        silent = batch.zero_variance_groups == batch.groups or self.learning.grad_norm == 0.0
-        return batch.groups > 0 and silent
+        still = self.learning.grad_norm == 0.0 and "value_loss" not in self.algorithm
+        return batch.groups > 0 and (still or batch.zero_variance_groups == batch.groups)
 
 
 class GroupTotals(Counts, frozen=True, kw_only=True):

@@ -20,9 +20,9 @@ def replacing(path: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     try:
-        with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
+        with os.fdopen(os.open(temporary, flags, mode or 0o666), "wb") as file:
             if mode is not None:
-                os.fchmod(file.fileno(), mode)
+                os.fchmod(file.fileno(), mode)  # whatever the umask is
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -51,7 +51,11 @@ def check_interpreter(python: str) -> str:
         )
     try:
         answer = subprocess.run(
-            [python, "-c", _ASK], capture_output=True, timeout=_SECONDS, check=True, cwd="/"
+            [str(Path(python).absolute()), "-c", _ASK],
+            capture_output=True,
+            timeout=_SECONDS,
+            check=True,
+            cwd="/",
         )
         *version, has_msgspec = json.loads(answer.stdout)
     except subprocess.CalledProcessError as error:

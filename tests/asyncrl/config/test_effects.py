@@ -19,6 +19,7 @@ ROWS = "task={kind: dataset, path: rows.jsonl, evaluation_path: held.parquet"
 REFUSED = {
     "run.log_sample_tokens=true": "run.log_samples=jsonl",
     "run.log_samples_mb=5": "run.log_samples=jsonl",
+    "run.print_samples=2": "monitoring.live=plain",
     "task.path=rows.jsonl": "task.kind=dataset",
     "task.map=rows.py:f": "task={kind: dataset, path: x}",
     "task.prompt_field=question": "task={kind: dataset, path: x}",
@@ -57,6 +58,7 @@ REFUSED = {
 }
 """Settings, and what gives each an effect."""
 IDLE = {
+    "run.print_samples": "monitoring.live=off",
     "task.chat_template_kwargs": "task.chat_template=never",
     "engine.kind": "engine.kinds=[vllm]",
     "engine.weight_staging": "engine.device=cpu",
@@ -159,6 +161,11 @@ def test_the_command_refuses_and_explains(tmp_path: Path) -> None:
         assert "trainer.kl_clamp: 5.0 has an effect only with trainer.kl_coefficient" in str(
             done.exception
         )
+    resumed = CliRunner().invoke(app, ["run", str(file), "--resume", "--set", "run.name=nothing"])
+    assert "has an effect only" not in str(resumed.exception), "it cannot be changed any more"
+    shown = CliRunner().invoke(app, ["run", str(file), "--explain"])
+    assert "  # No effect here.\n" in shown.output
+    assert "  kl_clamp: 5.0\n" in shown.output
     config = load_config(None, ["evaluation.sets={v1.0: {path: a.jsonl}}"])
     text = explain_config(config, lambda line: f"grey {line}")
     grey = [line.removeprefix("grey ") for line in text.splitlines() if line.startswith("grey ")]

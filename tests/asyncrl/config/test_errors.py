@@ -72,6 +72,7 @@ def mistakes(*overrides: str, values: dict[str, Any] | None = None) -> list[str]
         ),
         ("cache.max_draft_tokens=500", "max_draft_tokens: must be less than or equal to 128, or"),
         ("run.changes={2: {trainer: {learning_rate: [1]}}}", "learning_rate must be one value"),
+        ("run.changes={2: {1: [3]}}", "run.changes: 1 must be one value, not a list"),
         ("run.changes={2: {trainer: {learning_rat: 1}}}", "Did you mean 'trainer.learning_rate'?"),
         (
             "run.changes={2: {trainer: {learning_rate: 1}, trainer.learning_rate: 1}}",

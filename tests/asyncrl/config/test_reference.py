@@ -48,6 +48,11 @@ def test_every_setting_says_what_it_means(setting: Setting) -> None:
 @pytest.mark.parametrize("section", sections(), ids=lambda section: section.path)
 def test_every_section_says_what_it_is(section: Section) -> None:
     assert section.meaning
+    assert ">>>" not in section.meaning, "a test, which users read here and in --explain"
+
+
+def test_no_section_shows_an_example_in_python() -> None:
+    assert [section.path for section in sections() if ">>>" in section.meaning] == []
 
 
 def test_no_key_is_left_out() -> None:

@@ -407,10 +407,11 @@ def test_rates_are_taken_over_three_seconds_at_least() -> None:
             tokens=TokenCounts(generated=50 + 10 * second**2), busy_seconds=5.0 + second / 2
         )
         totals.update([stats])
-        rates.append(totals.recent(10.0 + second, 0.25))
+        rates.append(totals.recent(10.0 + second, 0.25, 0.5))
     assert (rates[0].seconds, rates[0].tokens.generated) == (1.0, 10), "the first step is one"
     assert (rates[-1].seconds, rates[-1].tokens.generated) == (3.0, 360 - 90)
     assert rates[-1].wait_share == pytest.approx(0.25), "in the same time"
+    assert rates[-1].reward_share == pytest.approx(0.5)
     assert rates[-1].busy_share == pytest.approx(0.5)
     assert totals.tokens == TokenCounts(generated=360)
 
@@ -466,6 +467,12 @@ def test_a_run_that_learns_nothing_says_so(
     assert result.signal == expected
 
 
+def test_the_head_start_of_a_critic_is_not_a_step_without_signal() -> None:
+    step = StepMetrics(step=0, time=0.0, batch=BatchMetrics(groups=4), algorithm={"value_loss": 1})
+    assert not step.learned_nothing
+    assert msgspec.structs.replace(step, algorithm={}).learned_nothing
+
+
 def test_steps_with_signal_are_not_warned_about(watched: Watched) -> None:
     watched.begin(0)
     batch = BatchMetrics(groups=4, zero_variance_groups=1, samples=16, truncated_share=0.5)
@@ -489,9 +496,12 @@ def test_slow_rewards_are_named_in_the_wait_and_in_the_step(
     assert watched.status()["waiting_for"] == "step 0 waits for the rewards of 2 (judge, 12 s)"
     reason = "the rewards of 2 samples did not come; judge has run for 12 s"
     assert watched.progress.unrewarded() == (2, reason)
-    watched.fleet.report(0)
+    later = RewardWait(step=1, samples=5, seconds=1.0)
+    assert slow + later + RewardWait() == slow
+    watched.fleet.report(0, reward_wait=later)
     clock.now += 2.0
     watched.progress.show(watched.fleet, None)
+    assert watched.progress.unrewarded()[0] == 0, "a later step is not waited for"
     step = watched.finish(0, sent(), TrainerTimes())
     assert step.idle.for_rewards == pytest.approx(0.8)
     watched.progress.show(watched.fleet, None)

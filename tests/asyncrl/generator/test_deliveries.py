@@ -24,10 +24,10 @@ def test_a_delivery_waits_for_the_reward_and_a_slot_does_not():
         harness.engine.feed("train-5.1-v2", [3, 4], 2, verified=2, end="stop")
         await settle()
         assert await harness.delivered() == []
-        assert harness.process.deliveries.unrewarded == 1
+        assert harness.process.deliveries.unrewarded == (2, 1)
         harness.rewards.gate.set()
         await settle()
-        assert harness.process.deliveries.unrewarded == 0
+        assert harness.process.deliveries.unrewarded == (0, 0)
         assert [(delivery.reward, delivery.terms) for delivery in harness.data.sent] == [
             (2.0, (2.0, 0.5))
         ]

@@ -287,9 +287,11 @@ def test_a_probe_asks_no_proxy_and_understands_no_nonsense(
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     found = Health("127.0.0.1", 0)
     health_module.ask(found.port, "127.0.0.1", ready=False)
-    with pytest.raises(UserError, match="503"):
+    with pytest.raises(UserError, match=r"/readyz: not ready \(503\)"):
         health_module.ask(found.port, "127.0.0.1", ready=True)
     found.close()
+    with pytest.raises(UserError, match=r"/readyz: \[Errno \d+\] Connection refused"):
+        health_module.ask(found.port, "127.0.0.1", ready=True)
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def answer() -> None:

@@ -100,6 +100,8 @@ def test_none_leaves_a_function_out_of_the_sum() -> None:
 
 
 OTHERS = """
+import numpy as np
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if data_source == "none":
         return None
@@ -108,7 +110,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def of_trl(prompts, completions, answer, **kwargs):
     assert prompts[0][0]["role"] == "user"
-    return [float(c[0]["content"] == a) for c, a in zip(completions, answer, strict=True)]
+    found = [float(c[0]["content"] == a) for c, a in zip(completions, answer, strict=True)]
+    return np.array(found)
 """
 
 

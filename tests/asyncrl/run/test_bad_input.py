@@ -99,15 +99,6 @@ def test_a_path_too_long_for_sockets(
     assert not command_line.folder.exists()
 
 
-def test_a_number_that_no_message_can_carry(command_line: CommandLine, tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
-    rows = (OWN / "questions.jsonl").read_text().splitlines()
-    rows.append(json.dumps({"question": "?", "reference": "1", "id": 10**22}))
-    data.write_text("\n".join(rows))
-    refused(command_line, "data.jsonl:13", "64 bits", task__path=data)
-    assert not command_line.folder.exists()
-
-
 def test_a_run_name_in_use(command_line: CommandLine) -> None:
     command_line.folder.mkdir(parents=True)
     (command_line.folder / "config.yaml").write_text("{}\n")

@@ -183,6 +183,10 @@ def test_sets_are_counted_and_a_prompt_that_is_also_trained_on_is_named() -> Non
             {"scheduler": {"sample_deadline_seconds": 9}},
             "; not exact, because of scheduler.sample_deadline_seconds",
         ),
+        (
+            {"run": {"changes": {9: {"scheduler": {"max_off_policy_steps": 1}}}}},
+            "; exactly on-policy; from step 9 on as run.changes says",
+        ),
     ],
 )
 def test_the_mode_says_what_it_promises(settings: dict[str, Any], expected: str) -> None:

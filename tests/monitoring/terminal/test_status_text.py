@@ -48,6 +48,10 @@ def test_what_is_not_known_yet_is_left_out() -> None:
         "mine: starting, 0 of 30 steps, torch engine",
         "groups: 0 trained on, 0 failed",
     ]
+    view = RunView(phase="evaluating 1/4", evaluating="1/4", samples_queued=0)
+    assert status_lines({**ABOUT, **view.as_status(), "processes": {}})[1:] == [
+        "groups: 0 trained on, 0 failed",
+    ]
 
 
 def test_environments_and_failed_rewards_are_shown() -> None:

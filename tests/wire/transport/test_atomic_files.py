@@ -42,7 +42,11 @@ def test_a_failed_replacement_leaves_the_old_contents_and_nothing_else(tmp_path:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_private_file_is_private_from_the_start(tmp_path: Path) -> None:
+def test_a_private_file_is_private_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Who had opened it before a later change of its mode could read what is written then.
+    monkeypatch.setattr("os.fchmod", lambda *_: None)
     path = tmp_path / "asyncrl.cache.sharing.snapshot"
     with replacing(path, mode=0o600) as file:
         file.write(b"tokens")

@@ -104,8 +104,13 @@ def test_workers_run_there_with_asyncrl_of_here(
 
 def test_rows_are_read_there_too(bare: Path, mine: str, tmp_path: Path) -> None:
     rows = [sys.executable, "-m", "asyncrl.environments.rows", "--python"]
-    python = str(bare / "bin" / "python")
-    done = subprocess.run([*rows, python, mine], capture_output=True, timeout=120, check=True)
+    done = subprocess.run(  # with a path from the current directory, as the page has it
+        [*rows, "venv/bin/python", mine],
+        capture_output=True,
+        timeout=120,
+        check=True,
+        cwd=bare.parent,
+    )
     assert json.loads(done.stdout) == {"prompt": str(bare)}
     none = subprocess.run([*rows, "/no/python", mine], capture_output=True, timeout=120)
     assert none.returncode == 1
