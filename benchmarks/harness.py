@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.engine.sglang.config import SglangConfig
-from asyncrl.engine.sglang.interpreter import check_interpreter, path_of
+from asyncrl.engine.sglang.config import SglangConfig, check_interpreter, path_of
 from asyncrl.gpu_check.command import machine, versions
 
 T = TypeVar("T")

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.engine.sglang.worker.plugin import MARK_VARIABLE
-from asyncrl.trainer.model.packed_batch import PackedBatch
+from asyncrl.trainer.model.packing import PackedBatch
 from asyncrl.trainer.model.policy import Policy, why_no_routes
 from benchmarks.harness import parser_of, pick, report, sglang_python, table
 

@@ -28,8 +28,8 @@ from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.engine.sampling import logits
 from asyncrl.engine.torch.core import CoreSettings, DecodeCore
-from asyncrl.engine.torch.kernels import warm_up
 from asyncrl.engine.torch.model import SlotModel, load_model
+from asyncrl.engine.torch.step_kernels import warm_up
 from benchmarks.harness import medians, parser_of, pick, report, table
 from benchmarks.tiny_models import qwen3
 

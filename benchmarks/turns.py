@@ -54,7 +54,7 @@ from asyncrl.generator.turns.environment_turns import Episodes
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rollout.trajectory import Provenance, SampleId, TrajectoryBuilder
 from asyncrl.tasks.builtin.tokenizer import builtin_tokenizer
-from asyncrl.wire.messages.frames import digest_of, encode_tokens, encode_trajectory
+from asyncrl.wire.messages.data import digest_of, encode_tokens, encode_trajectory
 from asyncrl.wire.messages.to_generator import PromptPayload
 from benchmarks.harness import parser_of, pick, report, sglang_python, table
 from benchmarks.tiny_models import qwen3

@@ -58,7 +58,7 @@ def create_engine(
 
         return VllmEngine(config, model_path, cache_config=cache_config, seed=seed, place=place)
     from asyncrl.engine.sglang.client.engine import SglangEngine
-    from asyncrl.engine.sglang.interpreter import check_interpreter
+    from asyncrl.engine.sglang.config import check_interpreter
 
     check_interpreter(config.sglang)
     return SglangEngine(config, model_path, cache_config=cache_config, seed=seed, place=place)

@@ -26,17 +26,20 @@ Example:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.rollout.trajectory import (
     BoolArray,
     IntArray,
     KeptTokens,
     Provenance,
+    ScalarT,
     Trajectory,
     TrajectoryBuilder,
 )
@@ -173,18 +176,23 @@ class Verification:
         return self.kept if whole else self.kept.part(start, max(start, end))
 
 
+def stacked(arrays: Sequence[NDArray[ScalarT]], fill: float) -> NDArray[ScalarT]:
+    """Concatenate `[N]` arrays, or `[N, K]` tables, padded to the longest rows."""
+    if arrays[0].ndim > 1:
+        k = max(one.shape[1] for one in arrays)
+        pads = [((0, 0), (0, k - one.shape[1])) for one in arrays]
+        arrays = [
+            np.pad(one, pad, constant_values=fill) for one, pad in zip(arrays, pads, strict=True)
+        ]
+    return np.concatenate(arrays)
+
+
 def joined(first: KeptTokens, rest: KeptTokens) -> KeptTokens:
     """Concatenate tokens to verify; lists are padded to one length."""
-    width = max(first.topk_ids.shape[1], rest.topk_ids.shape[1])
+    fills = dict.fromkeys(("tokens", "logprobs", "noise_seeds", "observed", "topk_ids"), -1.0)
     both: dict[str, Any] = {
-        name: np.concatenate([getattr(first, name), getattr(rest, name)])
-        for name in ("tokens", "logprobs", "noise_seeds", "observed")
+        name: stacked([getattr(first, name), getattr(rest, name)], fill)
+        for name, fill in {**fills, "topk_logprobs": -np.inf}.items()
     }
-    for name, empty in (("topk_ids", -1), ("topk_logprobs", -np.inf)):
-        rows = [
-            np.pad(one, ((0, 0), (0, width - one.shape[1])), constant_values=empty)
-            for one in (getattr(first, name), getattr(rest, name))
-        ]
-        both[name] = np.concatenate(rows)
     later = tuple(len(first) + place for place in rest.contexts)
     return replace(first, contexts=first.contexts + later, **both)

@@ -43,8 +43,7 @@ from types import MappingProxyType
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.scheduler.errors import LedgerError
 from asyncrl.scheduler.ledger import LedgerCounts, checked_members
-from asyncrl.scheduler.records import HELD, Group
-from asyncrl.scheduler.reward_signal import UNIT, SignalShare, Verdict, has_signal
+from asyncrl.scheduler.records import HELD, UNIT, Group, SignalShare, Verdict, has_signal
 
 
 class Outcome(Enum):

@@ -34,12 +34,10 @@ from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands
 from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Outcome, Places
 from asyncrl.scheduler.errors import SchedulerError
-from asyncrl.scheduler.records import HELD, RUNNING, VERIFYING, Generator, Group
-from asyncrl.scheduler.reward_signal import Verdict
-from asyncrl.scheduler.sample_transitions import Work
+from asyncrl.scheduler.records import HELD, RUNNING, VERIFYING, Generator, Group, Verdict
+from asyncrl.scheduler.sample_transitions import Weights, Work
 from asyncrl.scheduler.state import SchedulerState
 from asyncrl.scheduler.steps import Steps
-from asyncrl.scheduler.weights import Weights
 
 
 class DynamicSampling:

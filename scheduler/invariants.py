@@ -13,8 +13,9 @@ from asyncrl.scheduler.records import (
     VERIFYING,
     Generator,
     Group,
+    Verdict,
+    has_signal,
 )
-from asyncrl.scheduler.reward_signal import Verdict, has_signal
 from asyncrl.scheduler.state import SchedulerState
 
 

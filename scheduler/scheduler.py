@@ -13,12 +13,10 @@ data order ─► open steps ─► place ─► start samples ─► DeliverGro
                   asynchronous loop side by side
     state         all known facts: the groups in flight (`records`), the `ledger`, versions, flags
     placement     which generator a group goes to
-    sample_transitions  moves of samples between their states; which are verified when
-    steps         issuing groups, declaring steps, the end of the run; pause, resume, stop
-    dynamic_sampling  which groups a step takes if all must carry signal (`reward_signal`,
-                  `dynamic_ledger`)
-    weights       publishing and installing policy versions
-    samples       events of samples
+    sample_transitions  moves of samples between their states; which are verified when; publishing
+                  and installing policy versions
+    steps         issuing groups, declaring steps, the end of the run; events of samples and users
+    dynamic_sampling  which groups a step takes if all must carry signal (`dynamic_ledger`)
     view          a snapshot for people; invariants: what `Scheduler.check` verifies
 
 Invariants, checked by `Scheduler.check`:
@@ -43,9 +41,9 @@ commanded delivery could still take a group away.
 included, and all later steps that are already declared, since the trainer trains those without
 asking. All other work is withdrawn at once; `FinishRun` follows. The run ends at once if no sample
 of the current step was started, no generator is left, or the controller gives the step up
-(`StepGivenUp`). A paused run is resumed so that it can
-stop. `DrainRequested` is a stop after the last step of which every group is begun: no other group
-is begun, and begun groups of later steps are withdrawn.
+(`StepGivenUp`). A paused run is resumed so that it can stop. `DrainRequested` is a stop after the
+last step of which every group is begun: no other group is begun, and begun groups of later steps
+are withdrawn.
 
 **A generator leaves** because the user has ordered it:
 
@@ -99,13 +97,11 @@ from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.scheduler.dynamic_sampling import DynamicSampling
 from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
 from asyncrl.scheduler.events import Event
-from asyncrl.scheduler.records import DELIVERED, DELIVERING, STARTED, Generator, Group
-from asyncrl.scheduler.sample_transitions import Work
-from asyncrl.scheduler.samples import SampleEvents
+from asyncrl.scheduler.records import DELIVERED, DELIVERING, STARTED, Generator
+from asyncrl.scheduler.sample_transitions import Weights, Work
 from asyncrl.scheduler.state import SchedulerState
-from asyncrl.scheduler.steps import RunControl, Steps
+from asyncrl.scheduler.steps import RunControl, SampleEvents, Steps
 from asyncrl.scheduler.view import SchedulerView, view_of
-from asyncrl.scheduler.weights import Weights
 
 
 class Rewind:
@@ -190,7 +186,9 @@ class Rewind:
         state.outdated |= state.lost
         keeps_work = state.admission.verifies or not are_gone
         groups = list(state.groups.values())
-        self._work.discard([g for g in groups if not keeps_work or _may_be_in_trainer(g)])
+        # The lost trainer had a sample of these, or may have had one.
+        sent = [g for g in groups if DELIVERED in g.states or DELIVERING in g.states]
+        self._work.discard(sent if keeps_work else groups)
         for group in state.groups.values():
             group.sent = bytearray(len(group.sent))
             if state.admission.verifies:
@@ -203,11 +201,6 @@ class Rewind:
             state.commands.append(commands.RewindGenerator(generator.name, version, state.lineage))
         self._steps.open()
         self._work.place_waiting()
-
-
-def _may_be_in_trainer(group: Group) -> bool:
-    """Return True if the lost trainer had a sample of the group, or may have had one."""
-    return DELIVERED in group.states or DELIVERING in group.states
 
 
 class Leaving:

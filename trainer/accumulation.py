@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -29,23 +29,81 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
-from asyncrl.trainer.algorithms.base import LossSums, Rewards, TokenBatch, finisher
+from asyncrl.trainer.algorithms.base import (
+    LossSums,
+    Rewards,
+    TokenBatch,
+    finisher,
+    to_device,
+    token_batch,
+)
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import NonFiniteError
 from asyncrl.trainer.critic import SIGNALS, Values, value_loss
 from asyncrl.trainer.loss import GradientParts, Objective
 from asyncrl.trainer.model.head import TokenScores
-from asyncrl.trainer.model.micro_batches import Work
-from asyncrl.trainer.model.token_batch import to_device, token_batch
 from asyncrl.trainer.objective.logprob_mismatch import SUMS, disagreement_of
 from asyncrl.trainer.objective.step_statistics import StepTotals, TokenSums
 from asyncrl.trainer.ranks import World
 from asyncrl.trainer.scoring import Models
 from asyncrl.trainer.sharding.lockstep import Lockstep
 from asyncrl.trainer.step_targets import StepTargets, fix
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """B samples to compute, with their training targets."""
+
+    trajectories: list[Trajectory]
+    advantages: list[float]
+    owners: list[tuple[int, int]]
+    """`[B]` index of each sample's group among those added, and its place in the group."""
+    is_padding: bool = False
+    """True if nothing counts it (`asyncrl.trainer.accumulation`)."""
+
+    def add(self, trajectories: Sequence[Trajectory], advantages: Rewards, group: int) -> None:
+        """Add a whole group."""
+        self.trajectories.extend(trajectories)
+        self.advantages.extend(advantages.tolist())
+        self.owners.extend((group, place) for place in range(len(trajectories)))
+
+    def split(self, budget: int) -> Iterator[Work]:
+        """Split into micro-batches of at most `budget` tokens, longest samples first.
+
+        In each, samples of a group are adjacent, so that they share their prompt.
+        """
+        lengths = [len(one.prompt_tokens) + len(one.tokens) for one in self.trajectories]
+        for indices in split_by_tokens(lengths, budget):
+            ordered = sorted(indices, key=lambda one: self.owners[one][0])
+            yield Work(
+                [self.trajectories[one] for one in ordered],
+                [self.advantages[one] for one in ordered],
+                [self.owners[one] for one in ordered],
+            )
+
+    def places(self, size: int) -> NDArray[np.int64]:
+        """`[B]` place of each sample when whole groups of this size follow one another."""
+        return np.array([group * size + place for group, place in self.owners], np.int64)
+
+
+def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Group sequences into micro-batches of at most `budget` tokens, by index, longest first.
+
+    A longer sequence gets its own. Deterministic.
+    """
+    batches: list[list[int]] = []
+    room = 0
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if not batches or lengths[index] > room:
+            batches.append([])
+            room = budget
+        batches[-1].append(index)
+        room -= lengths[index]
+    return batches
 
 
 def of_all_ranks(own: StepTotals, world: World) -> StepTotals:
@@ -59,8 +117,7 @@ def of_all_ranks(own: StepTotals, world: World) -> StepTotals:
     return StepTotals(own.signals, **values)
 
 
-def _added(values: Sequence[Any]) -> Any:
-    return reduce(operator.add, values)
+_added: Callable[[Sequence[Any]], Any] = partial(reduce, operator.add)
 
 
 def _by_column(rows: Sequence[list[float]]) -> list[float]:

@@ -30,9 +30,9 @@ from asyncrl.rollout.trajectory import CUT_OFF, Trajectory
 from asyncrl.trainer.algorithms.base import LossSums, Signal
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import UnsupportedModelError
-from asyncrl.trainer.model.packed_batch import PackedBatch
+from asyncrl.trainer.model.packing import PackedBatch
 from asyncrl.trainer.model.policy import Policy
-from asyncrl.trainer.optimizer.update import Update
+from asyncrl.trainer.optimizer.optimizer import Update
 from asyncrl.trainer.ranks import World
 
 SIGNALS: Mapping[str, Signal] = {

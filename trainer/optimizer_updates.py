@@ -24,16 +24,15 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from asyncrl.trainer.accumulation import Accumulation, Kept, of_all_ranks
+from asyncrl.trainer.accumulation import Accumulation, Kept, Work, of_all_ranks
+from asyncrl.trainer.algorithms.base import denominator, to_device, weights_of
 from asyncrl.trainer.algorithms.reinforce_plus_plus import mean_of
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import TrainerError
 from asyncrl.trainer.critic import Critic, value_loss
 from asyncrl.trainer.loss import Objective
-from asyncrl.trainer.model.micro_batches import Work
-from asyncrl.trainer.model.token_batch import denominator, to_device, weights_of
 from asyncrl.trainer.objective.step_statistics import StepTotals
-from asyncrl.trainer.optimizer.update import Update
+from asyncrl.trainer.optimizer.optimizer import Update
 from asyncrl.trainer.ranks import World
 from asyncrl.trainer.scoring import Models
 from asyncrl.trainer.sharding.lockstep import Lockstep

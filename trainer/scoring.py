@@ -24,11 +24,11 @@ from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.critic import Critic, Values, real_tokens
 from asyncrl.trainer.lora.adapter import Adapter
 from asyncrl.trainer.model.head import TokenScores
-from asyncrl.trainer.model.packed_batch import PackedBatch
+from asyncrl.trainer.model.packing import PackedBatch
 from asyncrl.trainer.model.policy import Policy, check_routes
 from asyncrl.trainer.ranks import World
 from asyncrl.trainer.sharding.policy import ShardedPolicy
-from asyncrl.trainer.sharding.rows import local
+from asyncrl.trainer.sharding.weights import local
 
 
 class Reference:

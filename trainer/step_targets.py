@@ -38,7 +38,7 @@ from torch import Tensor
 
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.trainer.algorithms.base import Rewards, sums_to_go
-from asyncrl.trainer.base.critic_config import CriticConfig
+from asyncrl.trainer.base.config import CriticConfig
 from asyncrl.trainer.critic import Values
 from asyncrl.trainer.ranks import World
 

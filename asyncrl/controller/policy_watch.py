@@ -21,7 +21,7 @@ from asyncrl.fleet.condition_wait import ConditionWait
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.fleet.process_state import GeneratorWorker
 from asyncrl.rollout.trajectory import BoolArray, FloatArray
-from asyncrl.wire.messages.frames import decode_floats, decode_tokens
+from asyncrl.wire.messages.data import decode_floats, decode_tokens
 from asyncrl.wire.messages.from_generator import Rescored
 from asyncrl.wire.messages.from_trainer import SuspectSample, WrongPolicyFound
 from asyncrl.wire.messages.to_generator import Rescore, ToRescore

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.background import ControllerLine
 from asyncrl.generator.lenient_reuse import LenientReuse
 from asyncrl.generator.reports import GeneratorRecords
 from asyncrl.generator.sample_state import HeldSample
@@ -19,7 +19,7 @@ from asyncrl.rewards.calls import Reward
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire import Line
 from asyncrl.wire.messages import data, from_generator, to_generator
-from asyncrl.wire.messages.frames import encode_trajectory
+from asyncrl.wire.messages.data import encode_trajectory
 
 
 class TrainerLines:

@@ -20,8 +20,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from asyncrl.generator.background import BackgroundTasks
-from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.background import BackgroundTasks, ControllerLine
 from asyncrl.generator.reports import SampleRecorder
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_state import HeldSample, SampleGeneration

@@ -29,8 +29,7 @@ from pathlib import Path
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.protocol import Engine, SamplingParams, ScoreRequest
 from asyncrl.generator.activity import GeneratorState
-from asyncrl.generator.background import BackgroundTasks
-from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.background import BackgroundTasks, ControllerLine
 from asyncrl.generator.deliveries import Deliveries, TrainerLines
 from asyncrl.generator.evaluation import Evaluation
 from asyncrl.generator.lenient_reuse import LenientReuse
@@ -44,7 +43,7 @@ from asyncrl.monitoring.config import set_log_level
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire import Line
 from asyncrl.wire.messages import data, from_generator, to_generator
-from asyncrl.wire.messages.frames import decode_tokens, encode_floats
+from asyncrl.wire.messages.data import decode_tokens, encode_floats
 
 _MIN_VERIFICATION_SLOTS = 8
 """Held samples can be verified in at least this many slots, about one group: the trainer waits for
@@ -210,7 +209,7 @@ class GeneratorProcess:
                 self._unfinished.save(command)
             case to_generator.Release():
                 self._generator.noise_floor.cancel()
-                self._unfinished.release(command)
+                self._tasks.start(self._unfinished.release(command))
             case to_generator.Discard():
                 self._discard(command.samples)
             case to_generator.Pause() | to_generator.Resume():
@@ -302,7 +301,7 @@ class GeneratorProcess:
             kv_full=stats.kv_used >= self._kv_limit and stats.waiting > 0,
         ):
             self._metrics.preempted.inc()
-            self.samples.interrupt(generation)
+            self._generator.interrupt(generation)
 
     async def _report(self) -> None:
         while True:

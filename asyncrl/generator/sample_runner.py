@@ -46,7 +46,8 @@ class SampleGenerator:
         self._traces = traces
         self.sampling = sampling
         self._held_out_sampling = held_out_sampling or sampling
-        self._attempts_allowed = _event_that_is_set()
+        self.attempts_allowed = _event_that_is_set()
+        """No attempt starts while it is not set."""
         self._engine_unpaused = _event_that_is_set()
         self._attempts = 0
         self._no_attempt = _event_that_is_set()
@@ -71,14 +72,6 @@ class SampleGenerator:
         """Held-out samples that wait for their environment before they need a slot."""
         return sum(one.waits_for_environment for one in self._held_out.values())
 
-    def hold_attempts(self) -> None:
-        """Start no attempt until `allow_attempts`."""
-        self._attempts_allowed.clear()
-
-    def allow_attempts(self) -> None:
-        """Undo `hold_attempts`."""
-        self._attempts_allowed.set()
-
     async def attempts_ended(self) -> None:
         """Interrupt all attempts at training samples and wait for their end. Raises EngineError."""
         try:
@@ -91,8 +84,8 @@ class SampleGenerator:
 
     async def _attempt_is_allowed(self, generation: SampleGeneration) -> None:
         while True:
-            while not self._attempts_allowed.is_set():
-                await self._attempts_allowed.wait()
+            while not self.attempts_allowed.is_set():
+                await self.attempts_allowed.wait()
             if not generation.awaits_verification or self._engine_unpaused.is_set():
                 return
             await self._engine_unpaused.wait()

@@ -38,7 +38,7 @@ from asyncrl.rollout.trajectory import (
     TrajectoryBuilder,
     VerifiableTrajectory,
 )
-from asyncrl.wire.messages.frames import decode_tokens
+from asyncrl.wire.messages.data import decode_tokens
 from asyncrl.wire.messages.to_generator import PromptPayload
 from asyncrl.wire.records.step import TokenCounts
 

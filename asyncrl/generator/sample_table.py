@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from asyncrl.engine.errors import RequestError
 from asyncrl.environments.workers.pool import EnvironmentFailed
 from asyncrl.errors import AsyncrlError
-from asyncrl.generator.background import BackgroundTasks
-from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.background import BackgroundTasks, ControllerLine
 from asyncrl.generator.lenient_reuse import LenientReuse
 from asyncrl.generator.reports import GeneratorReports
 from asyncrl.generator.sample_runner import SampleGenerator
@@ -18,7 +17,7 @@ from asyncrl.generator.sample_state import HeldSample, SampleGeneration
 from asyncrl.rollout.trajectory import KeptTokens, SampleId
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.wire.messages import from_generator, to_generator
-from asyncrl.wire.messages.frames import digest_of, encode_trajectory
+from asyncrl.wire.messages.data import digest_of, encode_trajectory
 
 
 class Samples:
@@ -101,11 +100,7 @@ class Samples:
         elif sample in self._generating:
             generation, _ = self._generating[sample]
             if generation.request_verification(seed, min_version):
-                self.interrupt(generation)
-
-    def interrupt(self, generation: SampleGeneration) -> None:
-        """End the running attempt of a sample; see `asyncrl.generator.sample_state`."""
-        self._generator.interrupt(generation)
+                self._generator.interrupt(generation)
 
     def end_overdue(self) -> None:
         """Interrupt samples past their deadline; they end with their tokens and reason `deadline`.
@@ -120,7 +115,7 @@ class Samples:
                 continue
             if not generation.awaits_verification and not generation.expired:
                 generation.expired = True
-                self.interrupt(generation)
+                self._generator.interrupt(generation)
 
     def extend_deadlines(self, seconds: float) -> None:
         """Extend every sample's deadline by the time for which the engine was paused."""
@@ -130,9 +125,9 @@ class Samples:
 
     def interrupt_all(self) -> None:
         """Interrupt every sample; none resumes before `resume_all`."""
-        self._generator.hold_attempts()
+        self._generator.attempts_allowed.clear()
         for generation in self.in_generation:
-            self.interrupt(generation)
+            self._generator.interrupt(generation)
 
     async def rewind(self, version: int, lineage: int, *, newest: int) -> None:
         """Forget the policies after this version. No sample resumes before `resume_all`.
@@ -176,7 +171,7 @@ class Samples:
 
     def resume_all(self) -> None:
         """Resume the samples from their tokens."""
-        self._generator.allow_attempts()
+        self._generator.attempts_allowed.set()
 
     def discard(self, samples: Sequence[SampleId]) -> None:
         """Forget these samples, finished or not."""

@@ -14,12 +14,11 @@ from asyncrl.engine.errors import EngineError, EngineStartError, RequestError
 from asyncrl.engine.factory import create_engine
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.generator.activity import Activity
-from asyncrl.generator.controller_line import ControllerLine
-from asyncrl.generator.engine_log import EngineLog
+from asyncrl.generator.background import ControllerLine
 from asyncrl.generator.lenient_reuse import LenientReuse
 from asyncrl.generator.noise_floor import EVERY
 from asyncrl.generator.process import GeneratorProcess
-from asyncrl.generator.reports import GeneratorRecords, SampleRecorder
+from asyncrl.generator.reports import EngineLog, GeneratorRecords, SampleRecorder
 from asyncrl.generator.sample_rewards import SampleRewards
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_traces import SampleTraces

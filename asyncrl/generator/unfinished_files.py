@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncrl.engine.errors import EngineError
-from asyncrl.generator.background import BackgroundTasks
-from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.background import BackgroundTasks, ControllerLine
 from asyncrl.generator.weight_installs import WeightInstalls
 from asyncrl.rollout.trajectory import KeptTokens, SampleId
 from asyncrl.wire.messages import from_generator, to_generator
@@ -82,11 +81,8 @@ class UnfinishedFiles:
             self._copied.set()
         await self._write(command, found)
 
-    def release(self, command: to_generator.Release) -> None:
+    async def release(self, command: to_generator.Release) -> None:
         """Copy the samples' tokens, forget the samples, write the tokens, and report it."""
-        self._tasks.start(self._release(command))
-
-    async def _release(self, command: to_generator.Release) -> None:
         samples = frozenset(command.samples)
         reason, found = "", list[_Found]()
         try:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from asyncrl.engine.errors import WeightsSupersededError
 from asyncrl.engine.protocol import Engine
 from asyncrl.errors import WrongPolicyError
-from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.background import ControllerLine
 from asyncrl.generator.sample_table import Samples
 from asyncrl.monitoring.metrics.metrics import GeneratorMetrics
 from asyncrl.rollout.trajectory import KeptTokens, SampleId

@@ -110,7 +110,7 @@ def vllm_tp2(context: Context) -> Said:
 
 def sglang(context: Context) -> Said:
     """Measure SGLang without drafts."""
-    from asyncrl.engine.sglang.interpreter import check_interpreter
+    from asyncrl.engine.sglang.config import check_interpreter
 
     try:
         check_interpreter(EngineConfig(kind="sglang").sglang)

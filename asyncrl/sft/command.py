@@ -56,7 +56,7 @@ from asyncrl.tasks.model_tokenizer import load_tokenizer
 from asyncrl.tasks.sft_config import ALGORITHM
 from asyncrl.tasks.templates.variables import names_the_date
 from asyncrl.trainer.base.algorithm_registry import entry_of
-from asyncrl.trainer.base.critic_config import CriticConfig
+from asyncrl.trainer.base.config import CriticConfig
 from asyncrl.trainer.base.errors import RankLost
 from asyncrl.trainer.base.rank_network import LOOPBACK
 from asyncrl.trainer.ranks.world import ALONE, World

@@ -37,7 +37,7 @@ from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.trainer.checkpoint.trainer_lease import TrainerLease
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.model.host_memory import keep_freed_memory
+from asyncrl.trainer.model.memory_estimate import keep_freed_memory
 from asyncrl.trainer.ranks.world import ALONE, World, join
 from asyncrl.trainer.scoring import resolve_device
 from asyncrl.trainer.sharding.lockstep import NextAction, RankStatus, RankWork

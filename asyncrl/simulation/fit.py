@@ -17,7 +17,7 @@ from asyncrl.config.run_config import RunConfig, load_config
 from asyncrl.cores import rank_of
 from asyncrl.engine.drafting.calibration import rising
 from asyncrl.errors import UserError
-from asyncrl.generator.engine_log import EngineRecord
+from asyncrl.generator.reports import EngineRecord
 from asyncrl.monitoring.records.jsonl import read_jsonl
 from asyncrl.monitoring.records.metrics_log import read_metrics
 from asyncrl.monitoring.records.spans import Span, SpanKind, clip, read_timelines

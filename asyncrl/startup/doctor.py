@@ -11,8 +11,7 @@ from importlib import metadata
 from asyncrl.config.run_config import RunConfig
 from asyncrl.cores import usable_cores
 from asyncrl.engine.errors import EngineStartError
-from asyncrl.engine.sglang.config import SglangConfig
-from asyncrl.engine.sglang.interpreter import check_interpreter, path_of
+from asyncrl.engine.sglang.config import SglangConfig, check_interpreter, path_of
 from asyncrl.environments.workers import interpreter
 from asyncrl.errors import RewardError, UserError
 from asyncrl.launch.gpus import Gpu, find_gpus, torch_build

@@ -18,7 +18,7 @@ from asyncrl.generator.turns.environment_setup import episodes_with, start_envir
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.startup.startup_summary import turns_line
 from asyncrl.tasks.prompts import Task
-from asyncrl.wire.messages.frames import encode_tokens
+from asyncrl.wire.messages.data import encode_tokens
 from asyncrl.wire.messages.to_generator import PromptPayload
 
 _TRIAL_SECONDS = 30.0

@@ -21,12 +21,12 @@ from asyncrl.tasks.model_files import parameters
 from asyncrl.trainer.base.algorithm_registry import entry_of
 from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
 from asyncrl.trainer.base.rank_network import is_loopback
-from asyncrl.trainer.model.host_memory import host_bytes
 from asyncrl.trainer.model.memory_estimate import (
     FULL,
     ModelShape,
     Samples,
     StepMemory,
+    host_bytes,
     remedies,
     step_memory,
 )

@@ -13,7 +13,7 @@ import shutil
 from asyncrl.config.run_config import RunConfig
 from asyncrl.cores import divide_machine, usable_cores
 from asyncrl.engine.errors import EngineStartError
-from asyncrl.engine.sglang.interpreter import check_interpreter
+from asyncrl.engine.sglang.config import check_interpreter
 from asyncrl.environments.workers.pool import EnvironmentPool
 from asyncrl.errors import UserError
 from asyncrl.launch.ray.launcher import check_ray

@@ -34,8 +34,8 @@ from asyncrl.suggestions import shortened
 from asyncrl.tasks.builtin.arithmetic import Problem, arithmetic_questions, working
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.data.questions import UnusableError, plain_prompt
-from asyncrl.tasks.encoding import Messages, PromptEncoder, Question
 from asyncrl.tasks.loading import dataset_questions
+from asyncrl.tasks.prompts import Messages, PromptEncoder, Question
 from asyncrl.tasks.sft_config import SftConfig
 
 log = logging.getLogger(__name__)

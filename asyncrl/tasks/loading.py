@@ -16,10 +16,9 @@ from asyncrl.errors import DataError
 from asyncrl.tasks.builtin.arithmetic import arithmetic_questions
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.data.questions import read_questions
-from asyncrl.tasks.encoding import PromptEncoder, Question
 from asyncrl.tasks.evaluation_config import EvaluationSetConfig
 from asyncrl.tasks.model_tokenizer import load_tokenizer, model_stop_tokens
-from asyncrl.tasks.prompts import Prompt, Task
+from asyncrl.tasks.prompts import Prompt, PromptEncoder, Question, Task
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import msgspec
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.tasks.prompts import Prompt, Task, held_out_sets, prompt_order
 from asyncrl.wire.messages import to_generator
-from asyncrl.wire.messages.frames import encode_tokens
+from asyncrl.wire.messages.data import encode_tokens
 from asyncrl.wire.messages.to_generator import Evaluate, FixedVersion, Generate, Verify
 from asyncrl.wire.messages.unfinished_samples import Place
 

@@ -6,13 +6,16 @@
 Bits of weights do not show a wrong temperature, KV of older weights, or a kernel that reads other
 memory. Log-probabilities do. Only trajectories that are wholly of the trainer's version count:
 tokens on KV of several versions follow no policy, which `on_update: keep` allows.
+
+`explain` finds the policy that an engine sampled from by scoring its tokens under candidates. That
+is slow, and needs memory for another copy of the weights.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -23,14 +26,112 @@ from torch import Tensor
 
 from asyncrl.rollout.contexts import contexts_of
 from asyncrl.rollout.trajectory import FloatArray, Trajectory
+from asyncrl.trainer.model.packing import PackedBatch
 from asyncrl.trainer.model.policy import Policy
-from asyncrl.trainer.objective.logprob_mismatch import MIN_TOKENS, Disagreement, Limits
-from asyncrl.trainer.objective.policy_candidates import explain, logprobs_of
-from asyncrl.trainer_process.group_queue import WholeGroup
-from asyncrl.wire.messages.frames import encode_floats, encode_tokens
+from asyncrl.trainer.objective.logprob_mismatch import (
+    MIN_TOKENS,
+    Disagreement,
+    Limits,
+    disagreement_of,
+)
+from asyncrl.trainer_process.delivery_check import WholeGroup
+from asyncrl.wire.messages.data import encode_floats, encode_tokens
 from asyncrl.wire.messages.from_trainer import SuspectSample, WrongPolicyFound
-from asyncrl.wire.records.wrong_policy import WrongPolicy
+from asyncrl.wire.records.wrong_policy import Cause, WrongPolicy
 from asyncrl.wire.weights.writer import WeightPublisher
+
+_NEWTON_STEPS = 6
+_MAX_FACTOR = 100.0
+"""Search range of temperatures, as a factor in both directions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The cause of the log-probabilities that an engine recorded."""
+
+    cause: Cause
+    text: str
+    """Continues a sentence about the generator."""
+
+
+def explain(
+    policy: Policy,
+    trajectories: Sequence[Trajectory],
+    limits: Limits,
+    *,
+    previous: Sequence[tuple[str, Tensor]],
+    version: int,
+) -> Explanation | None:
+    """Find the policy that the tokens follow: another temperature, or the previous version.
+
+    `trajectories` are suspicious ones, wholly of this version; `limits` say what rounding explains.
+    `previous` are the previous version's weights by HF name, perhaps empty. Returns None if neither
+    explains the tokens.
+    """
+    own = rescored(policy, trajectories).mean
+    # An explanation leaves rounding only, and not much of what there was to explain.
+    good = limits.mean if own <= limits.mean else min(limits.mean, own / 2)
+    temperature = _temperature(policy, trajectories)
+    at_that = rescored(policy, trajectories, temperature=temperature)
+    if at_that.mean <= good:
+        return Explanation(
+            "temperature",
+            f"it samples at temperature {temperature:.3g} instead of {policy.temperature:.3g}: "
+            f"there the log-probabilities agree within {at_that.mean:.2g}",
+        )
+    if previous:
+        before = rescored(policy, trajectories, weights=previous)
+        if before.mean <= good:
+            return Explanation(
+                "lag",
+                f"its tokens follow version {version - 1}, one step behind: with those weights the "
+                f"log-probabilities agree within {before.mean:.2g}",
+            )
+    return None
+
+
+@torch.no_grad()
+def rescored(
+    policy: Policy,
+    trajectories: Sequence[Trajectory],
+    *,
+    temperature: float | None = None,
+    weights: Sequence[tuple[str, Tensor]] = (),
+) -> Disagreement:
+    """Compare the recorded log-probabilities with those of a changed policy.
+
+    The policy is restored afterwards. `weights` are by HF name; by default it keeps its own.
+    """
+    found = Disagreement()
+    with policy.changed(temperature, weights):
+        for one in trajectories:
+            scores = policy.score(_packed(policy, one))
+            rows = disagreement_of(scores.logprobs, scores.entropy, [one], np.ones(1, bool))
+            found += Disagreement.total(rows)
+    return found
+
+
+@torch.no_grad()
+def logprobs_of(policy: Policy, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
+    """The policy's log-probabilities of each trajectory's trained tokens, in nats."""
+    scores = (policy.score(_packed(policy, one)) for one in trajectories)
+    return [one.logprobs.float().cpu().numpy() for one in scores]
+
+
+def _packed(policy: Policy, trajectory: Trajectory) -> PackedBatch:
+    """Pack one trajectory: several together may exceed a micro-batch that fits into memory."""
+    return PackedBatch.of_samples([trajectory], policy.device)
+
+
+def _temperature(policy: Policy, trajectories: Sequence[Trajectory]) -> float:
+    """Fit the temperature of the recorded log-probabilities by Newton's method."""
+    low, high = policy.temperature / _MAX_FACTOR, policy.temperature * _MAX_FACTOR
+    temperature = policy.temperature
+    for _ in range(_NEWTON_STEPS):
+        slope = rescored(policy, trajectories, temperature=temperature).slope
+        temperature = min(high, max(low, temperature * math.exp(slope)))
+    return temperature
+
 
 _SUSPECTS = 4
 _EXPLAINED = 2

@@ -35,8 +35,7 @@ from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.monitoring.config import set_log_level
 from asyncrl.trainer.sharding.lockstep import NextAction
 from asyncrl.trainer_process.checkpoints import Checkpoints
-from asyncrl.trainer_process.delivery_check import DeliveryNotKept, Intake
-from asyncrl.trainer_process.group_queue import GroupQueue
+from asyncrl.trainer_process.delivery_check import DeliveryNotKept, GroupQueue, Intake
 from asyncrl.trainer_process.step_trainer import StepTrainer, TrainerRecords, word_of
 from asyncrl.wire import Hub, Line
 from asyncrl.wire.errors import WireError

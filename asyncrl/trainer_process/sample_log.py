@@ -24,7 +24,7 @@ from asyncrl.monitoring.records.trained_samples import SampleFiles, TrainedSampl
 from asyncrl.rollout.trajectory import BoolArray, IntArray, Provenance, Trajectory
 from asyncrl.trainer.base.errors import Superseded
 from asyncrl.trainer.checkpoint.trainer_lease import UNFENCED, TrainerLease
-from asyncrl.trainer_process.group_queue import WholeGroup
+from asyncrl.trainer_process.delivery_check import WholeGroup
 from asyncrl.wire.messages.from_trainer import ShownSample
 
 logger = logging.getLogger("asyncrl.trainer")
@@ -39,13 +39,11 @@ def drop_repeated(folder: Path, step: int) -> None:
     try:
         truncate(folder, before_step=step)
     except OSError as error:
-        logger.error(
+        text = (
             "the samples of step %d and later steps could not be dropped from %s: %s. They are "
-            "trained again and will be logged twice. Training continues",
-            step,
-            folder,
-            error,
+            "trained again and will be logged twice. Training continues"
         )
+        logger.error(text, step, folder, error)
 
 
 class TrainedSampleLog:
@@ -112,13 +110,8 @@ class TrainedSampleLog:
     def _lose(self, step: int, groups: Sequence[WholeGroup], why: str) -> None:
         count = sum(len(group.trajectories) for group in groups)
         self._metrics.unlogged_samples.inc(count)
-        logger.error(
-            "%d samples of step %d were not written to %s: %s. Training continues",
-            count,
-            step,
-            self._folder,
-            why,
-        )
+        text = "%d samples of step %d were not written to %s: %s. Training continues"
+        logger.error(text, count, step, self._folder, why)
 
     def _records(self, step: int, group: WholeGroup) -> list[TrainedSample]:
         records = []

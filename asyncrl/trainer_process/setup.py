@@ -29,15 +29,14 @@ from asyncrl.trainer.base.lora_config import FINER_ENGINES
 from asyncrl.trainer.checkpoint.format.files import dtype_of, path_of
 from asyncrl.trainer.checkpoint.trainer_lease import TrainerLease
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.model.host_memory import keep_freed_memory
+from asyncrl.trainer.model.memory_estimate import keep_freed_memory
 from asyncrl.trainer.model.policy import has_experts
 from asyncrl.trainer.objective import logprob_mismatch
 from asyncrl.trainer.ranks.world import join
 from asyncrl.trainer.scoring import for_own_device, resolve_device
 from asyncrl.trainer_process.checkpoints import Checkpoints
 from asyncrl.trainer_process.custom_algorithm import load_own_algorithm
-from asyncrl.trainer_process.delivery_check import Intake
-from asyncrl.trainer_process.group_queue import GroupQueue
+from asyncrl.trainer_process.delivery_check import GroupQueue, Intake
 from asyncrl.trainer_process.policy_check import PROVISIONAL_STEPS, PolicyCheck
 from asyncrl.trainer_process.process import TrainerProcess
 from asyncrl.trainer_process.sample_log import ShownSamples, TrainedSampleLog, drop_repeated
@@ -45,7 +44,7 @@ from asyncrl.trainer_process.step_trainer import StepTrainer, TrainerRecords
 from asyncrl.wire import Hub
 from asyncrl.wire.errors import PublishError, WireError
 from asyncrl.wire.messages import data, from_trainer, to_trainer
-from asyncrl.wire.messages.frames import max_delivery_bytes
+from asyncrl.wire.messages.data import max_delivery_bytes
 from asyncrl.wire.transport.outbox import PART_BYTES
 from asyncrl.wire.transport.refusals import Limit, Refusals
 from asyncrl.wire.weights.broadcast.sending import WeightSender

@@ -24,7 +24,7 @@ from asyncrl.monitoring.records.timeline import Timeline
 from asyncrl.monitoring.tracing.tracer import Tracer
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.sharding.lockstep import Lockstep, NextAction, RankStatus, RankWork
-from asyncrl.trainer_process.group_queue import WholeGroup
+from asyncrl.trainer_process.delivery_check import WholeGroup
 from asyncrl.trainer_process.policy_check import PolicyCheck
 from asyncrl.trainer_process.sample_log import ShownSamples, TrainedSampleLog
 from asyncrl.wire.messages.from_trainer import StepFinished, WrongPolicyFound

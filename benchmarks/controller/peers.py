@@ -14,7 +14,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.background import ControllerLine
 from asyncrl.relay.control import ControlRelay
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire import Line, RunKey

@@ -43,12 +43,16 @@ import zmq.asyncio
 from rich.table import Table
 
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
-from asyncrl.trainer.objective.group_check import check_trajectory
-from asyncrl.trainer_process.delivery_check import Intake
-from asyncrl.trainer_process.group_queue import GroupQueue
+from asyncrl.trainer.learner import check_trajectory
+from asyncrl.trainer_process.delivery_check import GroupQueue, Intake
 from asyncrl.wire import Hub, Line, RunKey, RuntimeDirectory
-from asyncrl.wire.messages.data import Received, TrajectoryDelivery
-from asyncrl.wire.messages.frames import decode_trajectory, digest_of, encode_trajectory
+from asyncrl.wire.messages.data import (
+    Received,
+    TrajectoryDelivery,
+    decode_trajectory,
+    digest_of,
+    encode_trajectory,
+)
 from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
 from asyncrl.wire.transport.keys import LineKeys
 from asyncrl.wire.transport.outbox import ONE_PART, join, split

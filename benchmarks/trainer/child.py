@@ -56,7 +56,7 @@ def _asyncrl(path: str, groups: list[dict[str, Any]], **settings: Any) -> Callab
     from asyncrl.rollout.trajectory import Provenance, SampleId, TrajectoryBuilder
     from asyncrl.trainer.base.config import TrainerConfig
     from asyncrl.trainer.learner import Learner
-    from asyncrl.trainer.model.host_memory import keep_freed_memory
+    from asyncrl.trainer.model.memory_estimate import keep_freed_memory
 
     keep_freed_memory()  # as a run's trainer does on a CPU
     config = TrainerConfig(learning_rate=_RATE, device="cpu", correction="none", **settings)

@@ -21,7 +21,7 @@ from asyncrl.engine.vllm.config import VllmConfig
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_state import SampleGeneration
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.wire.messages.frames import encode_tokens
+from asyncrl.wire.messages.data import encode_tokens
 from asyncrl.wire.messages.to_generator import PromptPayload
 from benchmarks.harness import cpu_seconds
 from benchmarks.vllm_host.clocks import OURS, PLAIN

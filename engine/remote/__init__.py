@@ -2,8 +2,7 @@
 
     client/     runs in the generator's process: requests, chunks, pauses, weights
     worker/     runs with the model, in the engine's *core*: draws, scores, drafts, weights
-    extras.py   travels with requests and results
-    calls.py    the calls from one to the other
+    extras.py   the calls from one to the other, and what travels with requests and results
 
 An engine adds the process that it starts and a `Core` (`client.core`) on one side, and adapters
 from its scheduler, model runner and loader to `worker/` on the other. Nothing here imports vLLM or

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 from asyncrl.engine.sampling.drawing import identify, noise_seeds
 from asyncrl.engine.sampling.truncation import Purpose, forked, uniforms
 from asyncrl.rollout.acceptance import accept_lenient, symbols_of, verify_kept
+from asyncrl.rollout.contexts import stacked
 from asyncrl.rollout.trajectory import FloatArray, IntArray, KeptTokens, SeedArray
-
-ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 
 class KeptColumns(NamedTuple):
@@ -62,24 +61,14 @@ class KeptColumns(NamedTuple):
         outside: NDArray[np.bool_] = symbols_of(self.tokens, self.ids) == self.ids.shape[1]
         return self.exact & ~self.observed & outside
 
-    def part(self, part: slice) -> KeptColumns:
-        """Return some of them, as views."""
-        tokens, ids, positions, seeds, exact, observed = self
-        return KeptColumns(
-            tokens[part], ids[part], positions[part], seeds[part], exact[part], observed[part]
-        )
+    def part(self, part: slice | NDArray[np.int64]) -> KeptColumns:
+        """Return some of them; a slice gives views."""
+        return KeptColumns._make(one[part] for one in self)
 
     @classmethod
     def concatenated(cls, parts: Sequence[KeptColumns]) -> KeptColumns:
         """Concatenate; lists are padded to the longest."""
-        return cls(
-            np.concatenate([part.tokens for part in parts]),
-            _stacked([part.ids for part in parts], -1),
-            np.concatenate([part.positions for part in parts]),
-            np.concatenate([part.noise_seeds for part in parts]),
-            np.concatenate([part.exact for part in parts]),
-            np.concatenate([part.observed for part in parts]),
-        )
+        return cls._make(stacked(column, -1) for column in zip(*parts, strict=True))
 
 
 class Reading(NamedTuple):
@@ -115,12 +104,7 @@ class Reading(NamedTuple):
     @classmethod
     def concatenated(cls, parts: Sequence[Reading]) -> Reading:
         """Concatenate; lists are padded to the longest."""
-        return cls(
-            np.concatenate([part.own for part in parts]),
-            _stacked([part.listed for part in parts], -np.inf),
-            np.concatenate([part.names for part in parts]),
-            np.concatenate([part.name_logprobs for part in parts]),
-        )
+        return cls._make(stacked(column, -np.inf) for column in zip(*parts, strict=True))
 
     def given(self, columns: KeptColumns) -> Reading:
         """Put all mass on each observed token, in place."""
@@ -216,15 +200,8 @@ class Verdict:
 
     def outside(self, batch: KeptBatch, unnamed: NDArray[np.int64]) -> KeptColumns:
         """Return the lists, positions and noise that name the tokens of unnamed rows."""
-        at, columns = self.place(batch, unnamed), batch.columns
-        return KeptColumns(
-            columns.tokens[at],
-            columns.ids[at],
-            columns.positions[at],
-            self.noise_seed[unnamed],
-            columns.exact[at],
-            columns.observed[at],
-        )
+        columns = batch.columns.part(self.place(batch, unnamed))
+        return columns._replace(noise_seeds=self.noise_seed[unnamed])
 
     def set_names(
         self, unnamed: NDArray[np.int64], tokens: NDArray[np.int64], logprobs: FloatArray
@@ -325,14 +302,6 @@ def name_tokens(
     outside = verdict.outside(batch, unnamed)
     tokens = identify(logprobs, rows, outside.ids, outside.positions, outside.noise_seeds)
     verdict.set_names(unnamed, tokens, _at(logprobs, rows, tokens[:, None])[:, 0])
-
-
-def _stacked(tables: Sequence[NDArray[ScalarT]], fill: float) -> NDArray[ScalarT]:
-    """Concatenate `[N, K]` tables, padded to the longest rows."""
-    k = max(table.shape[1] for table in tables)
-    return np.concatenate(
-        [np.pad(table, ((0, 0), (0, k - table.shape[1])), constant_values=fill) for table in tables]
-    )
 
 
 def _at(logprobs: torch.Tensor, rows: NDArray[np.int64], ids: NDArray[np.integer]) -> FloatArray:

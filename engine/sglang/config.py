@@ -1,9 +1,16 @@
-"""Settings of the SGLang engine."""
+"""Settings of the SGLang engine, and the Python interpreter that it runs in."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
 from pydantic import Field
 
+from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.process_config import ProcessConfig
 from asyncrl.wire.transport.paths import MAX_TOKENS
 
@@ -53,3 +60,80 @@ class SglangConfig(ProcessConfig):
         """`mem_fraction_static`, or its default."""
         own = self.mem_fraction_static
         return _SHARE_OF_GPU if own is None else own
+
+
+SGLANG_VERSION = "0.5.23"
+"""The only version that `engine/sglang/worker` is written against."""
+DEFAULT = ".venv-sglang/bin/python"
+_SECONDS = 60.0
+_MAKE = "`make setup-sglang` makes an environment with it (docs/engines.md)"
+_NEEDED = ("asyncrl", "torch", "numba", "msgspec", "pyzmq", "pydantic", "transformers")
+_ASK = f"""
+import json, sys
+from importlib import metadata
+found = {{}}
+for name in {("sglang", *_NEEDED)}:
+    try:
+        found[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+print(json.dumps([sys.version_info[:2], found]))
+"""
+
+
+def path_of(config: SglangConfig) -> str:
+    """Return the setting, or this interpreter if it has SGLang, or that of `make setup-sglang`."""
+    if config.python is not None:
+        return config.python
+    try:
+        metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return DEFAULT
+    return sys.executable
+
+
+def check_interpreter(config: SglangConfig) -> str:
+    """Return the versions of SGLang's interpreter, as text.
+
+    Raises EngineStartError if it does not exist or fit; the message says what to do.
+    """
+    python = path_of(config)
+    where = f"engine.sglang.python: {python}"
+    if not Path(python).is_file():
+        raise EngineStartError(
+            f"{where} does not exist. engine.kind=sglang needs an interpreter with sglang "
+            f"{SGLANG_VERSION}: {_MAKE}"
+        )
+    number, versions = _ask(python, where)
+    shown = ".".join(map(str, number))
+    if number < (3, 11):
+        raise EngineStartError(f"{where} is Python {shown}; asyncrl needs 3.11 or newer")
+    sglang = versions.get("sglang")
+    if sglang != SGLANG_VERSION:
+        has = f"has sglang {sglang}" if sglang else "has no sglang"
+        raise EngineStartError(f"{where} {has}; {SGLANG_VERSION} is needed: {_MAKE}")
+    missing = [name for name in _NEEDED if name not in versions]
+    if missing:
+        raise EngineStartError(
+            f"{where} lacks {', '.join(missing)}, which asyncrl's part inside SGLang needs: {_MAKE}"
+        )
+    ours = metadata.version("asyncrl")
+    if versions["asyncrl"] != ours:
+        raise EngineStartError(
+            f"{where} has asyncrl {versions['asyncrl']}, but this is asyncrl {ours}: install the "
+            "same version there (pip install --no-deps)"
+        )
+    return f"python {shown}, sglang {sglang}, torch {versions['torch']}"
+
+
+def _ask(python: str, where: str) -> tuple[tuple[int, int], dict[str, str]]:
+    try:
+        answer = subprocess.run(
+            [python, "-P", "-c", _ASK], capture_output=True, timeout=_SECONDS, check=True
+        )
+        return msgspec.json.decode(answer.stdout, type=tuple[tuple[int, int], dict[str, str]])
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise EngineStartError(f"{where} is not a working Python 3.11: {' '.join(last)}") from error
+    except (OSError, subprocess.TimeoutExpired, msgspec.MsgspecError) as error:
+        raise EngineStartError(f"{where} is not a working Python interpreter: {error}") from error

@@ -25,9 +25,8 @@ from asyncrl.engine.protocol import GenerateRequest
 from asyncrl.engine.requests import SeedStream
 from asyncrl.engine.torch.drafting import Drafter
 from asyncrl.engine.torch.reports import Unreported
-from asyncrl.engine.torch.rows import NewRows, Rows
+from asyncrl.engine.torch.rows import NewRows, Rows, context_of, fed_context, logits_of
 from asyncrl.engine.torch.slots import SlotCache
-from asyncrl.engine.torch.waiting import context_of, fed_context, logits_of
 from asyncrl.rollout.trajectory import IntArray
 
 

@@ -6,16 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.cache.tree.rollout_tree import RolloutCache
-from asyncrl.engine.drafting.continuation import Continuations
 from asyncrl.engine.drafting.planner import Planner
-from asyncrl.engine.drafting.proposals import NO_HANDLE, Proposer
+from asyncrl.engine.drafting.proposals import NO_HANDLE, Continuations, Proposer
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
 from asyncrl.engine.protocol import turn_end
 from asyncrl.engine.torch.reports import AppendedDraws
-from asyncrl.engine.torch.rows import Rows
+from asyncrl.engine.torch.rows import Rows, context_of
 from asyncrl.engine.torch.step_kernels import pick_tokens
 from asyncrl.engine.torch.step_sampling import Draws
-from asyncrl.engine.torch.waiting import context_of
 from asyncrl.rollout.acceptance import AcceptedPaths, accept_tree
 
 

@@ -27,8 +27,8 @@ from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
 from asyncrl.engine.torch.core import CoreSettings, DecodeCore
-from asyncrl.engine.torch.kernels import warm_up
 from asyncrl.engine.torch.model import load_model
+from asyncrl.engine.torch.step_kernels import warm_up
 from asyncrl.wire.records.step import EngineStats
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 

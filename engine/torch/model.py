@@ -14,9 +14,14 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface
 
 from asyncrl.engine.errors import EngineError, EngineStartError
-from asyncrl.engine.torch.attention import AttendedKeys
-from asyncrl.engine.torch.blocks import Block, causal_blocks, decode_block, resumed_blocks
-from asyncrl.engine.torch.cpu.blas import sgemm_address
+from asyncrl.engine.torch.attention import (
+    AttendedKeys,
+    Block,
+    causal_blocks,
+    decode_block,
+    resumed_blocks,
+)
+from asyncrl.engine.torch.cpu.fused_kernels import sgemm_address
 from asyncrl.engine.torch.cpu.fused_model import FusedDecoder
 from asyncrl.engine.torch.cpu.invariant_attention import filled_up, missing
 from asyncrl.engine.torch.slots import SlotAttention, SlotCache, StepInputs, StepLayout

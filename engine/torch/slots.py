@@ -23,8 +23,7 @@ from transformers.cache_utils import Cache
 
 from asyncrl.engine.drafting.trees import TokenTrees
 from asyncrl.engine.errors import EngineError
-from asyncrl.engine.torch.attention import AttendedKeys, Hidden, ScoreRule, attend, causal
-from asyncrl.engine.torch.blocks import Block
+from asyncrl.engine.torch.attention import AttendedKeys, Block, Hidden, ScoreRule, attend, causal
 from asyncrl.engine.torch.cpu.invariant_attention import attention_within
 from asyncrl.engine.torch.rows import NewRows, Rows
 from asyncrl.rollout.trajectory import IntArray

@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.engine.remote.calls import RemoteWorker
-from asyncrl.engine.remote.extras import DrafterSettings, RequestExtra
+from asyncrl.engine.remote.extras import DrafterSettings, RemoteWorker, RequestExtra
 
 EXTENSION_PATH = "asyncrl.engine.vllm.worker.extension.WorkerExtension"
 """Value of `worker_extension_cls`."""

@@ -7,7 +7,6 @@ verify_kept     kept tokens never trained on    the symbols of both policies    
 accept_lenient  kept tokens (SPEC-RL's rule)    old and new probability           biased
 """
 
-from asyncrl.rollout.acceptance.chain import accept_chain
 from asyncrl.rollout.acceptance.kept import (
     MASS_TOLERANCE,
     Verdicts,
@@ -16,7 +15,7 @@ from asyncrl.rollout.acceptance.kept import (
     verify_kept,
     warm_up_verification,
 )
-from asyncrl.rollout.acceptance.token_tree import AcceptedPaths, accept_tree
+from asyncrl.rollout.acceptance.token_tree import AcceptedPaths, accept_chain, accept_tree
 
 __all__ = [
     "MASS_TOLERANCE",

@@ -25,8 +25,7 @@ from asyncrl.scheduler.commands import RunOutcome
 from asyncrl.scheduler.config import DynamicSamplingConfig, SchedulerConfig
 from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Outcome
 from asyncrl.scheduler.dynamic_sampling import DynamicSampling
-from asyncrl.scheduler.records import HELD
-from asyncrl.scheduler.reward_signal import Verdict, has_signal
+from asyncrl.scheduler.records import HELD, Verdict, has_signal
 
 WRONG, RIGHT, SLOW = range(3)
 CLAIMS = Claims(__file__)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from asyncrl.rollout.trajectory import SampleId, TrajectoryBuilder
-from asyncrl.wire.messages.data import TrajectoryDelivery
-from asyncrl.wire.messages.frames import decode_trajectory, digest_of, encode_trajectory
+from asyncrl.wire.messages.data import (
+    TrajectoryDelivery,
+    decode_trajectory,
+    digest_of,
+    encode_trajectory,
+)
 from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
 
 

@@ -30,8 +30,8 @@ from asyncrl.engine.sglang.messages import (
     Scored,
     Step,
     ToWorker,
+    WorkerSettings,
 )
-from asyncrl.engine.sglang.settings import WorkerSettings
 from asyncrl.engine.sglang.worker.main import end_with
 
 VOCAB = 10

@@ -27,10 +27,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.checkpoint.checkpoint import Contents, Pending, Place, read
+from asyncrl.trainer.checkpoint.checkpoint import Contents, Pending, Place, Snapshot, read
 from asyncrl.trainer.checkpoint.format.files import choose, path_of
 from asyncrl.trainer.checkpoint.format.tensors import held_by
-from asyncrl.trainer.checkpoint.snapshot import Snapshot
 from asyncrl.trainer.optimizer.training_state import TrainingState
 
 _OPERATIONS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.link")

@@ -27,7 +27,7 @@ from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from asyncrl.environments.workers.pool import EnvironmentPool
 from asyncrl.errors import AsyncrlError
 from asyncrl.generator.activity import Activity
-from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.background import ControllerLine
 from asyncrl.generator.process import GeneratorProcess
 from asyncrl.generator.reports import GeneratorRecords
 from asyncrl.generator.sample_rewards import SampleRewards

@@ -23,9 +23,9 @@ from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.lora_config import LoraConfig
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.objective.logprob_mismatch import FLOAT32_CPU, TENSOR_CORES
-from asyncrl.trainer_process.group_queue import WholeGroup
+from asyncrl.trainer_process.delivery_check import WholeGroup
 from asyncrl.trainer_process.policy_check import PolicyCheck
-from asyncrl.wire.messages.frames import decode_tokens, encode_floats
+from asyncrl.wire.messages.data import decode_tokens, encode_floats
 from asyncrl.wire.messages.from_generator import Rescored
 from asyncrl.wire.messages.from_trainer import WrongPolicyFound
 from asyncrl.wire.records.wrong_policy import WrongPolicy, compare_weights, not_compared

@@ -32,8 +32,8 @@ from asyncrl.engine.sglang.messages import (
     Ready,
     ToClient,
     ToWorker,
+    WorkerSettings,
 )
-from asyncrl.engine.sglang.settings import WorkerSettings
 from asyncrl.engine.sglang.worker.plugin import CPU_VARIABLES, MARK_VARIABLE
 
 TOP_K = 4

@@ -18,8 +18,7 @@ from asyncrl.cache.config import CacheConfig
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.sglang.client import process
 from asyncrl.engine.sglang.client.engine import SglangEngine
-from asyncrl.engine.sglang.config import SglangConfig
-from asyncrl.engine.sglang.interpreter import check_interpreter
+from asyncrl.engine.sglang.config import SglangConfig, check_interpreter
 
 REAL_SGLANG = [pytest.mark.sglang]
 """The `pytestmark` of modules that run a real engine."""

@@ -29,7 +29,7 @@ from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.ranks import World
 from asyncrl.trainer.sharding.lockstep import NextAction, RankStatus, RankWork
-from asyncrl.trainer.sharding.rows import local
+from asyncrl.trainer.sharding.weights import local
 
 EXACT: dict[str, Any] = {"dtype": "float64", "learning_rate": 1e-3, "device": "cpu", "fused": False}
 PPO = {"algorithm": "ppo", "kl_coefficient": 0.1, "kl_estimator": "k1"}

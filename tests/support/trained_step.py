@@ -10,7 +10,7 @@ import torch
 
 from asyncrl.trainer.algorithms.base import Finish, StepSums, TokenBatch, finisher
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.objective.algorithm_factory import make
+from asyncrl.trainer.loss import make
 
 Array = np.ndarray
 

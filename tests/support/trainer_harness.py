@@ -21,13 +21,12 @@ from asyncrl.monitoring.records.timeline import Timeline
 from asyncrl.monitoring.records.trained_samples import read_trained_samples
 from asyncrl.rollout.trajectory import SampleId, Trajectory
 from asyncrl.trainer.base.errors import CheckpointUnwritable
-from asyncrl.trainer.objective.group_check import check_trajectory
+from asyncrl.trainer.learner import check_trajectory
 from asyncrl.trainer.objective.logprob_mismatch import SUMS
 from asyncrl.trainer.ranks import ALONE
 from asyncrl.trainer.sharding.lockstep import Lockstep
 from asyncrl.trainer_process.checkpoints import Checkpoints
-from asyncrl.trainer_process.delivery_check import EARLY_BYTES, Intake
-from asyncrl.trainer_process.group_queue import GroupQueue
+from asyncrl.trainer_process.delivery_check import EARLY_BYTES, GroupQueue, Intake
 from asyncrl.trainer_process.process import TrainerProcess
 from asyncrl.trainer_process.sample_log import ShownSamples, TrainedSampleLog
 from asyncrl.trainer_process.step_trainer import StepTrainer, TrainerRecords

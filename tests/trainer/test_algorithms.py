@@ -15,7 +15,7 @@ from asyncrl.trainer.algorithms.base import LossSums, TokenBatch, finisher
 from asyncrl.trainer.base.algorithm_registry import known_algorithms
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import TrainerError
-from asyncrl.trainer.objective.algorithm_factory import make
+from asyncrl.trainer.loss import make
 from asyncrl.trainer.optimizer.optimizer import learning_rate
 
 

@@ -11,9 +11,8 @@ from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.checkpoint.format.index import STATE, merge
 from asyncrl.trainer.checkpoint.format.tensors import held_by, load_tensors, write_tensors
 from asyncrl.trainer.optimizer.coded_moments import CODES, SCALE
-from asyncrl.trainer.optimizer.optimizer import SmallAdamW
+from asyncrl.trainer.optimizer.optimizer import SmallAdamW, Update
 from asyncrl.trainer.optimizer.training_state import TrainingState
-from asyncrl.trainer.optimizer.update import Update
 from asyncrl.trainer.ranks import World
 
 ROWS, COLUMNS = 5, 700

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.trainer import corrections
 from asyncrl.trainer.algorithms.base import LossSums, TokenBatch
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.objective.algorithm_factory import make
+from asyncrl.trainer.loss import correction_of, make
 
 LENGTHS = [3, 1, 2]
 GAPS = [[0.1, -0.3, 1.2], [2.0], [-1.0, 0.9]]
@@ -67,7 +66,7 @@ def loss_of(config: TrainerConfig, gaps: list[list[float]] = GAPS) -> tuple[np.n
 def test_weights_and_their_numbers(name: str) -> None:
     want = np.array(flat([by_hand(name, gaps) for gaps in GAPS]))
     owners = torch.tensor(np.repeat(np.arange(3), LENGTHS))
-    found = corrections.make(config_of(name))(torch.tensor(flat(GAPS)), owners)
+    found = correction_of(config_of(name))(torch.tensor(flat(GAPS)), owners)
     np.testing.assert_allclose(found.importance, want, rtol=1e-6)
     grad, sums = loss_of(config_of(name))
     np.testing.assert_allclose(grad, -want, rtol=1e-6)
@@ -86,9 +85,9 @@ def test_weights_and_their_numbers(name: str) -> None:
 def test_a_long_sample_is_rejected_by_its_mean_ratio_not_by_its_length() -> None:
     """Twenty tokens of e^0.2: together e^4, far outside the band."""
     gaps, owners = torch.full((20,), 0.2), torch.zeros(20, dtype=torch.int64)
-    found = corrections.make(config_of("sequence_rejected"))(gaps, owners)
+    found = correction_of(config_of("sequence_rejected"))(gaps, owners)
     np.testing.assert_allclose(found.importance, math.exp(0.2), rtol=1e-6)
-    masked = corrections.make(config_of("sequence_masked"))(gaps, owners)
+    masked = correction_of(config_of("sequence_masked"))(gaps, owners)
     assert not masked.importance.any()
 
 

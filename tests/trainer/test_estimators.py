@@ -16,10 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.trainer.algorithms.base import TokenBatch
+from asyncrl.trainer.algorithms.base import TokenBatch, denominator, token_weights
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.model.token_batch import denominator, token_weights
-from asyncrl.trainer.objective.algorithm_factory import make
+from asyncrl.trainer.loss import make
 from asyncrl.trainer.objective.bias_analysis import estimate_of
 from asyncrl.trainer.step_targets import advantages_of, token_rewards
 

@@ -34,7 +34,7 @@ from asyncrl.trainer.checkpoint.export import export, export_adapter
 from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model.policy import _close
-from asyncrl.trainer.objective.policy_candidates import logprobs_of
+from asyncrl.trainer_process.policy_check import logprobs_of
 from asyncrl.wire.weights import adapter as arithmetic
 from asyncrl.wire.weights.adapter import Pair, merged
 from asyncrl.wire.weights.fingerprint import fingerprint

@@ -20,9 +20,9 @@ from plain_policies import (
 from torch import Tensor, nn
 
 from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer.algorithms.base import token_batch
 from asyncrl.trainer.base.errors import NonFiniteError, TrainerError
-from asyncrl.trainer.model.packed_batch import PackedBatch
-from asyncrl.trainer.model.token_batch import token_batch
+from asyncrl.trainer.model.packing import PackedBatch
 
 ModelPath = Callable[[str], str]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from trained_step import Array, Group, step_of, trained
 
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.objective.algorithm_factory import make
+from asyncrl.trainer.loss import make
 from asyncrl.trainer.optimizer.optimizer import learning_rate
 from asyncrl.trainer.scoring import Reference
 

@@ -11,8 +11,8 @@ import torch
 from asyncrl.rollout.truncation import Truncation
 from asyncrl.trainer.algorithms.base import TokenBatch
 from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.loss import make
 from asyncrl.trainer.model.head import LogitMap, Processing, process
-from asyncrl.trainer.objective.algorithm_factory import make
 
 
 def _batch(log_ratio: float, weight: float, *, advantage: float = 0.0) -> TokenBatch:

@@ -13,9 +13,9 @@ from asyncrl.trainer.algorithms.base import TokenBatch
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import UnsupportedModelError
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.model.packed_batch import PackedBatch
+from asyncrl.trainer.loss import make
+from asyncrl.trainer.model.packing import PackedBatch
 from asyncrl.trainer.model.policy import Policy, why_no_routes
-from asyncrl.trainer.objective.algorithm_factory import make
 
 CPU = torch.device("cpu")
 COEFFICIENT = 0.3

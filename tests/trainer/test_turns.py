@@ -18,10 +18,9 @@ from asyncrl.trainer.algorithms.base import Algorithm, LossSums, StepSums, Token
 from asyncrl.trainer.base.algorithm_registry import entry_of, known_algorithms
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import BatchError
-from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.model.packed_batch import PackedBatch
-from asyncrl.trainer.objective.algorithm_factory import make
-from asyncrl.trainer.objective.group_check import check_trajectory
+from asyncrl.trainer.learner import Learner, check_trajectory
+from asyncrl.trainer.loss import make
+from asyncrl.trainer.model.packing import PackedBatch
 from asyncrl.trainer.optimizer.optimizer import scale_and_clip
 
 ModelPath = Callable[[str], str]

@@ -21,7 +21,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from asyncrl.trainer.base.errors import CheckpointError, CheckpointUnwritable
 from asyncrl.trainer.checkpoint.export_files import write_record
-from asyncrl.trainer.checkpoint.format.disk import check_space
+from asyncrl.trainer.checkpoint.format.files import check_space
 from asyncrl.trainer.checkpoint.format.index import WEIGHTS, Index, read_index
 from asyncrl.trainer.checkpoint.format.manifest import Manifest, read_manifest, verify_files
 from asyncrl.trainer.checkpoint.format.tensors import Box, load_tensors

@@ -41,8 +41,7 @@ from asyncrl.trainer.model import head
 from asyncrl.trainer.model.compiled import compile_blocks, results_of, where_different
 from asyncrl.trainer.model.head import LogitMap, Processing, TokenScores, process, score_tokens
 from asyncrl.trainer.model.model_loading import load_model
-from asyncrl.trainer.model.packed_batch import PackedBatch
-from asyncrl.trainer.model.packing import ATTENTION_NAME
+from asyncrl.trainer.model.packing import ATTENTION_NAME, PackedBatch
 
 
 def has_experts(model: PreTrainedModel) -> bool:
@@ -227,13 +226,10 @@ class Policy:
             return score_tokens(self._head, hidden, targets, processing, self._compute_dtype)
 
     def _autocast(self) -> torch.autocast:
+        low = self._compute_dtype == torch.bfloat16
         # Recomputed blocks recompute their bfloat16 weights, too.
-        return torch.autocast(
-            self.device.type,
-            torch.bfloat16,
-            enabled=self._compute_dtype == torch.bfloat16,
-            cache_enabled=not self._recomputes,
-        )
+        kept = not self._recomputes
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=low, cache_enabled=kept)
 
     @contextmanager
     def changed(
@@ -281,8 +277,7 @@ class Policy:
 
     def _logits_of_model(self, batch: PackedBatch) -> Tensor:
         out = self.model(**_inputs(batch), logits_to_keep=batch.predictors)
-        logits: Tensor = out.logits
-        return logits[0]
+        return cast("Tensor", out.logits[0])
 
     @torch.no_grad()
     def _check_packing(self, model_path: str) -> None:

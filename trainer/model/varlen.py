@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from asyncrl.trainer.model.token_batch import to_device
+from asyncrl.trainer.algorithms.base import to_device
 
 MAX_HEAD = 256
 _LOW = (torch.bfloat16, torch.float16)

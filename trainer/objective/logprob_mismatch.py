@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.trainer.model.token_batch import behaviour_logprobs_of, to_device
+from asyncrl.trainer.algorithms.base import behaviour_logprobs_of, to_device
 
 MIN_TOKENS = 64
 """Fewer tokens say nothing: a single one of small probability can be far off."""

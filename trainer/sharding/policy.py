@@ -32,8 +32,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.trainer.base.errors import TrainerError, UnsupportedModelError
 from asyncrl.trainer.model.head import TokenScores
-from asyncrl.trainer.model.host_memory import memory_left
-from asyncrl.trainer.model.packed_batch import PackedBatch
+from asyncrl.trainer.model.memory_estimate import memory_left
+from asyncrl.trainer.model.packing import PackedBatch
 from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.ranks.world import World
 from asyncrl.wire.weights.fingerprint import fingerprint

@@ -3,5 +3,5 @@
 The control plane carries decisions and a few numbers per sample; tokens go straight from the
 generator to the trainer. Messages are msgspec structs tagged with their class name, in MessagePack.
 Unknown tags and wrong types raise `msgspec.ValidationError` at the receiver. Arrays are raw bytes
-(`wire.messages.frames`).
+(`wire.messages.data`).
 """

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from asyncrl.rollout.trajectory import FinishReason, SampleId
-from asyncrl.wire.messages.frames import DIGEST_BYTES
+from asyncrl.wire.messages.data import DIGEST_BYTES
 from asyncrl.wire.records.evaluations import Verdict
 from asyncrl.wire.records.noise_floor import NoiseFloor
 from asyncrl.wire.records.reward_counts import RewardCounts, RewardWait
@@ -43,7 +43,7 @@ class SampleFinished(Message, frozen=True):
     oldest_version: int
     finish_reason: FinishReason
     digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
-    """`wire.messages.frames.digest_of` its contents; the trainer accepts only these."""
+    """`wire.messages.data.digest_of` its contents; the trainer accepts only these."""
 
 
 class SampleRewarded(Message, frozen=True):

@@ -20,7 +20,7 @@ class PromptPayload(msgspec.Struct, frozen=True):
 
     prompt_id: str
     tokens: bytes
-    """`[P]` int32, encoded by `asyncrl.wire.messages.frames`"""
+    """`[P]` int32, encoded by `asyncrl.wire.messages.data`"""
     example: dict[str, Any]
     """The dataset example, passed to the reward functions: the answer and its other fields."""
 

@@ -28,7 +28,7 @@ class ExpectedSample(msgspec.Struct, frozen=True):
     length: int
     oldest_version: int
     digest: bytes
-    """`asyncrl.wire.messages.frames.digest_of` its contents."""
+    """`asyncrl.wire.messages.data.digest_of` its contents."""
 
 
 class Expect(Message, frozen=True):

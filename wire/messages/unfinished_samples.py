@@ -19,7 +19,7 @@ import numpy as np
 
 from asyncrl.rollout.trajectory import KeptTokens, SampleId
 from asyncrl.wire.errors import WireError
-from asyncrl.wire.messages.frames import (
+from asyncrl.wire.messages.data import (
     decode_floats,
     decode_seeds,
     decode_tokens,

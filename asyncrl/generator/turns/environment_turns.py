@@ -42,7 +42,7 @@ from asyncrl.environments.workers.pool import EnvironmentFailed, EnvironmentPool
 from asyncrl.generator.turns.conversation import Episode, Turn, common
 from asyncrl.rollout.trajectory import FinishReason, IntArray
 from asyncrl.user_code.pool import is_logged
-from asyncrl.wire.messages.frames import decode_tokens
+from asyncrl.wire.messages.data import decode_tokens
 from asyncrl.wire.records.step import EnvironmentCounts
 
 if TYPE_CHECKING:

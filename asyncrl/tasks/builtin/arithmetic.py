@@ -20,7 +20,7 @@ import numpy as np
 
 from asyncrl.errors import DataError
 from asyncrl.tasks.config import TaskConfig
-from asyncrl.tasks.encoding import Question
+from asyncrl.tasks.prompts import Question
 
 PHRASINGS = (
     "what is {a}+{b}?",

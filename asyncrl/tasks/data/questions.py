@@ -25,7 +25,7 @@ from asyncrl.suggestions import shortened, written
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.data.map_worker import Answer, Failed, Load, Loaded, Mapped, Refused
 from asyncrl.tasks.data.sources import BadRow, Row, checked, read_rows
-from asyncrl.tasks.encoding import Messages, Question
+from asyncrl.tasks.prompts import Messages, Question
 from asyncrl.tasks.supervised import ProcessEnded, SupervisedProcess
 from asyncrl.user_code.streams import pack
 

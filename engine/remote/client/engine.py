@@ -35,10 +35,14 @@ from asyncrl.engine.errors import (
     WeightsSupersededError,
 )
 from asyncrl.engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
-from asyncrl.engine.remote.client.core import Core
-from asyncrl.engine.remote.client.generation import Generation
-from asyncrl.engine.remote.client.process import CoreProcess
-from asyncrl.engine.remote.client.requests import check_temperature, score_of, scoring, unscored
+from asyncrl.engine.remote.client.core import Core, CoreProcess
+from asyncrl.engine.remote.client.generation import (
+    Generation,
+    check_temperature,
+    score_of,
+    scoring,
+    unscored,
+)
 from asyncrl.engine.remote.client.streams import Reader, Streams
 from asyncrl.engine.remote.client.unreported import warm_up
 from asyncrl.engine.requests import Limits, SeedStream

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.protocol import GenerateRequest, TokenChunk
 from asyncrl.engine.remote.client.core import Core, CoreRequest
-from asyncrl.engine.remote.client.inbox import AbortedError, Inbox, Scored
-from asyncrl.engine.remote.client.responses import Response
+from asyncrl.engine.remote.client.responses import AbortedError, Inbox, Response, Scored
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from asyncrl.engine.errors import WeightsError, WeightsSupersededError
-from asyncrl.engine.remote.calls import StagingReport
+from asyncrl.engine.remote.extras import StagingReport
 from asyncrl.engine.remote.worker.shadow_model import (
     Attributes,
     ShadowModel,

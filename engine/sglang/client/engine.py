@@ -1,20 +1,202 @@
-"""SglangEngine: SGLang behind the `Engine` protocol, with the rollout cache drafting inside it."""
+"""SGLang behind the `Engine` protocol, with the rollout cache drafting inside it."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Concatenate
+
+import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.sharing.cache_setup import CachePlace, to_json
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError
+from asyncrl.engine.remote.client.core import Core, CoreRequest, Meter, P, T, W
 from asyncrl.engine.remote.client.engine import RemoteEngine
-from asyncrl.engine.remote.extras import DrafterSettings
-from asyncrl.engine.sglang.client.core import SglangCore
-from asyncrl.engine.sglang.client.environment import SglangFolder, environment_of
-from asyncrl.engine.sglang.client.process import SglangProcess
-from asyncrl.engine.sglang.interpreter import path_of
-from asyncrl.engine.sglang.settings import ServerSettings, WorkerSettings
+from asyncrl.engine.remote.client.responses import Inbox, Response, Responses, Scored
+from asyncrl.engine.remote.extras import DrafterSettings, StepTable
+from asyncrl.engine.sglang.client.process import SglangFolder, SglangProcess, environment_of
+from asyncrl.engine.sglang.config import path_of
+from asyncrl.engine.sglang.messages import (
+    AddRequest,
+    Answer,
+    Call,
+    End,
+    EndRequests,
+    Outputs,
+    Ready,
+    ServerSettings,
+    SglangWorker,
+    ToClient,
+    WorkerSettings,
+)
+
+_ID_LENGTH = 16
+"""Length of all request ids: SGLang's abort takes every request whose id begins with the given one
+(`managers/scheduler.py` of sglang 0.5.23, `abort_request`), so none may begin with another."""
+
+
+class SglangCore(Core):
+    """The calls to SGLang, and what its scheduler process sends."""
+
+    process: SglangProcess
+
+    def __init__(self, process: SglangProcess, chunk_tokens: int) -> None:
+        super().__init__(process)
+        self.responses, self.meter = Responses(chunk_tokens), Meter()
+        self.vocab_size = self.pid = 0
+        self._inboxes: dict[str, Inbox[Any]] = {}
+        """Inboxes by id, of requests that have not ended."""
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+
+    @property
+    def unfinished(self) -> int:
+        """Number of submitted requests that have not ended."""
+        return len(self._inboxes)
+
+    def take(self, message: ToClient) -> None:
+        """Process a message of the scheduler process. Raises ValueError if it is malformed."""
+        if isinstance(message, Outputs):
+            self._take_outputs(message)
+        elif isinstance(message, Answer):
+            answer = self._answers.pop(message.number, None)
+            if answer is not None and not answer.done():
+                answer.set_result(message)
+        elif not self._ready.done():
+            self._ready.set_result(message)
+
+    def _take_outputs(self, outputs: Outputs) -> None:
+        """Pass results to their inboxes; those of forgotten requests are dropped."""
+        for step in outputs.steps:
+            count = len(step.tickets) // 8
+            ids, logprobs = _table(step.ids, step.logprobs, step.width, count)
+            tickets = np.frombuffer(step.tickets, "<i8", count)
+            self.responses.record(StepTable(ids, logprobs, tickets), step.policy_version)
+        for scored in outputs.scored:
+            inbox = self._inboxes.pop(scored.request_id, None)
+            if inbox is not None:
+                count = len(scored.ids) // (4 * scored.width)
+                ids, logprobs = _table(scored.ids, scored.logprobs, scored.width, count)
+                inbox.push(Scored(ids, logprobs, scored.policy_version), last=True)
+        for end in outputs.ends:
+            inbox = self._inboxes.pop(end.request_id, None)
+            if inbox is not None:
+                self._end(inbox, end)
+        self.responses.report_due()
+        meter, gauges = self.meter, outputs.gauges
+        meter.steps, meter.drafted, meter.accepted = gauges.steps, gauges.drafted, gauges.accepted
+        meter.prefix_asked, meter.prefix_found = gauges.prefix_asked, gauges.prefix_found
+        meter.loaded(gauges.running, gauges.waiting, gauges.kv_used)
+
+    def _end(self, inbox: Inbox[Any], end: End) -> None:
+        if end.error:
+            inbox.put(EngineError(f"SGLang ended a request: {end.error}"))
+        elif end.reason == "abort":
+            inbox.put(None)  # interrupted: what it has drawn came before
+        elif isinstance(inbox, Response):
+            self.responses.end(inbox, end.reason, end.accepted)
+        else:
+            inbox.put(EngineError("SGLang ended a request without its scores"))
+
+    async def ready(self, limit: float) -> None:
+        """Wait until the worker accepts requests, or raise EngineError."""
+        ready = await self.process.ask(self._ready, "start", limit=limit)
+        self.vocab_size, self.pid = ready.vocab_size, ready.pid
+
+    async def submit(self, request_id: str, inbox: Inbox[Any], request: CoreRequest) -> None:
+        """Send a request that is answered to `inbox`. The id must never have been used."""
+        self.process.check()
+        sent_id = _sent(request_id)
+        self._inboxes[sent_id] = inbox
+        self.meter.busy()
+        extra = replace(request.extra, ticket=inbox.ticket)
+        self.process.send(
+            AddRequest(
+                request_id=sent_id,
+                tokens=np.array(request.tokens, "<i4").tobytes(),
+                max_tokens=request.max_tokens,
+                temperature=request.temperature,
+                top_p=request.top_p,
+                stop_tokens=list(request.stop_tokens),
+                priority=request.priority,
+                salt=self._salt(),
+                extra=extra.to_plain(),
+            )
+        )
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End requests and drop their later results; ended ones are ignored."""
+        ended = []
+        for sent_id in map(_sent, request_ids):
+            inbox = self._inboxes.pop(sent_id, None)
+            if inbox is not None:
+                inbox.put(None)
+                ended.append(sent_id)
+        if ended and self.process.ended is None:
+            self.process.send(EndRequests(ended))
+
+    async def interrupt(self, request_id: str) -> None:
+        """End a request, which reports what it has drawn and then its end. Idempotent."""
+        if _sent(request_id) in self._inboxes:
+            self.process.send(EndRequests([_sent(request_id)]))
+
+    async def pause(self) -> None:
+        """Stop, and return when all steps have been received; requests keep their state."""
+        # The last steps came before the answer, by the same socket.
+        await self._call("pause", SglangWorker.asyncrl_pause)
+        self.meter.idle()
+
+    async def resume(self) -> None:
+        """Resume drawing."""
+        await self._call("resume", SglangWorker.asyncrl_resume)
+
+    async def _call_within(
+        self,
+        limit: float | None,
+        what: str,
+        method: Callable[Concatenate[W, P], T],
+        *args: P.args,
+        **_none: P.kwargs,
+    ) -> list[T]:
+        number = next(self._numbers)
+        waiting = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.process.send(Call(number, method.__name__, list(args)))
+            answer = await self.process.ask(waiting, what, limit=limit)
+        finally:
+            self._answers.pop(number, None)
+        if answer.error:
+            raise self.failure(f"SGLang could not {what}: {answer.error}")
+        return [answer.result]
+
+
+def _sent(request_id: str) -> str:
+    if len(request_id) > _ID_LENGTH:
+        raise EngineError(f"request id {request_id!r} has more than {_ID_LENGTH} characters")
+    return request_id.rjust(_ID_LENGTH, ".")
+
+
+def _table(
+    ids: bytes, logprobs: bytes, width: int, count: int
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    if not len(ids) == len(logprobs) == 4 * count * width:
+        raise ValueError(
+            f"tables of {count} rows of {width} have {len(ids)} and {len(logprobs)} bytes, not "
+            f"{4 * count * width}"
+        )
+    shape = count, width
+    return (
+        np.frombuffer(ids, "<i4").reshape(shape).view(np.int32),
+        np.frombuffer(logprobs, "<f4").reshape(shape).view(np.float32),
+    )
+
 
 _HEADROOM = 16
 """Tokens of a request that SGLang keeps free (6), the one drawn after a scored text, and spares."""

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from asyncrl.engine.errors import WeightsError
-from asyncrl.engine.remote.calls import StagingReport
+from asyncrl.engine.remote.extras import StagingReport
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.remote.worker.staging import WorkerWeights
 from asyncrl.engine.sglang.messages import Answer, Call, SglangWorker

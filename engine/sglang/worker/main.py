@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.engine.process_config import ProcessConfig
-from asyncrl.engine.sglang.settings import CPU_ATTENTION, ServerSettings
+from asyncrl.engine.sglang.messages import CPU_ATTENTION, ServerSettings
 from asyncrl.engine.sglang.worker.plugin import CPU_VARIABLES
 
 _LOG = logging.getLogger("asyncrl.sglang")

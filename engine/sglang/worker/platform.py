@@ -13,7 +13,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from asyncrl.engine.sglang.settings import CPU_ATTENTION
+from asyncrl.engine.sglang.messages import CPU_ATTENTION
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engine.remote.extras import NO_TICKET, RequestExtra
-from asyncrl.engine.remote.worker.batch import Batch
-from asyncrl.engine.remote.worker.entries import Entry
+from asyncrl.engine.remote.worker.entries import Batch, Entry
 from asyncrl.engine.sampling.drawing import UNREPORTED_K
 from asyncrl.engine.sglang.messages import AddRequest
 

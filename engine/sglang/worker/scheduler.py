@@ -30,8 +30,8 @@ from asyncrl.engine.sglang.messages import (
     Gauges,
     Outputs,
     Ready,
+    WorkerSettings,
 )
-from asyncrl.engine.sglang.settings import WorkerSettings
 from asyncrl.engine.sglang.worker.api import (
     AbortReq,
     ContinueGenerationReqInput,
@@ -59,8 +59,7 @@ from asyncrl.engine.sglang.worker.parts import (
     isolated,
 )
 from asyncrl.engine.sglang.worker.requests import Requests, SchedulerBatch, entry_of
-from asyncrl.engine.sglang.worker.scoring import Prefill, PrefillScoring
-from asyncrl.engine.sglang.worker.steps import Outbox, Reporting
+from asyncrl.engine.sglang.worker.steps import Outbox, Prefill, PrefillScoring, Reporting
 from asyncrl.rollout.acceptance import warm_up_verification
 
 

@@ -26,8 +26,14 @@ from torch import nn
 
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.torch.attention import AttendedKeys, BoolArray
-from asyncrl.engine.torch.cpu.blas import multiply, sgemm_address
-from asyncrl.engine.torch.cpu.fused_kernels import add_and_norm, attend, embed, rotate_and_store
+from asyncrl.engine.torch.cpu.fused_kernels import (
+    add_and_norm,
+    attend,
+    embed,
+    multiply,
+    rotate_and_store,
+    sgemm_address,
+)
 from asyncrl.engine.torch.cpu.invariant_attention import missing
 from asyncrl.engine.torch.slots import SlotCache
 from asyncrl.rollout.cpu import LongArray, gated
@@ -117,11 +123,11 @@ def forward(
 ) -> None:
     """Compute the logits after the wanted tokens; the KV of all tokens is written to its places.
 
-    `sgemm` is `asyncrl.engine.torch.cpu.blas.sgemm_address`; `ids` are `[T]`. `wanted` `[W]` are
-    ascending indices into them: the last layer computes only these. `fed` rows, at least T, go
-    through the products; the rest is padding. `keys` and `values` are `[N, S, J, L, D]`; `[1,
-    ...]`: not kept, each layer overwrites those before. `buffers` have at least `fed` rows, and as
-    many as `logits` `[W or more, V]`.
+    `sgemm` is `fused_kernels.sgemm_address`; `ids` are `[T]`. `wanted` `[W]` are ascending indices
+    into them: the last layer computes only these. `fed` rows, at least T, go through the products;
+    the rest is padding. `keys` and `values` are `[N, S, J, L, D]`; `[1, ...]`: not kept, each layer
+    overwrites those before. `buffers` have at least `fed` rows, and as many as `logits` `[W or
+    more, V]`.
     """
     w, count = weights, len(weights.qkv)
     states, change = buffers.states[: len(ids)], buffers.change[:fed]

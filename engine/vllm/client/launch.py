@@ -22,8 +22,7 @@ from asyncrl.cache.sharing.cache_setup import CachePlace, to_json
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.engine.remote.client.core import Meter
-from asyncrl.engine.remote.client.inbox import Inbox, Scored
-from asyncrl.engine.remote.client.responses import Response, Responses
+from asyncrl.engine.remote.client.responses import Inbox, Response, Responses, Scored
 from asyncrl.engine.remote.extras import DrafterSettings, StepTable
 from asyncrl.engine.vllm.client.api import (
     AsyncEngineArgs,

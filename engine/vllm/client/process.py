@@ -22,7 +22,7 @@ from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.sharing.cache_setup import CachePlace
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError, EngineStartError
-from asyncrl.engine.remote.client.process import STATUS_SECONDS, CoreProcess, LogFolder
+from asyncrl.engine.remote.client.core import STATUS_SECONDS, CoreProcess, LogFolder
 from asyncrl.engine.vllm.client.fork_server import forks, start_server
 
 if TYPE_CHECKING:

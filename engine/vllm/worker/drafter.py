@@ -2,7 +2,7 @@
 
 vLLM calls `make_drafter` in each rank of its model, and `propose` after each step. The hook passes
 no request ids, so the worker extension hands over the model runner once (`attach`), whose batch
-names the rows. `worker.rows` decides what to draft, `asyncrl.engine.drafting.planner` how much.
+names the rows. `worker.drafting` decides what to draft, `asyncrl.engine.drafting.planner` how much.
 `prepare_plainly` makes a step without drafts as cheap as one without speculation.
 """
 
@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.sharing.cache_setup import from_json, open_at, save_at
-from asyncrl.engine.remote.worker.drafting import StepTimer, planner_of, warm_up
+from asyncrl.engine.remote.worker.drafting import NO_SLOT, RowBook, StepTimer, planner_of, warm_up
 from asyncrl.engine.remote.worker.ranks import Ranks
-from asyncrl.engine.remote.worker.rows import NO_SLOT, RowBook
 from asyncrl.engine.vllm.remote import CoreSettings
 from asyncrl.engine.vllm.worker.sampling import CoreSampler, RunnerBatch
 from asyncrl.rollout.trajectory import IntArray

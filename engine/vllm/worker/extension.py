@@ -16,13 +16,16 @@ from asyncrl.engine.remote.worker.staging import WorkerWeights
 from asyncrl.engine.sampling.drawing import UNREPORTED_K
 from asyncrl.engine.sampling.logits import warm_up as warm_up_drawing
 from asyncrl.engine.vllm.remote import VllmWorker
-from asyncrl.engine.vllm.worker.adapter import AdapterWeights, ServedAdapter
 from asyncrl.engine.vllm.worker.api import get_tp_group
 from asyncrl.engine.vllm.worker.drafter import CacheDrafter, prepare_plainly
-from asyncrl.engine.vllm.worker.held_weights import VllmHeldWeights
-from asyncrl.engine.vllm.worker.sampling import CoreSampler, RunnerBatch
-from asyncrl.engine.vllm.worker.scoring import CoreScorer
-from asyncrl.engine.vllm.worker.weights import VllmLoader, check_reloadable
+from asyncrl.engine.vllm.worker.sampling import CoreSampler, CoreScorer, RunnerBatch
+from asyncrl.engine.vllm.worker.weights import (
+    AdapterWeights,
+    ServedAdapter,
+    VllmHeldWeights,
+    VllmLoader,
+    check_reloadable,
+)
 from asyncrl.rollout.acceptance import warm_up_verification
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 

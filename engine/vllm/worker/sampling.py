@@ -6,7 +6,10 @@ token is drawn as without drafts, and the draft is accepted as far as it equals 
 (`asyncrl.rollout.acceptance.accept_chain`, exact for any draft).
 
 `CoreSampler` replaces `GPUModelRunner._sample` (vLLM 0.32.0), which gets one row of logits per
-request, and one more per draft token when the step has drafts. Imports no vLLM.
+request, and one more per draft token when the step has drafts. `CoreScorer` scores given tokens and
+verifies kept ones as tokens are sampled: it replaces `GPUModelRunner._get_prompt_logprobs_dict`,
+which computes without temperature and truncation. The result replaces vLLM's table: a row for each
+reported token, with the columns of `asyncrl.engine.remote.extras.ScoreColumns`. Imports no vLLM.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.engine.remote.worker.batch import Batch
-from asyncrl.engine.remote.worker.entries import Entry
+from asyncrl.engine.remote.worker.entries import Batch, Entry
 from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.remote.worker.scoring import Scorer
 from asyncrl.engine.sampling.drawing import UNREPORTED_K, Streams
 from asyncrl.engine.sampling.logits import LogitDraws, draw_from_logits
 from asyncrl.engine.vllm.remote import from_extra_args
 from asyncrl.rollout.acceptance import accept_chain
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 
 class RunnerBatch(Batch):
@@ -148,3 +152,53 @@ class CoreSampler:
         tensors = self._table(drawn.ids[:, reported], drawn.logprobs[:, reported], ranks)
         shared = self._ranks.share_tokens(tokens)
         return self._result(sampled_token_ids=shared, logprobs_tensors=tensors)
+
+
+class CoreScorer:
+    """Computes prompt log-probabilities for a model runner, in rank 0, within `max_bytes`."""
+
+    def __init__(self, runner: Any, batch: RunnerBatch, ranks: Ranks, max_bytes: int) -> None:
+        self._runner = runner
+        self._batch = batch
+        self._scorer = Scorer(
+            runner.model.compute_logits,
+            runner.model_config.get_vocab_size(),
+            ranks,
+            max_bytes,
+            batch.listed,
+        )
+
+    def install(self) -> None:
+        """Replace the method on this runner."""
+        self._runner._get_prompt_logprobs_dict = self.compute  # noqa: SLF001
+
+    @torch.inference_mode()
+    def compute(self, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
+        """Return vLLM's tables of requests whose prompts are complete; empty in other ranks."""
+        pending: dict[str, int] = self._runner.num_prompt_logprobs
+        self._scorer.forget(pending)
+        if not pending:
+            return {}
+        rows = [
+            self._row(name, k, scheduled[name])
+            for name, k in pending.items()
+            if name in scheduled  # not preempted in the middle of its prompt
+        ]
+        tables = self._scorer.score(hidden_states, rows, self._batch.policy_version)
+        for name, *_ in rows:
+            if name not in self._scorer.requests:
+                del pending[name]
+        return {name: _as_vllm(*table) for name, table in tables.items()}
+
+    def _row(self, name: str, k: int, count: int) -> tuple[str, Entry, int, int, int, int]:
+        runner = self._runner
+        begin = int(runner.requests[name].num_computed_tokens)
+        offset = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[name]])
+        return name, self._batch.entry(name), k, begin, count, offset
+
+
+def _as_vllm(ids: IntArray, values: FloatArray) -> Any:
+    from asyncrl.engine.vllm.worker.api import LogprobsTensors
+
+    ranks = torch.zeros(len(ids), dtype=torch.int32)
+    return LogprobsTensors(torch.from_numpy(ids), torch.from_numpy(values), ranks)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from asyncrl.controller.policy_watch import conclusion
-from asyncrl.wire.messages.frames import encode_floats, encode_tokens
+from asyncrl.wire.messages.data import encode_floats, encode_tokens
 from asyncrl.wire.messages.from_generator import Rescored
 from asyncrl.wire.messages.from_trainer import SuspectSample, WrongPolicyFound
 from asyncrl.wire.records.wrong_policy import WrongPolicy

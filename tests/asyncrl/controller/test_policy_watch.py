@@ -21,7 +21,7 @@ from asyncrl.monitoring.metrics.metrics import ControllerMetrics, new_registry
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import from_trainer as ft
 from asyncrl.wire.messages import to_generator as tg
-from asyncrl.wire.messages.frames import encode_floats, encode_tokens
+from asyncrl.wire.messages.data import encode_floats, encode_tokens
 from asyncrl.wire.records.wrong_policy import WrongPolicy
 from asyncrl.wire.weights.layout import Fingerprint, TensorDigest, WeightManifest
 

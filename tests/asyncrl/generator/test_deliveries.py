@@ -10,7 +10,7 @@ from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire.messages import data
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
-from asyncrl.wire.messages.frames import digest_of
+from asyncrl.wire.messages.data import digest_of
 
 
 def test_a_delivery_waits_for_the_reward_and_a_slot_does_not():

@@ -22,7 +22,7 @@ from asyncrl.generator.turns.conversation import MAX_UNEXPLAINED, ProcessEnds
 from asyncrl.generator.turns.environment_turns import Episodes, StartOver
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rollout.trajectory import Provenance, SampleId
-from asyncrl.wire.messages.frames import encode_tokens
+from asyncrl.wire.messages.data import encode_tokens
 from asyncrl.wire.messages.to_generator import PromptPayload
 
 

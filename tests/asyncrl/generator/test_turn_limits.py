@@ -13,7 +13,7 @@ from asyncrl.environments.protocol import BadAnswerError, Traits, max_turn_token
 from asyncrl.generator.sample_state import SampleGeneration
 from asyncrl.generator.turns.conversation import Episode
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.wire.messages.frames import encode_tokens
+from asyncrl.wire.messages.data import encode_tokens
 from asyncrl.wire.messages.to_generator import PromptPayload
 
 SAMPLING = SamplingParams(max_tokens=20)

@@ -58,7 +58,7 @@ from asyncrl.generator.turns.conversation import Episode
 from asyncrl.generator.turns.environment_turns import Episodes, StartOver
 from asyncrl.rollout.contexts import Verification
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory
-from asyncrl.wire.messages.frames import encode_tokens
+from asyncrl.wire.messages.data import encode_tokens
 from asyncrl.wire.messages.to_generator import PromptPayload
 
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]

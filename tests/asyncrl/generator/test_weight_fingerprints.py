@@ -19,7 +19,7 @@ from asyncrl.errors import WrongPolicyError
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
-from asyncrl.wire.messages.frames import decode_floats, encode_tokens
+from asyncrl.wire.messages.data import decode_floats, encode_tokens
 from asyncrl.wire.weights.fingerprint import fingerprint
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 

@@ -23,7 +23,7 @@ from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.checkpoint.export import export
 from asyncrl.trainer.learner import Learner
-from asyncrl.wire.messages.frames import decode_tokens
+from asyncrl.wire.messages.data import decode_tokens
 
 PROMPTS, GROUP_SIZE, LENGTH = 96, 4, 2
 CLAIMS = Claims(__file__)

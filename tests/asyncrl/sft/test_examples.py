@@ -10,8 +10,8 @@ from asyncrl.errors import DataError
 from asyncrl.rollout.trajectory import Provenance
 from asyncrl.tasks.builtin.tokenizer import builtin_tokenizer
 from asyncrl.tasks.config import TaskConfig
-from asyncrl.tasks.encoding import Messages, Question
 from asyncrl.tasks.examples import Example, ExampleEncoder
+from asyncrl.tasks.prompts import Messages, Question
 from asyncrl.tasks.sft_config import SftConfig
 
 TEMPLATE = (

@@ -5,7 +5,7 @@ from fake_processes import task
 
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.tasks.sample_requests import SampleRequests, sample_seed
-from asyncrl.wire.messages.frames import decode_tokens
+from asyncrl.wire.messages.data import decode_tokens
 from asyncrl.wire.messages.to_generator import FixedVersion
 
 SAMPLES = [SampleId(group, sample) for group in range(20) for sample in range(8)]

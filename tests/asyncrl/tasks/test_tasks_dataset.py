@@ -8,9 +8,9 @@ import pytest
 
 from asyncrl.errors import DataError, ModelError
 from asyncrl.tasks.config import TaskConfig
-from asyncrl.tasks.encoding import PromptEncoder
 from asyncrl.tasks.loading import dataset_questions, load_task
 from asyncrl.tasks.model import builtin_tokenizer
+from asyncrl.tasks.prompts import PromptEncoder
 
 
 def write_examples(path: Path, examples: list[Any]) -> str:
@@ -124,7 +124,7 @@ def test_missing_files_and_wrong_kinds(tmp_path: Path) -> None:
 
 
 def encode(content: Any, tokenizer: Any, **values: Any) -> str:
-    from asyncrl.tasks.encoding import Question
+    from asyncrl.tasks.prompts import Question
 
     encoder = PromptEncoder(tokenizer, config("x", **values))
     prompts, _ = encoder.encode([Question("0", content, {}, "here:1")])

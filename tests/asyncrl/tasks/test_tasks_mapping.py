@@ -15,8 +15,8 @@ from asyncrl.config.run_config import load_config
 from asyncrl.errors import DataError
 from asyncrl.startup.preflight import check_machine
 from asyncrl.tasks.config import TaskConfig
-from asyncrl.tasks.encoding import Question
 from asyncrl.tasks.loading import dataset_questions
+from asyncrl.tasks.prompts import Question
 
 FUNCTIONS = """
 from __future__ import annotations

@@ -13,9 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.rollout.trajectory import SampleId, Segment
-from asyncrl.trainer.objective.group_check import check_trajectory
-from asyncrl.trainer_process.delivery_check import EARLY_BYTES, DeliveryNotKept, Intake, _bytes_of
-from asyncrl.trainer_process.group_queue import GroupQueue
+from asyncrl.trainer.learner import check_trajectory
+from asyncrl.trainer_process.delivery_check import (
+    EARLY_BYTES,
+    DeliveryNotKept,
+    GroupQueue,
+    Intake,
+    _bytes_of,
+)
 from asyncrl.wire.messages.data import TrajectoryDelivery
 from asyncrl.wire.messages.to_trainer import Expect
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.trainer_process.group_queue import GroupQueue
-from asyncrl.wire.messages.data import TrajectoryDelivery
-from asyncrl.wire.messages.frames import decode_trajectory
+from asyncrl.trainer_process.delivery_check import GroupQueue
+from asyncrl.wire.messages.data import TrajectoryDelivery, decode_trajectory
 
 
 def delivery(group: int, sample: int, *, step: int = 0, reward: float = 0.0) -> TrajectoryDelivery:

@@ -21,8 +21,7 @@ from asyncrl.monitoring.metrics.metrics import TrainerMetrics, new_registry
 from asyncrl.monitoring.records.trained_samples import read_trained_samples
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.trainer.objective.logprob_mismatch import SUMS
-from asyncrl.trainer_process.delivery_check import EARLY_BYTES
-from asyncrl.trainer_process.group_queue import WholeGroup
+from asyncrl.trainer_process.delivery_check import EARLY_BYTES, WholeGroup
 from asyncrl.trainer_process.sample_log import TrainedSampleLog, drop_repeated
 from asyncrl.wire.messages import from_trainer, to_trainer
 from asyncrl.wire.records.wrong_policy import WrongPolicy

@@ -20,12 +20,11 @@ from torch_cores import request
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.engine.torch.core import ModuleWeights
-from asyncrl.trainer.model.packed_batch import PackedBatch
+from asyncrl.trainer.model.packing import PackedBatch
 from asyncrl.trainer.objective.logprob_mismatch import FLOAT32_CPU, TENSOR_CORES, Limits
-from asyncrl.trainer.objective.policy_candidates import logprobs_of, rescored
 from asyncrl.trainer_process import policy_check
-from asyncrl.trainer_process.group_queue import WholeGroup
-from asyncrl.trainer_process.policy_check import PolicyCheck
+from asyncrl.trainer_process.delivery_check import WholeGroup
+from asyncrl.trainer_process.policy_check import PolicyCheck, logprobs_of, rescored
 from asyncrl.trainer_process.setup import rounding_limits
 from asyncrl.wire.messages.from_trainer import WrongPolicyFound
 

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from asyncrl.engine.drafting.continuation import Continuations, path_probabilities
+from asyncrl.engine.drafting.proposals import Continuations, path_probabilities
 from asyncrl.rollout.trajectory import IntArray
 
 TEXT = np.array([3, 4, 5, 6, 8, 9, 10, 11], np.int32)

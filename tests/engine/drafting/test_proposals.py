@@ -8,8 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.cache.tree.rollout_tree import Drafts
-from asyncrl.engine.drafting.continuation import Continuations, path_probabilities
-from asyncrl.engine.drafting.proposals import NO_HANDLE, Proposer, offsets_of
+from asyncrl.engine.drafting.proposals import (
+    NO_HANDLE,
+    Continuations,
+    Proposer,
+    offsets_of,
+    path_probabilities,
+)
 from asyncrl.rollout.trajectory import IntArray
 
 

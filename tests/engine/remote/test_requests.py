@@ -10,9 +10,13 @@ import pytest
 
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
-from asyncrl.engine.remote.client.generation import after_verification
-from asyncrl.engine.remote.client.inbox import Scored
-from asyncrl.engine.remote.client.requests import Table, generation, verification
+from asyncrl.engine.remote.client.generation import (
+    Table,
+    after_verification,
+    generation,
+    verification,
+)
+from asyncrl.engine.remote.client.responses import Scored
 from asyncrl.engine.remote.extras import Outcome, RequestExtra, ScoreColumns
 from asyncrl.engine.sampling.drawing import noise_seeds
 from asyncrl.rollout.trajectory import IntArray, KeptTokens, Provenance

@@ -10,8 +10,7 @@ import pytest
 
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from asyncrl.engine.remote.client.inbox import AbortedError, Inbox
-from asyncrl.engine.remote.client.responses import Response, Responses
+from asyncrl.engine.remote.client.responses import AbortedError, Inbox, Response, Responses
 from asyncrl.engine.remote.client.unreported import NO_ROW
 from asyncrl.engine.remote.extras import NO_TICKET, StepTable
 from asyncrl.engine.sampling.drawing import noise_seeds

@@ -12,8 +12,8 @@ from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.remote.extras import RequestExtra
+from asyncrl.engine.remote.worker.drafting import NO_SLOT, RowBook
 from asyncrl.engine.remote.worker.entries import Entry
-from asyncrl.engine.remote.worker.rows import NO_SLOT, RowBook
 from asyncrl.rollout.trajectory import IntArray
 
 

@@ -15,8 +15,7 @@ from asyncrl.engine.errors import EngineError
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from asyncrl.engine.remote.client.core import CoreRequest
 from asyncrl.engine.remote.client.generation import Generation
-from asyncrl.engine.remote.client.inbox import Inbox
-from asyncrl.engine.remote.client.responses import Responses
+from asyncrl.engine.remote.client.responses import Inbox, Responses
 from asyncrl.engine.remote.client.streams import Reader, Streams
 from asyncrl.engine.remote.extras import StepTable
 from asyncrl.engine.requests import Limits, SeedStream

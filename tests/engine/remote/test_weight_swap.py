@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from asyncrl.engine.errors import EngineError, WeightsError, WeightsSupersededError
-from asyncrl.engine.remote.calls import StagingReport
 from asyncrl.engine.remote.client.engine import Pausing, WeightSwap
+from asyncrl.engine.remote.extras import StagingReport
 from asyncrl.engine.weights import ModelShapes
 from asyncrl.wire.weights.layout import Fingerprint, TensorSpec, WeightManifest
 

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from asyncrl.engine.errors import WeightsError
-from asyncrl.engine.remote.calls import StagingReport
-from asyncrl.engine.remote.extras import DrafterSettings
+from asyncrl.engine.remote.extras import DrafterSettings, StagingReport
 from asyncrl.engine.remote.worker.ranks import Ranks
-from asyncrl.engine.sglang.messages import Answer, Call
-from asyncrl.engine.sglang.settings import WorkerSettings
+from asyncrl.engine.sglang.messages import Answer, Call, WorkerSettings
 from asyncrl.engine.sglang.worker.calls import WorkerCalls, answer
 from asyncrl.wire.weights.layout import WeightManifest
 

@@ -21,9 +21,9 @@ from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
 from asyncrl.engine.remote.client.core import CoreRequest
-from asyncrl.engine.remote.client.inbox import Inbox
+from asyncrl.engine.remote.client.responses import Inbox
 from asyncrl.engine.remote.extras import RequestExtra
-from asyncrl.engine.sglang.client import core, process
+from asyncrl.engine.sglang.client import engine, process
 from asyncrl.engine.sglang.client.engine import SglangEngine
 from asyncrl.engine.sglang.config import SglangConfig
 from asyncrl.rollout.trajectory import Provenance
@@ -77,10 +77,10 @@ def ask(stop: int = 0, max_tokens: int = 5, name: str = "r") -> GenerateRequest:
 
 def test_no_id_that_sglang_is_told_begins_with_another() -> None:
     """It aborts every request whose id begins with the given one."""
-    told = [core._sent(f"r{i}") for i in range(200)]
+    told = [engine._sent(f"r{i}") for i in range(200)]
     assert not any(a != b and b.startswith(a) for a in told for b in told)
     with pytest.raises(EngineError, match="more than 16 characters"):
-        core._sent("r" * 17)
+        engine._sent("r" * 17)
 
 
 def test_a_request_is_on_its_way_before_any_other_task_runs(
@@ -282,10 +282,7 @@ import asyncio, sys
 from pathlib import Path
 sys.path[:0] = {paths!r}
 import test_sglang_client as tests
-from asyncrl.engine.remote.client.core import CoreRequest
-from asyncrl.engine.remote.client.inbox import Inbox
-from asyncrl.engine.remote.extras import RequestExtra
-from asyncrl.engine.sglang.client import core, process
+from asyncrl.engine.sglang.client import process
 process.MODULE = "fake_sglang"
 async def main():
     engine = tests.engine_of({model!r})

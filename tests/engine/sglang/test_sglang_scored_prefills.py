@@ -12,8 +12,7 @@ from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.remote.worker.scoring import Scorer
 from asyncrl.engine.sglang.messages import AddRequest, Gauges, Outputs, Scored
 from asyncrl.engine.sglang.worker.requests import Requests, SchedulerBatch, entry_of
-from asyncrl.engine.sglang.worker.scoring import Prefill, PrefillScoring
-from asyncrl.engine.sglang.worker.steps import Outbox, Reporting
+from asyncrl.engine.sglang.worker.steps import Outbox, Prefill, PrefillScoring, Reporting
 
 VOCAB, WIDTH, K = 11, 5, 2
 HEAD = torch.from_numpy(np.random.default_rng(1).normal(size=(WIDTH, VOCAB))).float()

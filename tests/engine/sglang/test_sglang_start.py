@@ -19,10 +19,9 @@ from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.factory import create_engine
 from asyncrl.engine.sglang.client.engine import server_settings, worker_settings
-from asyncrl.engine.sglang.client.environment import SglangFolder, environment_of
-from asyncrl.engine.sglang.config import SglangConfig
-from asyncrl.engine.sglang.interpreter import SGLANG_VERSION, check_interpreter, path_of
-from asyncrl.engine.sglang.settings import CPU_ATTENTION, ServerSettings, WorkerSettings
+from asyncrl.engine.sglang.client.process import SglangFolder, environment_of
+from asyncrl.engine.sglang.config import SGLANG_VERSION, SglangConfig, check_interpreter, path_of
+from asyncrl.engine.sglang.messages import CPU_ATTENTION, ServerSettings, WorkerSettings
 from asyncrl.engine.sglang.worker.main import Ranks, server_arguments
 from asyncrl.engine.vllm.client.process import folder_for_sockets
 

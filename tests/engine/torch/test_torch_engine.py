@@ -27,7 +27,7 @@ from asyncrl.engine.protocol import (
     ScoreRequest,
     TokenChunk,
 )
-from asyncrl.engine.torch import kernels
+from asyncrl.engine.torch import step_kernels
 from asyncrl.engine.torch.engine import TorchEngine
 from asyncrl.wire.weights.writer import published
 
@@ -63,7 +63,7 @@ def test_what_draws_is_compiled_in_the_start_for_the_logits_of_the_model(
     def warm_up(logits: torch.Tensor, k: int) -> None:
         compiled.append((logits.shape[1], logits.dtype, k))
 
-    monkeypatch.setattr(kernels, "warm_up_drawing", warm_up)
+    monkeypatch.setattr(step_kernels, "warm_up_drawing", warm_up)
 
     async def main() -> None:
         engine = engine_of(tiny_qwen3, dtype="bfloat16", top_k_logprobs=5)

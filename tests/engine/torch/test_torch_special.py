@@ -27,8 +27,7 @@ from tree_sources import OracleTrees, RandomTrees
 
 from asyncrl.engine.protocol import GenerateRequest, ScoreRequest
 from asyncrl.engine.torch import attention
-from asyncrl.engine.torch.attention import AttendedKeys
-from asyncrl.engine.torch.blocks import Decoding
+from asyncrl.engine.torch.attention import AttendedKeys, Decoding
 from asyncrl.rollout.trajectory import Provenance
 
 Special = tuple[str, torch.nn.Module]

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from asyncrl.engine.errors import WeightsError
-from asyncrl.engine.vllm.worker.held_weights import VllmHeldWeights
-from asyncrl.engine.vllm.worker.weights import check_reloadable
+from asyncrl.engine.vllm.worker.weights import VllmHeldWeights, check_reloadable
 from asyncrl.wire.records.wrong_policy import compare_weights, not_compared
 from asyncrl.wire.weights.fingerprint import fingerprint
 from asyncrl.wire.weights.layout import Fingerprint

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.vllm.client.core import VllmCore
+from asyncrl.engine.vllm.client.engine import VllmCore
 from asyncrl.engine.vllm.client.process import prepare, process_log
 
 

@@ -281,7 +281,7 @@ def test_a_copy_of_checked_parameters_is_what_vllm_would_construct() -> None:
 
     from asyncrl.engine.remote.client.core import CoreRequest
     from asyncrl.engine.remote.extras import RequestExtra
-    from asyncrl.engine.vllm.client.core import VllmCore
+    from asyncrl.engine.vllm.client.engine import VllmCore
 
     core = VllmCore(Mock())
     common = {"temperature": 0.7, "top_p": 0.9, "ignore_eos": True, "detokenize": False}

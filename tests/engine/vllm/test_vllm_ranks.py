@@ -17,17 +17,15 @@ import pytest
 import torch
 from torch import nn
 
-from asyncrl.engine.remote.calls import StagingReport
-from asyncrl.engine.remote.extras import Outcome, RequestExtra, ScoreColumns
+from asyncrl.engine.remote.extras import Outcome, RequestExtra, ScoreColumns, StagingReport
 from asyncrl.engine.remote.worker.held_weights import shard_of
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.sampling.drawing import noise_seeds, top_k
 from asyncrl.engine.sampling.logits import BYTES_PER_LOGIT
 from asyncrl.engine.vllm.remote import to_extra_args
-from asyncrl.engine.vllm.worker import scoring
-from asyncrl.engine.vllm.worker.held_weights import VllmHeldWeights
-from asyncrl.engine.vllm.worker.sampling import CoreSampler, RunnerBatch
-from asyncrl.engine.vllm.worker.scoring import CoreScorer
+from asyncrl.engine.vllm.worker import sampling
+from asyncrl.engine.vllm.worker.sampling import CoreSampler, CoreScorer, RunnerBatch
+from asyncrl.engine.vllm.worker.weights import VllmHeldWeights
 from asyncrl.rollout.trajectory import KeptTokens
 from asyncrl.wire.weights.fingerprint import fingerprint
 
@@ -143,7 +141,7 @@ def test_one_rank_verifies_and_the_others_take_part_in_the_output_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where a token has to be named afterwards, which rank 0 alone knows; in slabs of 5."""
-    monkeypatch.setattr(scoring, "_as_vllm", lambda *table: table)
+    monkeypatch.setattr(sampling, "_as_vllm", lambda *table: table)
 
     def work(ranks: Ranks) -> tuple[dict[str, Any], list[torch.Tensor]]:
         rng = np.random.default_rng(3)

@@ -13,7 +13,7 @@ from asyncrl.cache.config import CacheConfig
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
-from asyncrl.engine.remote.client.requests import generation
+from asyncrl.engine.remote.client.generation import generation
 from asyncrl.engine.vllm.client.engine import VllmEngine
 from asyncrl.engine.vllm.remote import from_extra_args, to_extra_args
 from asyncrl.engine.vllm.worker.sampling import entry_of

@@ -11,11 +11,10 @@ import torch
 
 from asyncrl.engine.remote.extras import RequestExtra
 from asyncrl.engine.remote.worker.ranks import Ranks
-from asyncrl.engine.remote.worker.scored import ScoredRequest
+from asyncrl.engine.remote.worker.scoring import ScoredRequest
 from asyncrl.engine.sampling.logits import BYTES_PER_LOGIT
 from asyncrl.engine.vllm.remote import to_extra_args
-from asyncrl.engine.vllm.worker.sampling import RunnerBatch
-from asyncrl.engine.vllm.worker.scoring import CoreScorer
+from asyncrl.engine.vllm.worker.sampling import CoreScorer, RunnerBatch
 
 VOCAB, WIDTH = 11, 5
 

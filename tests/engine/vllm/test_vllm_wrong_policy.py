@@ -16,13 +16,13 @@ from served_vllm import REAL_VLLM
 
 from asyncrl.controller.policy_watch import conclusion
 from asyncrl.engine.protocol import SamplingParams
-from asyncrl.engine.vllm.client.core import VllmCore
+from asyncrl.engine.vllm.client.engine import VllmCore
 from asyncrl.generator.process import rescore
 from asyncrl.rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.objective.logprob_mismatch import FLOAT32_CPU
-from asyncrl.trainer_process.group_queue import WholeGroup
+from asyncrl.trainer_process.delivery_check import WholeGroup
 from asyncrl.trainer_process.policy_check import PolicyCheck
 from asyncrl.wire.messages.to_generator import Rescore, ToRescore
 from asyncrl.wire.records.wrong_policy import WrongPolicy

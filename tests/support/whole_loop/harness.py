@@ -42,7 +42,7 @@ from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.messages import data
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
-from asyncrl.wire.messages.frames import decode_trajectory
+from asyncrl.wire.messages.data import decode_trajectory
 from asyncrl.wire.messages.to_generator import ToGenerator
 from asyncrl.wire.weights.layout import WeightManifest
 from asyncrl.wire.weights.writer import WeightPublisher

@@ -13,7 +13,7 @@ from asyncrl.config.run_config import parse_config
 from asyncrl.controller.unfinished_work import SampleHandover
 from asyncrl.engine.protocol import Engine, SamplingParams
 from asyncrl.generator.activity import Activity
-from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.background import ControllerLine
 from asyncrl.generator.process import GeneratorProcess
 from asyncrl.generator.reports import GeneratorRecords
 from asyncrl.generator.sample_rewards import SampleRewards

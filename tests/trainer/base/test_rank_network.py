@@ -11,8 +11,8 @@ import pytest
 
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import RankLost, TrainerError
-from asyncrl.trainer.ranks import network
-from asyncrl.trainer.ranks.network import Interface, Peer, check_peers, interface_in, listen_at
+from asyncrl.trainer.ranks import world
+from asyncrl.trainer.ranks.world import Interface, Peer, check_peers, interface_in, listen_at
 
 HERE = Peer("boot 1", "here", "127.0.0.1", 0)
 
@@ -24,7 +24,7 @@ def test_the_interface_is_found_by_its_name_or_by_the_range_of_its_address(
     said = "lo 127.0.0.1, eth0 192.168.1.4, ib0 10.1.2.3, ib0 fd00::3"
     known = [one.split() for one in said.split(", ")]
     found = [(name, ipaddress.ip_address(address)) for name, address in known]
-    monkeypatch.setattr(network, "_addresses", lambda: found)
+    monkeypatch.setattr(world, "_addresses", lambda: found)
     assert interface_in("ib0") == interface_in("10.1.0.0/16") == Interface("ib0", "10.1.2.3")
     assert interface_in("fd00::/8") == Interface("ib0", "fd00::3")
     with pytest.raises(TrainerError, match=f"no address in the network ib; it has {said}"):

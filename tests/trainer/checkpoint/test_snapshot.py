@@ -13,9 +13,9 @@ import torch
 
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.checkpoint import checkpoint, snapshot
+from asyncrl.trainer.checkpoint import checkpoint
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.ranks.network import this_machine
+from asyncrl.trainer.ranks.world import this_machine
 
 GroupOf = Callable[..., list[Trajectory]]
 
@@ -69,13 +69,13 @@ def test_a_step_waits_until_the_state_before_it_is_copied(
     learner = _learner(model_path("qwen3"))
     _step(learner, group_of)
     wanted = _state(learner)
-    may_copy, copy = threading.Event(), snapshot._copy_one
+    may_copy, copy = threading.Event(), checkpoint._copy_one
 
     def slowly(*arguments: Any) -> None:
         may_copy.wait(60)
         copy(*arguments)
 
-    monkeypatch.setattr(snapshot, "_copy_one", slowly)
+    monkeypatch.setattr(checkpoint, "_copy_one", slowly)
     pending = learner.pending(copied=True)
     training = threading.Thread(target=_step, args=(learner, group_of))
     training.start()
@@ -98,7 +98,7 @@ def test_without_memory_for_a_copy_it_is_written_while_training_waits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     learner = _learner(model_path("qwen3"))
-    monkeypatch.setattr(snapshot, "memory_left", lambda: 1000)
+    monkeypatch.setattr(checkpoint, "memory_left", lambda: 1000)
     pending = learner.pending(copied=True)
     assert not pending.is_copied
     assert "bytes of this machine's memory, and 1000 are left" in caplog.text
@@ -118,7 +118,7 @@ def test_a_failed_copy_is_told_to_training_and_to_the_writer(
     def fails(*_: Any) -> None:
         raise MemoryError("no page")
 
-    monkeypatch.setattr(snapshot, "_copy_one", fails)
+    monkeypatch.setattr(checkpoint, "_copy_one", fails)
     pending = learner.pending(copied=True)
     with pytest.raises(MemoryError):
         _step(learner, group_of)

@@ -13,7 +13,7 @@ from asyncrl.trainer.cpu import fused
 from asyncrl.trainer.cpu.fused import FusedDecoder
 from asyncrl.trainer.cpu.layers import whole_blocks
 from asyncrl.trainer.model import policy as policy_module
-from asyncrl.trainer.model.packed_batch import PackedBatch
+from asyncrl.trainer.model.packing import PackedBatch
 from asyncrl.trainer.model.policy import Policy
 
 ModelPath = Callable[[str], str]

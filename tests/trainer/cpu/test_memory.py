@@ -8,7 +8,7 @@ import sys
 _GROWN = """
 import sys, torch
 from pathlib import Path
-from asyncrl.trainer.model.host_memory import keep_freed_memory
+from asyncrl.trainer.model.memory_estimate import keep_freed_memory
 def held():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))

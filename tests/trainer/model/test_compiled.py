@@ -14,7 +14,7 @@ from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import UnsupportedModelError
 from asyncrl.trainer.cpu import layers as cpu_layers
 from asyncrl.trainer.model import compiled
-from asyncrl.trainer.model.packed_batch import PackedBatch
+from asyncrl.trainer.model.packing import PackedBatch
 from asyncrl.trainer.model.policy import Policy
 
 CPU = torch.device("cpu")

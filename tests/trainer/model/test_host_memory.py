@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.trainer.model.host_memory import host_bytes, memory_left
+from asyncrl.trainer.model.memory_estimate import host_bytes, memory_left
 
 GIB = 2**30
 Write = Callable[[str, str], None]

@@ -16,13 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.sampling.truncation import SamplingColumns, processed_logprobs
 from asyncrl.rollout.truncation import Truncation
+from asyncrl.trainer.accumulation import split_by_tokens
 from asyncrl.trainer.base.errors import UnsupportedModelError
 from asyncrl.trainer.model import head as head_module
 from asyncrl.trainer.model import packing
-from asyncrl.trainer.model.micro_batches import split_by_tokens
 from asyncrl.trainer.model.model_loading import multiply_in_tf32
-from asyncrl.trainer.model.packed_batch import PackedBatch
-from asyncrl.trainer.model.packing import Family, Layout, packed_attention
+from asyncrl.trainer.model.packing import Family, Layout, PackedBatch, packed_attention
 from asyncrl.trainer.model.policy import Policy, _relative_gap
 
 CPU = torch.device("cpu")

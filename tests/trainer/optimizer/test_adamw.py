@@ -11,8 +11,7 @@ from torch import nn
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.optimizer import optimizer
 from asyncrl.trainer.optimizer.coded_moments import CODES
-from asyncrl.trainer.optimizer.optimizer import SmallAdamW, make_adamw, round_by_chance
-from asyncrl.trainer.optimizer.update import Update
+from asyncrl.trainer.optimizer.optimizer import SmallAdamW, Update, make_adamw, round_by_chance
 from asyncrl.trainer.ranks.world import World
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}

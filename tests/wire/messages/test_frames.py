@@ -14,9 +14,9 @@ from asyncrl.rollout.trajectory import (
     TrajectoryBuilder,
     VerifiableTrajectory,
 )
-from asyncrl.wire.messages.data import TrajectoryDelivery
-from asyncrl.wire.messages.frames import (
+from asyncrl.wire.messages.data import (
     DIGEST_BYTES,
+    TrajectoryDelivery,
     decode_tokens,
     decode_trajectory,
     digest_of,

@@ -3,7 +3,7 @@
 SGLang's batch has no table of tokens, so one is kept here. A row of it is a request's place in
 SGLang's pool of requests (`req_pool_indices`), which a request keeps while it has KV. After a
 retraction it comes back in another row. Generated tokens are added to the cache when drafts are
-wanted, at the request's end, and before new weights (`asyncrl.engine.remote.worker.rows`).
+wanted, at the request's end, and before new weights (`asyncrl.engine.remote.worker.drafting`).
 
 Imports no SGLang. Wrong drafts cost time, never exactness.
 """
@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from asyncrl.cache.tree.rollout_tree import Drafts, RolloutCache
 from asyncrl.engine.drafting.planner import Planner
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
-from asyncrl.engine.remote.worker.drafting import StepTimer
+from asyncrl.engine.remote.worker.drafting import NO_SLOT, RowBook, StepTimer
 from asyncrl.engine.remote.worker.entries import Entry
-from asyncrl.engine.remote.worker.rows import NO_SLOT, RowBook
 from asyncrl.engine.sampling.verification import offsets_of
 from asyncrl.rollout.trajectory import IntArray
 

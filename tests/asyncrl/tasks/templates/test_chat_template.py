@@ -19,7 +19,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from asyncrl.errors import DataError, RenderingError
 from asyncrl.tasks.builtin.tokenizer import AGENT_VOCABULARY, make_tokenizer
 from asyncrl.tasks.config import TaskConfig
-from asyncrl.tasks.encoding import PromptEncoder, Question
+from asyncrl.tasks.prompts import PromptEncoder, Question
 from asyncrl.tasks.supervised import ProcessEnded
 from asyncrl.tasks.templates import chat_template
 from asyncrl.tasks.templates.chat_template import MAX_TEXT, ChatTemplate, Limits

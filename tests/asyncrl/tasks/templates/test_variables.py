@@ -24,9 +24,9 @@ from asyncrl.rollout.trajectory import SampleId
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.runs.template_date import with_date, with_recorded_date
 from asyncrl.tasks.config import TaskConfig
-from asyncrl.tasks.encoding import PromptEncoder, Question
+from asyncrl.tasks.prompts import PromptEncoder, Question
 from asyncrl.tasks.templates.variables import names_the_date
-from asyncrl.wire.messages.frames import encode_tokens
+from asyncrl.wire.messages.data import encode_tokens
 from asyncrl.wire.messages.to_generator import PromptPayload
 
 USER = {"role": "user", "content": "go"}
