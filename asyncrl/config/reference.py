@@ -150,7 +150,7 @@ def _sections(path: str, field: Schema, models: Schema) -> Iterator[Section]:
 def _only(key: str) -> Iterator[str]:
     """Yield when a setting or section has an effect, if it does not always have one."""
     if key in EFFECTS:
-        yield f"Has an effect only {EFFECTS[key].when}."
+        yield f"Only {EFFECTS[key].when}."
 
 
 def _setting(path: str, name: str, field: Schema) -> Setting:

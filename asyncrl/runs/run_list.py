@@ -60,9 +60,9 @@ class ListedRun(msgspec.Struct, frozen=True):
     changed: float
     """Time of the last change of its records, in seconds since 1970."""
     loss: float | None = None
-    """Of a run of supervised fine-tuning: the last step's."""
+    """The last step's loss in supervised fine-tuning."""
     held_out_losses: tuple[float, ...] = ()
-    """Of such a run: each evaluation's."""
+    """The losses of its evaluations, in order."""
 
     @property
     def progress(self) -> str:

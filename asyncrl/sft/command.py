@@ -71,7 +71,7 @@ from asyncrl.wire.records.step import (
 
 _LOOK_SECONDS = 0.5
 SUFFIX = "-sft"
-"""Of the run's name, so that one file can describe both this run and the one that follows it."""
+"""Ending of the run's name: one file can describe both this run and the one that follows it."""
 _NEUTRAL = {
     "correction": "none",
     "loss_normalization": "token",
@@ -230,7 +230,7 @@ def _refuse_changed(config: RunConfig, examples: Examples) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What a run is started with, everything checked."""
+    """The checked inputs of a run."""
 
     config: RunConfig
     examples: Examples

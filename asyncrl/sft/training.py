@@ -68,7 +68,7 @@ class Supervised:
 
 
 class Watcher(Protocol):
-    """What the first rank does with the numbers."""
+    """The first rank's use of the numbers."""
 
     @property
     def is_stopped(self) -> bool:
@@ -85,7 +85,7 @@ class Watcher(Protocol):
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
-    """What another rank is started with."""
+    """The order by which the first rank starts another."""
 
     run: str
     model_path: str

@@ -54,6 +54,11 @@ RUN_BY: dict[str, str] = {
         asyncrl export lora
         asyncrl export lora --merge
     """,
+    f"{HERE}::test_a_model_is_warmed_up_and_trained_on": """
+        asyncrl sft examples/sft.yaml
+        asyncrl sft examples/sft.yaml --set sft.epochs=2
+        asyncrl run examples/arithmetic.yaml --set model.path=runs/worked-sft/checkpoints/step-000064
+    """,
     f"{HERE}::test_an_example_of_an_algorithm_trains": """
         asyncrl run examples/algorithms/cispo.yaml
         asyncrl run examples/algorithms/corrections.yaml

@@ -200,6 +200,18 @@ def test_an_example_trains(name: str, in_threads: CommandLine) -> None:
     assert len(exports) == (2 if name == "lora" else 0), exports
 
 
+def test_a_model_is_warmed_up_and_trained_on(in_threads: CommandLine) -> None:
+    """Two steps of supervised fine-tuning, and two of RL from there."""
+    first, again, then = commands_of("test_a_model_is_warmed_up_and_trained_on")
+    few = ("task.train_size=64", "task.evaluation_size=8", "run.directory=runs")
+    said = typed(first.replace("examples", EXAMPLES), *few, "sft.epochs=1")
+    assert "2 steps of 32 examples" in said
+    assert "dry run" in typed(f"{again.replace('examples', EXAMPLES)} --clean --dry-run", *few)
+    warm = then.replace("step-000064", "step-000002").replace("examples", EXAMPLES)
+    typed(warm, "run.steps=2", *FEW, *ALL_GROUPS)
+    trained_two_steps(in_threads.runs / "arithmetic")
+
+
 @pytest.mark.parametrize(
     "command", commands_of("test_an_example_of_an_algorithm_trains"), ids=lambda one: Path(one).stem
 )
