@@ -57,8 +57,9 @@ def test_each_example_is_trained_by_a_command_that_its_header_shows(example: Any
     if example.suffix != ".yaml" or example.name == "7b-8gpus.yaml":
         return
     own = [one for one, places in SHOWN.items() if place in places]
-    assert [one for one in own if f"asyncrl run {place}" in one or one == "make run"]
-    assert any(f"asyncrl run {place}" in command for command in RUN_BY_ALL)
+    trains = f"asyncrl {'sft' if example.name == 'sft.yaml' else 'run'} {place}"
+    assert [one for one in own if trains in one or one == "make run"]
+    assert any(trains in command for command in RUN_BY_ALL)
 
 
 RUN_BY_ALL = [command for commands in listed(RUN_BY).values() for command in commands]

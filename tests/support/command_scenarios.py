@@ -56,6 +56,8 @@ RUN_BY: dict[str, str] = {
     """,
     f"{HERE}::test_a_model_is_warmed_up_and_trained_on": """
         asyncrl sft examples/sft.yaml
+        asyncrl sft
+        asyncrl sft CONFIG
         asyncrl sft examples/sft.yaml --set sft.epochs=2
         asyncrl run examples/arithmetic.yaml --set model.path=runs/worked-sft/checkpoints/step-000064
     """,

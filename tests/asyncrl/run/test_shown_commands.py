@@ -202,7 +202,7 @@ def test_an_example_trains(name: str, in_threads: CommandLine) -> None:
 
 def test_a_model_is_warmed_up_and_trained_on(in_threads: CommandLine) -> None:
     """Two steps of supervised fine-tuning, and two of RL from there."""
-    first, again, then = commands_of("test_a_model_is_warmed_up_and_trained_on")
+    first, *_, again, then = commands_of("test_a_model_is_warmed_up_and_trained_on")
     few = ("task.train_size=64", "task.evaluation_size=8", "run.directory=runs")
     said = typed(first.replace("examples", EXAMPLES), *few, "sft.epochs=1")
     assert "2 steps of 32 examples" in said
