@@ -26,17 +26,19 @@ PACKAGES = ("asyncrl", "engine", "trainer", "scheduler", "cache", "monitoring", 
 SETTING = re.compile(
     rf"\b({'|'.join(RunConfig.model_fields)})((?:\.[a-z_]+)+)(?:[:=] ?([a-z0-9_]+))?"
 )
-OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]++(?!\.)")
 OF_OTHERS = re.compile(r"`(ray|docker|pip) [^`]*`|^usage: python -m .*")
 """A command of another tool, or how a module is run: options that `asyncrl` does not have."""
 NOT_SETTINGS = {
     "run.yaml",
+    "sft.yaml",
+    "rewards.py",
     "trainer.log",
     "rewards.md",
     "model.save_pretrained",
     "model.resize_token_embeddings",
 }
-"""Two files, a page, and two methods of transformers."""
+"""Four files, a page, and two methods of transformers."""
 
 
 @functools.cache

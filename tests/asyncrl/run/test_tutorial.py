@@ -115,8 +115,9 @@ def the_output_is_as_on_the_page(output: str) -> None:
 
     def without_numbers(text: str) -> list[str]:
         # What the memory is for stands in the order of its size.
-        lines = (line.partition(": process ")[0] for line in text.splitlines())
-        return [re.sub(r"[\d.,]+", "N", line) for line in lines]
+        # A line that ends in dots is printed where a machine is slow.
+        lines = [line for line in text.splitlines() if not line.endswith(" ...")]
+        return [re.sub(r"[\d.,]+", "N", line.partition(": process ")[0]) for line in lines]
 
     expected = without_numbers(shown[1])
     printed = without_numbers(output)

@@ -99,7 +99,11 @@ def test_what_fails_in_reset_is_refused(source: Path, name: str, said: str) -> N
     assert "asyncrl/environments" not in str(refused.value), "a traceback of asyncrl's own"
 
 
-def test_what_the_run_is_about_to_do_says_how_it_goes_back(source: Path) -> None:
+def test_what_the_run_is_about_to_do_says_how_it_goes_back(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(source.parent)  # a long path would be all that the line has room for
+    source = Path(source.name)
     name = f"{source}:Good"
     (line,) = tried(source, "Good", "environment.max_turns=1")
     said = f"{name}: at most 1 a sample, with 32 tokens in all; goes back by replay (deterministic)"

@@ -12,6 +12,8 @@ import torch
 from asyncrl.config.run_config import parse_config
 from asyncrl.errors import UserError
 from asyncrl.launch.child_spec import TrainerSpec
+from asyncrl.startup import memory
+from asyncrl.trainer import scoring
 from asyncrl.trainer_process import setup
 
 GIB = 2**30
@@ -46,7 +48,8 @@ def load(
         raise MetError
 
     (folder / "config.json").write_text(json.dumps(QWEN_7B))
-    monkeypatch.setattr(setup, "resolve_device", lambda _: torch.device("cuda", 0))
+    for module in (setup, scoring):
+        monkeypatch.setattr(module, "resolve_device", lambda _: torch.device("cuda", 0))
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: Found("NVIDIA H100", gib * GIB)
     )
@@ -85,9 +88,9 @@ def test_a_model_that_is_not_here_and_a_local_run_are_not_checked_again(
 def test_ranks_of_a_cpu_share_its_memory_where_all_are_on_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(setup, "host_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(memory, "host_bytes", lambda: 64 * GIB)
     launcher = {"kind": "ray", "trusted_network": True}
     for network, ranks in (("lo", 4), ("eth0", 1)):
         trainer = {"device": "cpu", "ranks": 4, "rank_network": network}
         config = parse_config({"launcher": launcher, "trainer": trainer}, source="test")
-        assert setup._device(config).room == 64 * GIB // ranks
+        assert memory.device_here(config).room == 64 * GIB // ranks
