@@ -167,6 +167,12 @@ def padding(version: int) -> Work:
     return Work([builder.finish("stop")], [0.0], [(-1, 0)], is_padding=True)
 
 
+def padded(work: Work, budget: int, lockstep: Lockstep, version: int) -> list[Work]:
+    """Return the micro-batches of `work`, and padding to as many as any rank has. Collective."""
+    parts = list(work.split(budget))
+    return parts + [padding(version)] * (lockstep.most(len(parts)) - len(parts))
+
+
 class ShardedParts(GradientParts):
     """`GradientParts` whose sums are of this rank's rows."""
 
@@ -248,10 +254,8 @@ class Accumulation:
                 nothing = np.zeros(len(kept.new.trajectories))  # advantages are in `fixed`
                 work.add(kept.new.trajectories, nothing, index)
             self._count(kept, version)
-        parts = list(work.split(self._config.micro_batch_tokens))
-        for turn in range(self._lockstep.most(len(parts))):
-            with self._lockstep.turn(is_empty=turn >= len(parts)):
-                part = parts[turn] if turn < len(parts) else padding(version)
+        for part in padded(work, self._config.micro_batch_tokens, self._lockstep, version):
+            with self._lockstep.turn(is_empty=part.is_padding):
                 scores, values = self._models.score(part.trajectories)
                 reference = self._models.reference_logprobs(part.trajectories) if refers else None
                 if part.is_padding:

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from asyncrl.rollout.trajectory import FloatArray, Provenance, Trajectory
 from asyncrl.rollout.truncation import EVERYTHING, Truncation
-from asyncrl.trainer.accumulation import NewGroup, Work, padding
+from asyncrl.trainer.accumulation import NewGroup, Work, padded
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import BatchError, CheckpointError, NonFiniteError
 from asyncrl.trainer.checkpoint import checkpoint
@@ -339,20 +339,16 @@ class Learner:
 
         `trajectories` are this rank's. NaN if there are none on any rank.
         """
-        self.settle()
-        work = Work([], [], [])
-        for index, one in enumerate(trajectories):
-            work.add([one], np.zeros(1), index)
-        parts, own = list(work.split(self._config.micro_batch_tokens)), np.zeros(2)
-        for turn in range(self.lockstep.most(len(parts))):
-            with self.lockstep.turn(is_empty=turn >= len(parts)):
-                part = parts[turn] if turn < len(parts) else padding(self.policy_version)
+        count, own, budget = len(trajectories), np.zeros(2), self._config.micro_batch_tokens
+        work = Work(list(trajectories), [0.0] * count, [(one, 0) for one in range(count)])
+        for part in padded(work, budget, self.lockstep, self.policy_version):
+            with self.lockstep.turn(is_empty=part.is_padding):
                 scores, _ = self._models.score(part.trajectories)
             if not part.is_padding:
                 own += float(-scores.logprobs.double().sum()), len(scores.logprobs)
         gathered = self.world.gather(own.tobytes(), "the loss of held-out samples")
-        total, count = np.sum([np.frombuffer(one) for one in gathered], axis=0)
-        return float(total / count) if count else math.nan
+        total, tokens = np.sum([np.frombuffer(one) for one in gathered], axis=0)
+        return float(total / tokens) if tokens else math.nan
 
     def discard(self) -> None:
         """Drop the step's gradient sums and groups; the groups may be added again."""

@@ -29,6 +29,16 @@ if TYPE_CHECKING:
     from asyncrl.wire.records.step import RunResult
 
 
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue this run from its newest whole checkpoint.")
+]
+Clean = Annotated[bool, typer.Option("--clean", help="Delete an earlier run of this name first.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check and print all that a start does, and exit.")
+]
+
+
 @app.command(rich_help_panel=TRAINING, epilog="Example: asyncrl init first")
 def init(
     folder: Annotated[
@@ -62,11 +72,9 @@ def init(
     epilog="Example: asyncrl run run.yaml --set engine.kind=vllm --set run.steps=20",
 )
 def run(
-    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    config_file: ConfigFile,
     overrides: Overrides = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue this run from its newest whole checkpoint.")
-    ] = False,
+    resume: Resume = False,
     resume_from: Annotated[
         int | None,
         typer.Option(
@@ -80,9 +88,7 @@ def run(
         bool,
         typer.Option("--changed-data", help="Resume even if the rows of the data have changed."),
     ] = False,
-    clean: Annotated[
-        bool, typer.Option("--clean", help="Delete an earlier run of this name first.")
-    ] = False,
+    clean: Clean = False,
     continues: Annotated[
         bool,
         typer.Option(
@@ -97,9 +103,7 @@ def run(
     health_host: Annotated[
         str, typer.Option("--health-host", help="Host of --health-port.")
     ] = "127.0.0.1",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and print all that a start does, and exit.")
-    ] = False,
+    dry_run: DryRun = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Print the configuration with each key's meaning.")
     ] = False,
@@ -194,17 +198,11 @@ def run(
     epilog="Example: asyncrl sft examples/sft.yaml --set sft.epochs=2",
 )
 def sft(
-    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    config_file: ConfigFile,
     overrides: Overrides = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue this run from its newest whole checkpoint.")
-    ] = False,
-    clean: Annotated[
-        bool, typer.Option("--clean", help="Delete an earlier run of this name first.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and print all that a start does, and exit.")
-    ] = False,
+    resume: Resume = False,
+    clean: Clean = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Fine-tune on given responses before RL; the run is called NAME-sft."""
     from asyncrl.config.run_config import load_config
@@ -213,7 +211,6 @@ def sft(
 
     if resume and clean:
         raise UserError("--resume continues a run and --clean deletes it: give only one of them")
-    options = [word for one in overrides or [] for word in ("--set", one)]
     with no_transformers_bars():
         train(
             load_config(config_file, overrides or []),
@@ -221,7 +218,7 @@ def sft(
             resume=resume,
             clean=clean,
             dry_run=dry_run,
-            command=shlex.join(["asyncrl", "sft", str(config_file), *options, "--resume"]),
+            command=resume_command(Path(), config_file, overrides or [], verb="sft"),
         )
 
 
@@ -379,7 +376,7 @@ def _print_result(
     result: RunResult,
     *,
     planned: int,
-    at_start: bool = True,
+    at_start: bool,
     to_continue: str,
 ) -> None:
     from asyncrl.monitoring.terminal.evaluation_text import course
@@ -388,7 +385,6 @@ def _print_result(
 
     say = partial(console.print, highlight=False, soft_wrap=True)
     before, after = result.accuracy_before, result.accuracy_after
-    records = _evaluations(directory)
     if before is not None and after is not None:
         accuracy = (f"held-out accuracy {before:.3f} → {after:.3f}", "bold")
         steps = counted(result.steps, "step")
@@ -413,7 +409,7 @@ def _print_result(
             )
         say(f"{result.steps} steps, {result.wall_seconds:.0f} s of training; {shown}")
     else:
-        newest = newest_of(records)
+        newest = newest_of(_evaluations(directory))
         known = before is not None or newest is not None
         so_far = f"; held-out accuracy {course(before, None, newest)}" if known else ""
         steps = counted(result.steps, "step")

@@ -26,10 +26,10 @@ def command_for(verb: str, run: Path) -> str:
 
 
 def resume_command(
-    run: Path, config_file: Path | None = None, overrides: Sequence[str] = ()
+    run: Path, config_file: Path | None = None, overrides: Sequence[str] = (), verb: str = "run"
 ) -> str:
     """Return the command that continues the run, by default from its own configuration."""
-    words = ["asyncrl", "run", str(config_file or run / "config.yaml")]
+    words = ["asyncrl", verb, str(config_file or run / "config.yaml")]
     for override in overrides if config_file is not None else ():
         words += ["--set", override]
     return shlex.join([*words, "--resume"])

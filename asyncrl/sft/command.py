@@ -12,13 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 import torch
@@ -27,7 +27,7 @@ from rich.progress import Progress as ProgressBar
 
 from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.cores import usable_cores
-from asyncrl.errors import Interrupted, ModelError, RunFailed, UserError
+from asyncrl.errors import Interrupted, RunFailed, UserError
 from asyncrl.launch.child_spec import MEETINGS, make_place, remove_meetings
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.launch.start_order import child_environment, last_lines, open_log
@@ -42,12 +42,12 @@ from asyncrl.runs.resuming import rewind
 from asyncrl.runs.sinks import Sinks
 from asyncrl.runs.template_date import with_date, with_recorded_date
 from asyncrl.scheduler.config import DynamicSamplingConfig
-from asyncrl.sft.training import Rank, SftTraining, join_ranks, prepare_memory
+from asyncrl.sft.training import Rank, SftTraining, Watcher, join_ranks, prepare_memory
 from asyncrl.startup import startup_summary
 from asyncrl.startup.gpu_defaults import with_recorded_dtype
 from asyncrl.startup.lora_check import check_peft, with_adapter
 from asyncrl.startup.memory import device_here, memory_of, refuse_too_large, shape_of
-from asyncrl.startup.model_check import check_files, check_numbers, description_of
+from asyncrl.startup.model_check import check_files, check_numbers, check_vocabulary, description_of
 from asyncrl.startup.model_checks import check_positions
 from asyncrl.tasks.examples import Examples, load_examples
 from asyncrl.tasks.model import resolve_model
@@ -59,15 +59,10 @@ from asyncrl.trainer.base.algorithm_registry import entry_of
 from asyncrl.trainer.base.config import CriticConfig
 from asyncrl.trainer.base.errors import RankLost
 from asyncrl.trainer.base.rank_network import LOOPBACK
+from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.trainer.ranks.world import ALONE, World
 from asyncrl.wire.records.evaluations import HELD_OUT, EvaluationRecord, SetEvaluation, When
-from asyncrl.wire.records.step import (
-    LearnerMetrics,
-    LearningMetrics,
-    MismatchMetrics,
-    StepMetrics,
-    TrainerTimes,
-)
+from asyncrl.wire.records.step import LearnerMetrics, StepMetrics, TrainerTimes
 
 _LOOK_SECONDS = 0.5
 SUFFIX = "-sft"
@@ -168,7 +163,7 @@ def train(
     described, tokenizer = description_of(model, "model.path"), load_tokenizer(model_path)
     most_tokens, dated = described.get("max_position_embeddings"), with_date(config)
     examples = load_examples(dated.task, config.sft, tokenizer, config.run.seed, most_tokens)
-    _check_vocabulary(examples, described)
+    check_vocabulary(model, tokenizer, examples.named())
     config = with_settings(
         dated if names_the_date(tokenizer) else config, config.sft.steps_of(len(examples.train))
     )
@@ -203,19 +198,6 @@ def train(
         directory.undo()
         raise
     _say_end(say, config, watcher, time.monotonic() - began, command)
-
-
-def _check_vocabulary(examples: Examples, described: Mapping[str, Any]) -> None:
-    size = described.get("vocab_size")
-    if not isinstance(size, int):
-        return
-    for one in (*examples.train, *examples.held_out):
-        if (highest := int(max(one.prompt.max(), one.tokens.max()))) >= size:
-            raise ModelError(
-                f"model.path: the example {one.name} has the token id {highest:,}, and the model "
-                f"knows {size:,} (vocab_size in config.json): its tokenizer is larger than the "
-                "model; call model.resize_token_embeddings(len(tokenizer)) and save both"
-            )
 
 
 def _refuse_changed(config: RunConfig, examples: Examples) -> None:
@@ -378,7 +360,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], seconds: float = 10.0) ->
             process.wait()
 
 
-class _Watcher:
+class _Watcher(Watcher):
     """Writes the records of the run, prints a line per step, and stops it at the first signal."""
 
     def __init__(
@@ -444,15 +426,15 @@ class _Watcher:
             tokens_per_second=None,
             engine_busy_seconds=None,
             times=TrainerTimes(train_seconds=seconds),
-            learning=msgspec.structs.replace(learning, reward_mean=0.0),
+            learning=learning,
             batch=metrics.batch,
-            mismatch=MismatchMetrics(),
         )
         self._metrics.append(record)
         epoch = self.done * self._config.sft.batch_size / self._examples
         self.say(
             f"step {self.done}/{self._config.run.steps} | loss {learning.loss:.4f} | "
-            f"{_update(learning)} | {tokens / max(seconds, 1e-9):,.0f} tok/s | epoch {epoch:.2f}"
+            f"grad norm {learning.grad_norm:.3g} | lr {learning.learning_rate:.3g} | "
+            f"{tokens / max(seconds, 1e-9):,.0f} tok/s | epoch {epoch:.2f}"
         )
 
     def evaluated(self, version: int, loss: float) -> None:
@@ -491,7 +473,7 @@ def _say_end(
     say: Callable[[str], None], config: RunConfig, watcher: _Watcher, seconds: float, command: str
 ) -> None:
     result = watcher.result()
-    newest = config.directory / "checkpoints" / f"step-{result.steps:06d}"
+    newest = path_of(config.directory / "checkpoints", result.steps)
     if result.steps < config.run.steps:
         say(f"stopped after {result.steps} steps; continue with: {command}")
         return
@@ -516,10 +498,6 @@ def _learning_rate(config: RunConfig) -> str:
     trainer = config.trainer
     warmup = f" after {trainer.warmup_steps:,} steps" if trainer.warmup_steps else ""
     return f"learning rate {trainer.learning_rate:g}{warmup}, {trainer.learning_rate_schedule}"
-
-
-def _update(learning: LearningMetrics) -> str:
-    return f"grad norm {learning.grad_norm:.3g} | lr {learning.learning_rate:.3g}"
 
 
 def _sized(config: RunConfig, longest: int) -> RunConfig:

@@ -14,26 +14,21 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol, Self
 
 import msgspec
 import numpy as np
-import torch
 
 from asyncrl.config.run_config import RunConfig, load_config
 from asyncrl.launch.start_order import configure_allocator
-from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.tasks.examples import Example, Examples, load_examples
+from asyncrl.tasks.examples import Examples, load_examples
 from asyncrl.tasks.model_tokenizer import load_tokenizer
 from asyncrl.tasks.prompts import prompt_order
 from asyncrl.tasks.sft_config import ALGORITHM
-from asyncrl.trainer.algorithms.base import LossSums, Rewards, Signal, TokenBatch
-from asyncrl.trainer.algorithms.losses import weighted_logprobs
+from asyncrl.trainer.algorithms.base import Rewards
+from asyncrl.trainer.algorithms.reinforce import Reinforce
 from asyncrl.trainer.base.algorithm_registry import provide
-from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.trainer.checkpoint.trainer_lease import TrainerLease
 from asyncrl.trainer.learner import Learner
@@ -46,42 +41,31 @@ from asyncrl.wire.records.step import LearnerMetrics
 
 
 @dataclass(frozen=True, slots=True)
-class Supervised:
+class Supervised(Reinforce):
     """-log p of every learned token. Not for `asyncrl run`: it does not look at rewards."""
-
-    signals: ClassVar[Mapping[str, Signal]] = {}
-    needs_reference: ClassVar[bool] = False
-
-    @classmethod
-    def from_config(cls, config: TrainerConfig) -> Self:
-        """Create it; it reads no settings."""
-        del config
-        return cls()
 
     def advantages(self, rewards: Rewards) -> Rewards:
         """`[G]` ones."""
         return np.ones_like(rewards)
 
-    def loss(self, batch: TokenBatch) -> LossSums:
-        """Summed -v log p."""
-        return LossSums(weighted_logprobs(batch, torch.ones_like(batch.weights)))
 
-
-class Watcher(Protocol):
-    """The first rank's use of the numbers."""
+class Watcher:
+    """The use of a rank's numbers: none, but on the first rank."""
 
     @property
     def is_stopped(self) -> bool:
         """True if the user wants the run to end after this step."""
+        return False
 
-    def has_loss(self, version: int) -> bool:
+    def has_loss(self, version: int) -> bool:  # noqa: ARG002
         """True if this version's held-out loss is known, from before a resume."""
+        return False
 
     def finished(self, step: int, metrics: LearnerMetrics, seconds: float) -> None:
-        """A step (from 0) is done."""
+        """Note that a step (from 0) is done."""
 
     def evaluated(self, version: int, loss: float) -> None:
-        """The held-out loss after this many steps; NaN without held-out examples."""
+        """Note the held-out loss after this many steps; NaN without held-out examples."""
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,16 +113,17 @@ class SftTraining:
         if resume_from is not None:
             self.learner.restore(path_of(self._checkpoints, resume_from))
 
-    def train(self, watcher: Watcher | None = None) -> None:
+    def train(self, watcher: Watcher) -> None:
         """Train to the last step, or until the first rank's watcher is stopped, and save."""
         config, learner = self._config, self.learner
         saved, steps = learner.policy_version, config.run.steps
         self._evaluate(watcher)
-        while learner.policy_version < steps and not self._is_stopped(watcher):
+        while learner.policy_version < steps and not self._world.decided(
+            watcher.is_stopped, "whether the user ends the run"
+        ):
             began, version = time.monotonic(), learner.policy_version
             metrics = self.step()
-            if watcher is not None:
-                watcher.finished(version, metrics, time.monotonic() - began)
+            watcher.finished(version, metrics, time.monotonic() - began)
             version += 1
             if version % config.trainer.checkpoint_every == 0 or version == steps:
                 learner.save(path_of(self._checkpoints, version))
@@ -168,26 +153,16 @@ class SftTraining:
     def held_out_loss(self) -> float:
         """Return the mean -log p of a held-out example's learned tokens, in nats."""
         chosen = self._examples.held_out[: self._config.evaluation.prompts]
-        mine: list[Example] = chosen[self._world.rank :: self._world.size]
-        version = self.learner.policy_version
-        samples: list[Trajectory] = [one.trajectory(n, version) for n, one in enumerate(mine)]
-        return self.learner.mean_loss(samples)
+        mine, version = chosen[self._world.rank :: self._world.size], self.learner.policy_version
+        return self.learner.mean_loss([one.trajectory(n, version) for n, one in enumerate(mine)])
 
-    def _evaluate(self, watcher: Watcher | None) -> None:
+    def _evaluate(self, watcher: Watcher) -> None:
         """Measure the held-out loss of this version, if it is due and not known."""
         version, every = self.learner.policy_version, self._config.evaluation.every
         if version % (every or self._config.run.steps) and version != self._config.run.steps:
             return
-        is_known = watcher is not None and watcher.has_loss(version)
-        if self._world.decided(is_known, "whether the held-out loss is known"):
-            return
-        loss = self.held_out_loss()
-        if watcher is not None:
-            watcher.evaluated(version, loss)
-
-    def _is_stopped(self, watcher: Watcher | None) -> bool:
-        stopped = watcher is not None and watcher.is_stopped
-        return self._world.decided(stopped, "whether the user ends the run")
+        if not self._world.decided(watcher.has_loss(version), "whether the held-out loss is known"):
+            watcher.evaluated(version, self.held_out_loss())
 
 
 def prepare_memory(config: RunConfig) -> None:
@@ -227,7 +202,7 @@ def main(text: str) -> None:
         threads=spec.threads,
         fence=spec.fence,
         resume_from=spec.resume_from,
-    ).train()
+    ).train(Watcher())
     world.close()
 
 

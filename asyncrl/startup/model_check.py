@@ -13,13 +13,14 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from asyncrl.errors import ModelError
+from asyncrl.rollout.trajectory import IntArray
 from asyncrl.startup.loading_trial import Loaded
 from asyncrl.tasks.model import default_cache_dir
 from asyncrl.tasks.model_files import (
@@ -118,15 +119,21 @@ def unexpected_line(model: Path, found: Loaded) -> str | None:
     )
 
 
-def check_vocabulary(model: Path, task: Task) -> None:
-    """Refuse prompts with token ids that the model does not have. Raises ModelError."""
-    size = description_of(model, "model.path").get("vocab_size")
-    if not isinstance(size, int) or len(task.tokenizer) <= size:
-        return  # ids that no prompt has (of padding, say) do no harm
+def prompts_of(task: Task) -> Iterator[tuple[str, IntArray]]:
+    """Yield the name and the tokens of each prompt."""
     for prompt in itertools.chain(task.train, *held_out_sets(task).values()):
-        if (highest := int(prompt.tokens.max())) >= size:
+        yield f"prompt {prompt.prompt_id}", prompt.tokens
+
+
+def check_vocabulary(model: Path, tokenizer: Any, texts: Iterable[tuple[str, IntArray]]) -> None:
+    """Refuse texts with token ids that the model does not have. Raises ModelError, naming one."""
+    size = description_of(model, "model.path").get("vocab_size")
+    if not isinstance(size, int) or len(tokenizer) <= size:
+        return  # ids that no text has (of padding, say) do no harm
+    for name, tokens in texts:
+        if (highest := int(tokens.max())) >= size:
             raise ModelError(
-                f"model.path: {model}: prompt {prompt.prompt_id} has the token id {highest:,}, and "
+                f"model.path: {model}: {name} has the token id {highest:,}, and "
                 f"the model knows {size:,} (vocab_size in config.json): its tokenizer is larger "
                 "than the model. Give the model the tokenizer that it was trained with, or call "
                 "model.resize_token_embeddings(len(tokenizer)) and save both"

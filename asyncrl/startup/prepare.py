@@ -56,7 +56,7 @@ from asyncrl.startup.memory import (
     samples_of,
     shape_of,
 )
-from asyncrl.startup.model_check import check_files, check_vocabulary, unexpected_line
+from asyncrl.startup.model_check import check_files, check_vocabulary, prompts_of, unexpected_line
 from asyncrl.startup.model_checks import (
     check_algorithm,
     check_builtin_positions,
@@ -361,7 +361,7 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     for sentence in startup_summary.shared_prompts(task):
         say(sentence)
     _check_prompts(config, task)
-    check_vocabulary(Path(model_path), task)
+    check_vocabulary(Path(model_path), task.tokenizer, prompts_of(task))
     for sentence in check_rows(config, task):
         say(sentence)
     if config.sampling.stop:

@@ -16,12 +16,12 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from asyncrl.errors import DataError, ModelError, RenderingError
+from asyncrl.errors import DataError, ModelError
 from asyncrl.rollout.trajectory import (
     BoolArray,
     IntArray,
@@ -30,10 +30,10 @@ from asyncrl.rollout.trajectory import (
     Segment,
     Trajectory,
 )
-from asyncrl.suggestions import shortened
 from asyncrl.tasks.builtin.arithmetic import Problem, arithmetic_questions, working
 from asyncrl.tasks.config import TaskConfig
-from asyncrl.tasks.data.questions import UnusableError, plain_prompt
+from asyncrl.tasks.data.questions import UnusableError, column_of, plain_prompt
+from asyncrl.tasks.data.sources import Row
 from asyncrl.tasks.loading import dataset_questions
 from asyncrl.tasks.prompts import Messages, PromptEncoder, Question
 from asyncrl.tasks.sft_config import SftConfig
@@ -84,16 +84,22 @@ class Examples:
 
     train: list[Example]
     held_out: list[Example]
+    digest: str = field(init=False)
+    """Identifies what is learned, and in which order."""
 
-    @property
-    def digest(self) -> str:
-        """Identifies what is learned, and in which order."""
+    def __post_init__(self) -> None:
         found = hashlib.blake2b(digest_size=16)
         for one in (*self.train, None, *self.held_out):
             parts = () if one is None else (one.prompt, one.tokens, one.learned)
             for part in parts:
                 found.update(len(part).to_bytes(4, "little") + part.tobytes())
-        return found.hexdigest()
+        object.__setattr__(self, "digest", found.hexdigest())
+
+    def named(self) -> Iterator[tuple[str, IntArray]]:
+        """Yield the name and the tokens of each example, its prompt and the rest apart."""
+        for one in (*self.train, *self.held_out):
+            yield f"example {one.name}", one.prompt
+            yield f"example {one.name}", one.tokens
 
     @property
     def longest(self) -> int:
@@ -237,8 +243,10 @@ class ExampleEncoder(PromptEncoder):
             for place in range(first, len(messages))
             if messages[place]["role"] == "assistant"
         ]
-        before = self._rendered([(one, messages[:n]) for one, messages, n in turns], True)
-        after = self._rendered([(one, messages[: n + 1]) for one, messages, n in turns], False)
+        each = [question for question, _, _ in turns]
+        before = self._rendered(each, (messages[:n] for _, messages, n in turns))
+        whole = (messages[: n + 1] for _, messages, n in turns)
+        after = self._rendered(each, whole, generation_prompt=False)
         current, pieces, text = None, list[Piece](), ""
         for (question, _, _), start, end in zip(turns, before, after, strict=True):
             if not end.startswith(start):
@@ -256,22 +264,6 @@ class ExampleEncoder(PromptEncoder):
             text = end
         if current is not None:
             yield current, pieces
-
-    def _rendered(
-        self, conversations: Sequence[tuple[Question, Messages]], prompt: bool
-    ) -> list[str]:
-        assert self._template is not None  # noqa: S101 - only called with one
-        texts: list[str] = []
-        messages = [messages for _, messages in conversations]
-        try:
-            for text in self._template.texts(messages, generation_prompt=prompt):
-                texts.append(text)  # noqa: PERF402 - how many there are says which one failed
-        except RenderingError as error:
-            where = conversations[len(texts)][0].where
-            raise DataError(
-                f"{where}: the model's chat template refused the messages: {error}"
-            ) from error
-        return texts
 
     def _conversation(self, question: Question) -> tuple[Messages, int]:
         """Return all messages, and how many of them are not to be learned."""
@@ -311,20 +303,10 @@ class ExampleEncoder(PromptEncoder):
         if self._config.kind == "arithmetic":
             example = question.example
             return working(Problem(example["a"], example["b"], 0))
-        row, name = question.example["row"], self._sft.response_field
-        if name not in row:
-            raise UnusableError(
-                f"the example has no {name!r}; sft.response_field must name one of its fields "
-                f"({shortened(', '.join(map(repr, row)))})"
-            )
-        if not isinstance(row[name], str | list):
-            raise UnusableError(
-                f"its {name!r} (sft.response_field) must be a text or a list of chat messages, got "
-                f"{shortened(repr(row[name]), 80)}"
-            )
+        name, setting = self._sft.response_field, "sft.response_field"
+        row = Row(question.where, question.example["row"])
+        answer = column_of(row, name, setting)
         try:
-            return plain_prompt(row[name])
+            return plain_prompt(answer, "response")
         except UnusableError as error:
-            raise UnusableError(
-                f"its {name!r} (sft.response_field): {str(error).replace('prompt', 'response')}"
-            ) from error
+            raise UnusableError(f"its {name!r} ({setting}): {error}") from error

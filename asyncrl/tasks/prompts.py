@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,9 +155,20 @@ class PromptEncoder:
     def _texts(self, questions: Sequence[Question]) -> list[str]:
         if self._template is None:
             return [self._plain(question) for question in questions]
+        return self._rendered(questions, map(self._messages, questions))
+
+    def _rendered(
+        self,
+        questions: Sequence[Question],
+        conversations: Iterable[Messages],
+        *,
+        generation_prompt: bool = True,
+    ) -> list[str]:
+        """Return each conversation's text; `questions` `[N]` are where errors point."""
+        assert self._template is not None  # noqa: S101 - only called with one
         texts: list[str] = []
         try:
-            for text in self._template.texts(map(self._messages, questions)):
+            for text in self._template.texts(conversations, generation_prompt=generation_prompt):
                 texts.append(text)  # noqa: PERF402 - how many there are says which one failed
         except RenderingError as error:
             raise DataError(
@@ -180,6 +191,10 @@ class PromptEncoder:
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         return messages if system is None else [{"role": "system", "content": system}, *messages]
 
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()))
+
     def _is_huge(self, question: Question, text: str) -> bool:
         """Return True for a text to leave out that is too long by its number of characters.
 
@@ -187,7 +202,7 @@ class PromptEncoder:
         """
         if len(text) < _HUGE:
             return False
-        least = len(text) // (_SLACK * max(map(len, self._tokenizer.get_vocab())))
+        least = len(text) // (_SLACK * self._longest_token)
         if self._config.max_prompt_tokens is None and least > (self._room or least):
             raise DataError(
                 f"{question.where}: the prompt has {len(text):,} characters, and the engine has "

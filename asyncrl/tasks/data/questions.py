@@ -172,10 +172,10 @@ class _Reading:
 
     def _question(self, index: int, row: Row) -> Question:
         config, section = self.config, self.section
-        content = plain_prompt(_column(row, config.prompt_field, f"{section}.prompt_field"))
+        content = plain_prompt(column_of(row, config.prompt_field, f"{section}.prompt_field"))
         answer = None
         if config.answer_field is not None:
-            answer = _column(row, config.answer_field, f"{section}.answer_field")
+            answer = column_of(row, config.answer_field, f"{section}.answer_field")
             if isinstance(answer, int | float) and not isinstance(answer, bool):
                 if not math.isfinite(answer):
                     raise UnusableError(f"{config.answer_field!r} is {answer}, not a finite number")
@@ -219,7 +219,7 @@ class _Reading:
 
 
 def _identity(row: Row, name: str, setting: str) -> str:
-    value = _column(row, name, setting)
+    value = column_of(row, name, setting)
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
         raise UnusableError(
             f"{setting} {name!r} must be a text or an integer, got {written(value, 40)}"
@@ -230,7 +230,8 @@ def _identity(row: Row, name: str, setting: str) -> str:
     return text
 
 
-def _column(row: Row, name: str, setting: str) -> Any:
+def column_of(row: Row, name: str, setting: str) -> Any:
+    """Return a column, named by a setting. Raises UnusableError if it is missing or null."""
     values = row.values
     value = values.get(name)
     if name in row.unread and name not in values:
@@ -245,24 +246,27 @@ def _column(row: Row, name: str, setting: str) -> Any:
     return value
 
 
-def plain_prompt(content: Any) -> str | Messages:
-    """Return the prompt as a text or as messages whose content is text. Raises UnusableError."""
+def plain_prompt(content: Any, noun: str = "prompt") -> str | Messages:
+    """Return the prompt as a text or as messages whose content is text. Raises UnusableError.
+
+    `noun` is what errors call it.
+    """
     if isinstance(content, str):
         if not content.strip():
-            raise UnusableError("the prompt is empty")
+            raise UnusableError(f"the {noun} is empty")
         return content
     if not isinstance(content, list) or not content:
         raise UnusableError(
-            "the prompt must be a text or a list of chat messages with role and content, got "
+            f"the {noun} must be a text or a list of chat messages with role and content, got "
             f"{type(content).__name__}"
         )
-    return [_message(place, one) for place, one in enumerate(content)]
+    return [_message(place, one, noun) for place, one in enumerate(content)]
 
 
-def _message(place: int, message: Any) -> dict[str, Any]:
+def _message(place: int, message: Any, noun: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UnusableError(
-            f"message {place} of the prompt must have role and content, got {written(message, 80)}"
+            f"message {place} of the {noun} must have role and content, got {written(message, 80)}"
         )
     content = message.get("content")
     if content is None and message.get("tool_calls"):
@@ -271,14 +275,14 @@ def _message(place: int, message: Any) -> dict[str, Any]:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise UnusableError(
-                f"message {place} of the prompt has a part that is not text ({kind}); prompts are "
+                f"message {place} of the {noun} has a part that is not text ({kind}); {noun}s are "
                 "text"
             )
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise UnusableError(
-            f"the content of message {place} of the prompt must be a text or a list of text "
+            f"the content of message {place} of the {noun} must be a text or a list of text "
             f"parts, got {type(content).__name__}"
         )
     return {**message, "content": content}

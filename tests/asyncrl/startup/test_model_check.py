@@ -23,6 +23,7 @@ from asyncrl.startup.model_check import (
     check_files,
     check_numbers,
     check_vocabulary,
+    prompts_of,
     unexpected_line,
 )
 from asyncrl.tasks.model import builtin_tokenizer
@@ -276,9 +277,9 @@ def test_a_tokenizer_that_is_larger_than_the_model_is_refused_where_prompts_need
     task = Task(prompts, [], (0,), tokenizer)
     for known in (size, size + 1):
         (tmp_path / "config.json").write_text(json.dumps({"vocab_size": known}))
-        check_vocabulary(tmp_path, task)
+        check_vocabulary(tmp_path, tokenizer, prompts_of(task))
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": size - 1}))
     message = f"prompt add-1 has the token id {size - 1}, and the model knows {size - 1} "
     with pytest.raises(ModelError, match=message):
-        check_vocabulary(tmp_path, task)
-    check_vocabulary(tmp_path, Task([], [], (0,), tokenizer))
+        check_vocabulary(tmp_path, tokenizer, prompts_of(task))
+    check_vocabulary(tmp_path, tokenizer, prompts_of(Task([], [], (0,), tokenizer)))
