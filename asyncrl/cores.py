@@ -45,29 +45,36 @@ def usable_cores(root: Path = Path("/")) -> int:
     return max(1, int(min(cores or 1, *_quotas(root), float("inf"))))
 
 
-def _quotas(root: Path) -> Iterator[float]:
-    """Yield the quotas of this process's control groups and of those around them, in cores."""
+def control_groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield this process's control group and those around it; True for those of version 2."""
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, place = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         top = root / "sys/fs/cgroup" / controllers
-        # A container may see its own group as the top, whatever its place is called.
-        for group in (top / place.strip("/"), *(top / place.strip("/")).parents):
-            with contextlib.suppress(OSError, ValueError):
-                if controllers:
-                    quota = (group / "cpu.cfs_quota_us").read_text()
-                    period = (group / "cpu.cfs_period_us").read_text()
-                else:
-                    quota, period = (group / "cpu.max").read_text().split()
-                if quota.strip() != "max" and int(quota) > 0:
-                    yield int(quota) / int(period)
-            if group == top:
-                break
+        if controllers and not top.is_dir():  # mounted alone
+            top = top.with_name(controller)
+        group = Path(os.path.normpath(f"{top}/{place.lstrip('/')}"))
+        # A name space may show a path that leads out of what is mounted here.
+        inside = [one for one in (group, *group.parents) if one.is_relative_to(top)]
+        yield from ((one, not controllers) for one in inside or [top])
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Yield the quotas of this process's control groups, in cores."""
+    for group, is_v2 in control_groups("cpu", root):
+        with contextlib.suppress(OSError, ValueError):
+            if is_v2:
+                quota, period = (group / "cpu.max").read_text().split()
+            else:
+                quota = (group / "cpu.cfs_quota_us").read_text()
+                period = (group / "cpu.cfs_period_us").read_text()
+            if quota.strip() != "max" and int(quota) > 0:
+                yield int(quota) / int(period)
 
 
 HELPER_CORES = "ASYNCRL_HELPER_CORES"

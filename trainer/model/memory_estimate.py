@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from pydantic import ValidationError
 
+from asyncrl.cores import control_groups
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.lora_config import LoraConfig
 
@@ -54,21 +54,26 @@ class _Version(NamedTuple):
     """Field of memory.stat: cached pages that were not used twice."""
 
 
-_V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Version("memory.max", "memory.current", "inactive_file")
+_VERSIONS = {
+    False: _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    True: _Version("memory.max", "memory.current", "inactive_file"),
+}
+"""Files of a control group, by whether it is of version 2."""
 
 
 def host_bytes(root: Path = Path("/")) -> int | None:
     """Memory that this process may use: the machine's, or its control group's limit if lower."""
     found = [_bytes_of(root / "proc/meminfo", "MemTotal:", 1024)]
-    found += [_number(folder / version.limit) for folder, version in _groups(root)]
+    for folder, is_v2 in control_groups("memory", root):
+        found.append(_number(folder / _VERSIONS[is_v2].limit))
     return min((one for one in found if one is not None), default=None)
 
 
 def memory_left(root: Path = Path("/")) -> int | None:
     """Bytes that this process may still take, if known. `root` as above."""
     found = [_bytes_of(root / "proc/meminfo", "MemAvailable:", 1024)]
-    for folder, version in _groups(root):
+    for folder, is_v2 in control_groups("memory", root):
+        version = _VERSIONS[is_v2]
         limit, used = (_number(folder / name) for name in (version.limit, version.used))
         if limit is not None and used is not None:
             cached = _bytes_of(folder / "memory.stat", version.cached) or 0
@@ -83,26 +88,6 @@ def _bytes_of(path: Path, name: str, unit: int = 1) -> int | None:
         return next(int(words[1]) * unit for words in lines if words[:1] == [name])
     except (OSError, StopIteration, ValueError, IndexError):
         return None
-
-
-def _groups(root: Path) -> Iterator[tuple[Path, _Version]]:
-    """Folders of this process's control group and its ancestors."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, version = root / "sys/fs/cgroup", _V2
-        elif "memory" in controllers.split(","):
-            base, version = root / "sys/fs/cgroup/memory", _V1
-        else:
-            continue
-        folder = Path(os.path.normpath(f"{base}/{path.lstrip('/')}"))
-        # A name space may show a path that leads out of what is mounted here.
-        inside = [one for one in (folder, *folder.parents) if one.is_relative_to(base)]
-        yield from ((one, version) for one in inside or [base])
 
 
 def _number(path: Path) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from needed_programs import needs_namespaces
 
+from asyncrl.cores import usable_cores
 from asyncrl.environments.code_repair import CodeRepair
 from asyncrl.environments.protocol import Action, checked_step
 from asyncrl.programs import asking
@@ -89,7 +89,7 @@ def test_a_program_that_the_clock_has_ended_runs_again(monkeypatch: pytest.Monke
 
 
 def test_programs_take_turns_on_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     full, lock, running, most = threading.Barrier(cores), threading.Lock(), 0, 0
 
     def fake(*_command: Any, **_options: Any) -> Outcome:
