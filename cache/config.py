@@ -14,9 +14,6 @@ MAX_MATCH_LIMIT = 40
 DRAFT_TOKENS = 16
 """Value of `max_draft_tokens: auto`, unless a run's start finds that drafts do not pay."""
 
-DEFAULT_LENIENCE = math.exp(0.5)
-"""SPEC-RL's value for GRPO (arXiv 2509.23232)."""
-
 
 @dataclass(frozen=True)
 class TreeRules:
@@ -70,7 +67,7 @@ class CacheConfig(BaseModel):
     """Use of rollouts of earlier epochs. drafts: proposals, which is exact. lenient: SPEC-RL's
     rule, where samples begin with the tokens of the previous epoch, each kept with probability
     min(1, lenience p/q). BIASED: the samples do not follow the policy (docs/exactness.md)."""
-    lenience: float = Field(default=DEFAULT_LENIENCE, gt=0.0, le=1e6)
+    lenience: float = Field(default=math.exp(0.5), gt=0.0, le=1e6)  # arXiv 2509.23232
     """Factor l of SPEC-RL's rule. The larger, the more tokens are kept and the larger the bias.
     SPEC-RL uses e^0.5 for GRPO, e^0.3 for PPO, e^0.15 for DAPO."""
 

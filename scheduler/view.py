@@ -9,10 +9,10 @@ from asyncrl.scheduler.records import DELIVERING, HELD, Group
 from asyncrl.scheduler.state import SchedulerState
 
 
-def waits(state: SchedulerState, unscored: int = 0, about: str = "") -> tuple[str, ...]:
+def waits(state: SchedulerState, needs: _Needs, about: str) -> tuple[str, ...]:
     """Describe each wait's reason, most important first; empty only if the run is finished.
 
-    `unscored` and `about` are those of `Scheduler.snapshot`.
+    `needs` are those of the current step; `about` is that of `Scheduler.snapshot`.
     """
     if state.finished is not None:
         return ()
@@ -28,7 +28,7 @@ def waits(state: SchedulerState, unscored: int = 0, about: str = "") -> tuple[st
     lines += _leaves(state)
     lines += _installs(state)
     lines += _drains(state)
-    lines += _current_step(state, unscored, about)
+    lines += _current_step(state, needs, about)
     if not state.stopping:
         lines += _next_step(state)
     return tuple(lines)
@@ -92,19 +92,18 @@ class _Needs(NamedTuple):
         )
 
 
-def _only_unrewarded(state: SchedulerState, unscored: int) -> int:
+def _only_unrewarded(state: SchedulerState, needs: _Needs) -> int:
     if state.finished is not None or state.paused or state.next_undeclared > state.step:
         return 0
-    needs = _Needs.of(state, unscored)
     others = needs.queued + needs.running + needs.verifying + needs.stale
     return 0 if others else needs.unrewarded
 
 
-def _current_step(state: SchedulerState, unscored: int, about: str) -> list[str]:
+def _current_step(state: SchedulerState, needs: _Needs, about: str) -> list[str]:
     step = state.step
     if state.next_undeclared > step:
         return [f"step {step} waits for the trainer to finish it"]
-    queued, running, verifying, stale, unrewarded, sent = _Needs.of(state, unscored)
+    queued, running, verifying, stale, unrewarded, sent = needs
     lines = []
     if queued or running:
         lines.append(
@@ -203,6 +202,7 @@ class SchedulerView:
 def view_of(state: SchedulerState, unscored: int = 0, about: str = "") -> SchedulerView:
     """Sum up the state; the arguments are those of `Scheduler.snapshot`."""
     counts, places = state.ledger.counts(), state.places
+    needs = _Needs.of(state, unscored)
     return SchedulerView(
         groups_issued=counts.issued,
         groups_waiting=counts.arrived,
@@ -214,6 +214,6 @@ def view_of(state: SchedulerState, unscored: int = 0, about: str = "") -> Schedu
         samples_held=sum(one.held for one in state.generators.values()),
         signal_share=None if places is None else places.share,
         paused=state.paused,
-        unrewarded=_only_unrewarded(state, unscored),
-        waits=waits(state, unscored, about),
+        unrewarded=_only_unrewarded(state, needs),
+        waits=waits(state, needs, about),
     )

@@ -29,7 +29,8 @@ def status(name: RunName = None, runs: Runs = DEFAULT_RUNS, as_json: Json = Fals
         import msgspec
 
         one = listed(run)
-        line = f"{one.name}: {one.state}, {one.progress} steps, {one.course_of_loss}"
+        said = filter(None, (one.state, f"{one.progress} steps", one.course_of_loss))
+        line = f"{one.name}: {', '.join(said)}"
         typer.echo(json.dumps(msgspec.to_builtins(one), indent=2) if as_json else line)
         return
     found, more = _status_now(run) if is_alive(run) else _status_at_the_end(run)
@@ -187,8 +188,9 @@ def list_all(runs: Runs = DEFAULT_RUNS, as_json: Json = False) -> None:
         return
     table = Table("run", "state", "step", "reward", "accuracy", box=None, pad_edge=False)
     for run in found:
-        accuracy = course(run.accuracy_before, run.accuracy_after, run.evaluated, digits=2)
-        accuracy = run.course_of_loss or accuracy
+        accuracy = run.course_of_loss or course(
+            run.accuracy_before, run.accuracy_after, run.evaluated, digits=2
+        )
         table.add_row(Text(run.name), run.state, run.progress, number(run.reward, 3), accuracy)
     TerminalConsole(highlight=False).print(table)
 

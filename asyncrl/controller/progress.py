@@ -178,7 +178,7 @@ class Progress:
         self._metrics.step_time.observe(step.step_seconds)
         self._metrics.policy_version.set(message.manifest.policy_version)
         if self._fleet is not None:  # two steps may finish between two calls of `show`
-            self._view.update(self.view(self._fleet, self._evaluation))
+            self._view.update(self._run_view(self._fleet, self._evaluation, self._snapshot()))
 
     def group_failed(self, group: int, reason: str) -> None:
         """Report that a group is left out of its step."""

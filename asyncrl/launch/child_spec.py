@@ -17,7 +17,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from asyncrl.config.run_config import RunConfig, load_config, parse_config
-from asyncrl.monitoring.config import MonitoringConfig
+from asyncrl.monitoring.config import MonitoringConfig, host_port
 from asyncrl.monitoring.metrics.exporter import Exporter, exporter_for
 from asyncrl.wire.records.wrong_policy import TokenizerDigest
 from asyncrl.wire.transport.keys import HubKeys, LineKeys, RunKey
@@ -180,8 +180,7 @@ def reached_at(spec: TrainerSpec | RelaySpec, bound: str) -> str:
     """Return the address under which other machines reach a bound address."""
     if not spec.advertised or not bound.startswith("tcp://"):
         return bound
-    host = f"[{spec.advertised}]" if ":" in spec.advertised else spec.advertised
-    return f"tcp://{host}:{bound.rpartition(':')[2]}"
+    return f"tcp://{host_port(spec.advertised, int(bound.rpartition(':')[2]))}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from asyncrl.launch.placement import GpuPlan
 from asyncrl.monitoring.terminal.formatting import size
 from asyncrl.startup.memory import Device, critic_parameters, memory_text
 from asyncrl.suggestions import shortened
-from asyncrl.tasks.evaluation_config import EvaluationConfig, EvaluationSetConfig
+from asyncrl.tasks.evaluation_config import EvaluationConfig
 from asyncrl.tasks.model_files import parameters
 from asyncrl.tasks.prompts import Task, held_out_sets
 from asyncrl.trainer.model.memory_estimate import StepMemory
@@ -59,7 +59,8 @@ def not_reached(config: RunConfig, task: Task) -> list[str]:
         )
     default = EvaluationConfig.model_fields["prompts"].default
     for name, prompts in held_out_sets(task).items():
-        own = config.evaluation.sets.get(name, EvaluationSetConfig(path=name)).prompts
+        entry = config.evaluation.sets.get(name)
+        own = None if entry is None else entry.prompts
         key = "evaluation.prompts" if own is None else f"evaluation.sets.{name}.prompts"
         wanted = config.evaluation.prompts if own is None else own
         if len(prompts) < wanted and (own is not None or wanted != default):

@@ -158,12 +158,8 @@ class ShownSamples:
     def of(self, step: int, groups: Sequence[WholeGroup]) -> tuple[ShownSample, ...]:
         """Choose by number, from as many groups as possible: those that come first are short."""
         ordered = sorted(groups, key=lambda one: one.group)
-        places = [
-            (group, (step + turn) % len(group.trajectories))
-            for turn in range(max((len(one.trajectories) for one in ordered), default=0))
-            for group in ordered
-            if turn < len(group.trajectories)
-        ]
+        size = len(ordered[0].trajectories) if ordered else 0  # all groups' size
+        places = [(group, (step + turn) % size) for turn in range(size) for group in ordered]
         return tuple(self._shown(group, place) for group, place in places[: self._count])
 
     def _shown(self, group: WholeGroup, place: int) -> ShownSample:

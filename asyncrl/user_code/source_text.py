@@ -34,12 +34,10 @@ _REMEDY = "Write it into the function, or move the function into a file and impo
 
 def importable_name(function: Any) -> str | None:
     """Return the name by which worker processes import a function; None: only its text is known."""
-    module = sys.modules.get(getattr(function, "__module__", None) or "")
-    name = getattr(function, "__name__", "")
-    if module is None or module.__name__ == "__main__":
+    origin = _origin(function)
+    if origin is None:
         return None
-    if getattr(module, name, None) is not function:
-        return None
+    module, name = sys.modules[origin[0]], origin[1]
     file = Path(getattr(module, "__file__", None) or "")
     is_single_file = file.suffix == ".py" and "." not in module.__name__
     if is_single_file and _INSTALLED.isdisjoint(file.parts):

@@ -146,7 +146,7 @@ def _files_by_rank(folder: Path) -> dict[int, list[Path]]:
     for path in sorted(folder.glob("*.jsonl"), key=_number):
         if name := _NAME.fullmatch(path.name):
             found[int(name[2] or 0)].append(path)
-    return dict(found)
+    return dict(sorted(found.items()))
 
 
 def read_trained_samples(folder: Path) -> Iterator[TrainedSample]:

@@ -127,8 +127,8 @@ def _numbers(view: RunView, wide: bool) -> RenderableType:
         ("trainer idle", _idle(None if speeds is None else speeds.idle.trainer)),
         ("without signal", _silent(last)),
     ]
-    if last is not None and last.idle.for_rewards >= NOTABLE_SHARE:
-        flow[3][1].append(f"  waiting for rewards {percent(last.idle.for_rewards)}", "yellow")
+    if speeds is not None and speeds.idle.for_rewards >= NOTABLE_SHARE:
+        flow[3][1].append(f"  waiting for rewards {percent(speeds.idle.for_rewards)}", "yellow")
     grid = Table.grid(expand=True, padding=(0, 2))
     for _ in range(2 if wide else 1):
         grid.add_column(style="dim", no_wrap=True, min_width=15 if wide else None)
