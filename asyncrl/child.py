@@ -5,8 +5,6 @@ that started it ends, ignores Ctrl-C (the controller handles it) and logs to its
 which the launcher redirects to a file.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -17,8 +17,6 @@ trainer that replaces a lost one follows a dot:
     [0, 1, 0, 1]
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator, Sequence

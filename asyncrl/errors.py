@@ -19,8 +19,6 @@ without a traceback and exits with `exit_code`. Errors of the other packages (En
 TrainerError, ...) form separate trees in those packages.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 

@@ -6,8 +6,6 @@
 A separate thread answers, so a loop that hangs is noticed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import http
 import threading

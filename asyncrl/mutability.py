@@ -11,8 +11,6 @@ a key is its entry's, or else that of the section around it.
 'never'
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 

@@ -4,8 +4,6 @@ They travel to processes as JSON and are written to config.yaml. Other values wo
 so they are refused when the configuration is read.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any
 

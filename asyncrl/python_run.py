@@ -8,8 +8,6 @@ The child has its own session and ends when the caller does. The configuration, 
 are not in a module, stay in RUN/python/, so the run can also be resumed on the command line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

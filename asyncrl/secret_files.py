@@ -1,7 +1,5 @@
 """Keeps other users from files: those with secrets, and those of a run."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

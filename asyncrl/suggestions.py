@@ -1,7 +1,5 @@
 """Parts of error messages: hints at similar names, and quoted values of bounded length."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Iterable

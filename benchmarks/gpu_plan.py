@@ -12,8 +12,6 @@ Pods and containers do not see each other's GPUs, so for the chart and Compose t
 local run with the same processes, where those of `SHARED` have the only GPU in common.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -5,8 +5,6 @@ whole way of a benchmark with the least work, in seconds: arguments, real parts,
 numbers say nothing, so it makes no claim.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -17,8 +17,6 @@ take constants gets an empty folder, because those are not in the digest.
 `--tree` takes another checkout.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import inspect

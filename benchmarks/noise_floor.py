@@ -9,8 +9,6 @@ outside the K most probable ones. Next to the measured share is what the simulat
 the difference of the log-probabilities alone (docs/modes.md).
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import sys

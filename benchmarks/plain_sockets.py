@@ -1,7 +1,5 @@
 """Sockets without encryption, to measure what encryption costs. Nothing but benchmarks has them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -12,8 +12,6 @@ The distance of two versions is measured, not assumed: the exact total variation
 whole distributions, on texts that the earlier version has just generated.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import itertools

@@ -12,8 +12,6 @@ summation (kernels of engines) come on top. With --sglang the choices and log-pr
 running SGLang, on a CPU, are compared as well.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

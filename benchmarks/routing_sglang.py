@@ -8,8 +8,6 @@ scheduler serves the requests, without our part of it. SGLang 0.5.23 registers i
 routes with CUDA even on a CPU; here it is plain memory.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import sys

@@ -9,8 +9,6 @@ rejection. The statistic is all of the scheduler's time over the number of event
 1,048,576 samples are trained with 4,096 generators; `--quick` stops at 512.
 """
 
-from __future__ import annotations
-
 import gc
 import heapq
 import random

@@ -14,8 +14,6 @@ accepts, and with rejected answers that get another length. `--quick` makes runs
 simulates 32 generators.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace

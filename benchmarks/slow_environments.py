@@ -4,8 +4,6 @@ python -m benchmarks.slow_environments                       all of it (some min
 python -m benchmarks.slow_environments --gpus 64 --latency 1   one place
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Iterator, Sequence

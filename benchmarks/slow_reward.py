@@ -1,7 +1,5 @@
 """A reward that takes its time, so that a step of a smoke does, too, on a machine of any speed."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

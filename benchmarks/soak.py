@@ -11,8 +11,6 @@ of the last quarter less those of the first, after the first tenth of the steps,
 generator runs and nothing is paused. Exit code 1 unless counts are 0 and growth is within limits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import runpy

@@ -1,7 +1,5 @@
 """Models that are made in a moment."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal

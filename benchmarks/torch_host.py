@@ -10,8 +10,6 @@ have no room for drafts. Medians over rounds of the thread's CPU time, in µs pe
 spread over its tokens; the event loop and the decode thread are not part of it.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

@@ -18,8 +18,6 @@ template's tokens) with a real environment and an engine that has all tokens of 
 the sample is verified, and every token accepted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import statistics

@@ -6,8 +6,6 @@ Trains the built-in model as the first `asyncrl run` does, a minute on one quiet
 other seeds. Exit code 1 if the sampled accuracy at the recipe's own seed is out of its range.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import replace

@@ -11,8 +11,6 @@ with its standard error) and CPU time of the controller and of the web process. 
 process of the lowest priority on the same cores.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

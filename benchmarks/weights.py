@@ -13,8 +13,6 @@ Weights between nodes are measured by `benchmarks.weights_chain`, broadcasts by
 `benchmarks.weights_proof`.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import threading

@@ -8,8 +8,6 @@ cores. `broadcast_vs_file`: four by broadcast, over the same four reading the pu
 is what a run on one machine does. NCCL is not measured.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from contextlib import closing

@@ -8,8 +8,6 @@ sent of a step over all bytes, for real steps of a trained and a random model, t
 table of 7B and 32B is arithmetic: bytes over bandwidth, and a chunk for each node in between.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time

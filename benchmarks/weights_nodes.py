@@ -3,8 +3,6 @@
 python -m benchmarks.weights_nodes      a node, told by lines of JSON what to be and to do
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -4,8 +4,6 @@ A part of `python -m benchmarks.weights`: `--part proof`. With `--engine vllm` i
 with a loader that only copies, so that what we add to two of the engine's loadings is seen alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Collection, Iterable

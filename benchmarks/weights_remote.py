@@ -4,8 +4,6 @@ A part of `python -m benchmarks.weights`. The pause is the time between two step
 is generated; medians over versions.
 """
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 import time

@@ -1,7 +1,5 @@
 """A worker extension that says how long the proof takes. It runs in vLLM's core."""
 
-from __future__ import annotations
-
 import time
 
 from asyncrl.engine.remote.worker.staging import WorkerWeights

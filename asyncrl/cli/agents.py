@@ -1,7 +1,5 @@
 """The commands `asyncrl agent`, `asyncrl agent-key` and `asyncrl health`."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

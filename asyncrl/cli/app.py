@@ -1,7 +1,5 @@
 """The command line, and the options that several commands share."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The entry point: prepares a command, and turns an error into a paragraph and an exit code."""
 
-from __future__ import annotations
-
 import errno
 import io
 import logging

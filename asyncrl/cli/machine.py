@@ -1,7 +1,5 @@
 """Commands about the machine: `doctor`, `gpu-check`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Read-only commands: `status`, `report`, `watch`, `logs`, `samples`, `list`, `compare`, `web`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping

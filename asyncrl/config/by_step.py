@@ -1,7 +1,5 @@
 """The configuration of each step of a run, with `run.changes`."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 
 from asyncrl.config.run_config import RunConfig

@@ -6,8 +6,6 @@ are a setting's default pass, since a run's own config.yaml names all of them; a
 configurations are not judged, so that every run stays readable.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Formats the mistakes in a refused configuration, one line each."""
 
-from __future__ import annotations
-
 import math
 import types
 import typing

@@ -1,7 +1,5 @@
 """Former settings. Files that give them the value that every run now has are still read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings of the launchers."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal, Self
 

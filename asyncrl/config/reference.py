@@ -1,7 +1,5 @@
 """Generates the reference of all settings from the Config classes."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping

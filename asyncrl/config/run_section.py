@@ -1,7 +1,5 @@
 """Configuration of the run itself (`run:`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 

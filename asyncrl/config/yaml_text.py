@@ -5,8 +5,6 @@ a limit (a file of 300 bytes can stand for gigabytes), and reads `010` as 8. Thi
 each of these.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 the rank with the fewest response tokens of its step so far, so ranks differ by at most one group:
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

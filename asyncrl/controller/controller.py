@@ -36,8 +36,6 @@ phases    consumes:      what pump and watch changed
 An error in a loop goes to `ConditionWait.fail`, which raises it in the phase that waits.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -4,8 +4,6 @@ execute    create the folder, run, write the report, even after a failure
 _run       open what the run needs, start the controller, end the processes in order
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

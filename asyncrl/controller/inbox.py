@@ -1,7 +1,5 @@
 """Handles the messages of generators, the trainer and relays."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -4,8 +4,6 @@ A setting that affects training data becomes a line of `run.changes`: it holds f
 run that is resumed from an earlier checkpoint applies it from the same step on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ ones or ends: until then no step is exactly on-policy. The trainer finds the oth
 tokens of a step, and flags every such step itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 from asyncrl.monitoring.metrics.metrics import ControllerMetrics

@@ -5,8 +5,6 @@ generators, trainer ── WrongPolicyFound ─► PolicyWatch ─► printed, c
              generator ◄─ Rescore, Rescored ─► if the trainer does not know the cause
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The progress of a run: for the live view, metrics.jsonl, Prometheus and `asyncrl status`."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter, deque
 

@@ -9,8 +9,6 @@ While other generators exist, one whose agent was lost is not replaced: another 
 comes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

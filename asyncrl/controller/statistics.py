@@ -1,7 +1,5 @@
 """Counts of a run, across resumes: rewards, generation, staleness and groups."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence

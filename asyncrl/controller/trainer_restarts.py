@@ -8,8 +8,6 @@ before it was ever ready, one that a user's mistake ends, or one whose replaceme
 or are all lost at the same step.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 

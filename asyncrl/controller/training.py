@@ -1,7 +1,5 @@
 """The training phase: events go to the scheduler, its commands go to the processes."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

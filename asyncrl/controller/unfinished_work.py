@@ -12,8 +12,6 @@ and its samples are generated again. A file of moved samples stays until all of 
 or given up; copies on nodes that do not see the run's folder stay until the run ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

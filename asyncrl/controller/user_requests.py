@@ -4,8 +4,6 @@ request ──► status: a snapshot, made and encoded at most twice a second fo
         └─► order: refused, or executed, recorded and acknowledged with its step
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

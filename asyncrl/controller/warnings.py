@@ -3,8 +3,6 @@
 Pure functions that return the text of a warning, or None.
 """
 
-from __future__ import annotations
-
 import math
 
 from asyncrl.config.run_config import RunConfig

@@ -1,7 +1,5 @@
 """Finds dead processes and replaces them, or ends the run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

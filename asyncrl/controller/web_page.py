@@ -1,7 +1,5 @@
 """Opens the web page of a run (`asyncrl.web`) and records its address."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The built-in environment `calculator`: a question and a calculator tool. Import-light."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

@@ -5,8 +5,6 @@ that are None, reformatted JSON arguments, reasoning in a separate field. Such d
 begin a new conversation; a different word does. Import-light: worker processes load this file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping, Sequence

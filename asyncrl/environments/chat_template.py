@@ -1,7 +1,5 @@
 """Extracts the text that a model's chat template puts around the turns of a conversation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from asyncrl.errors import RenderingError

@@ -3,8 +3,6 @@
 Programs run as with the reward `code` (docs/rewards.md).
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import threading

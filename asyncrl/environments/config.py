@@ -1,7 +1,5 @@
 """Configuration of the environment (`environment:`), and its rules with other sections."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath

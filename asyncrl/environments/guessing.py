@@ -1,7 +1,5 @@
 """The built-in environment `guessing`: find a number from hints. Import-light."""
 
-from __future__ import annotations
-
 import random
 import re
 from typing import Any

@@ -29,8 +29,6 @@ An environment with neither `replay` nor `snapshot` cannot go back. Its samples 
 when verification is due, they start over. Import-light: worker processes load this file.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import reprlib

@@ -5,8 +5,6 @@ argument (`gymnasium:ID`). An adapter is a function `(rest, args) -> factory` in
 imported on use; the factory makes one environment.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.util

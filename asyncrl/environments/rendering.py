@@ -17,8 +17,6 @@ turns. `ConversationCheck` compares the result with whole conversations: one of 
 start, and actual ones later.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ environment's code runs in this process or, with `--python PATH`, in the interpr
 packages (`environment.python`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

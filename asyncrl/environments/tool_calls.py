@@ -14,8 +14,6 @@ is the same whenever the same call is checked. Not enforced:
   it is enforced.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import hashlib

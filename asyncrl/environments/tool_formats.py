@@ -12,8 +12,6 @@
 A turn's reasoning, up to the last `</think>`, holds no calls.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

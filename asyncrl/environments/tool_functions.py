@@ -1,7 +1,5 @@
 """Python functions as tools: type hints and a docstring become a schema."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Translates between the policy's tokens and the environments' prompts, actions, observations."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass

@@ -1,7 +1,5 @@
 """Implements `asyncrl eval`: held-out accuracy of one model, with an engine in this process."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack

@@ -8,8 +8,6 @@ The lead is 0 without verification. Generators postpone newer versions until the
 are finished, for `hold_seconds` at most. Nothing else waits for a round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

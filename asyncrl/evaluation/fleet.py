@@ -1,7 +1,5 @@
 """Held-out evaluation on the generators of a run."""
 
-from __future__ import annotations
-
 from asyncrl.config.run_config import RunConfig
 from asyncrl.evaluation.during import EvaluationDuringTraining
 from asyncrl.evaluation.results import EvaluationResults

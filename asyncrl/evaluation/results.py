@@ -1,7 +1,5 @@
 """The results of a run's evaluations: evaluations.jsonl, and the best step."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Lets the phases of a run wait for conditions, and ends their waits when the run breaks."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -6,8 +6,6 @@
 The run waits for no copy but the last one, for a limited time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -15,8 +15,6 @@ A generator that did not receive them and has no file to read reports its old ve
 then relays fetch the version, and the request waits for that.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """The processes of a run: starts them, sends to them, finds dead ones, ends them."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import time

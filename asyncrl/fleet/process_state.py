@@ -1,7 +1,5 @@
 """One process of a run as the controller knows it, and how its end is detected."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import time

@@ -4,8 +4,6 @@ A lost relay is replaced as long as its node has processes. It counts against a 
 (`max_relay_restarts` of `launcher.ray` or `launcher.agents`): generators and the trainer continue.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 

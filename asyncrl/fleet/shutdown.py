@@ -1,7 +1,5 @@
 """Orders processes to end, waits for them, and kills those that take too long."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

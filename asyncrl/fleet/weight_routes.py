@@ -16,8 +16,6 @@ The nodes form a row, each behind those that it asks: the nearest first, the tra
   announcement of a newer one may be on its way.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from asyncrl.wire.weights.chunks import name_of, trainer_of

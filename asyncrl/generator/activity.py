@@ -9,8 +9,6 @@ Each note gives the state from now on and ends the previous one. Call `note` eve
 a second and whenever something begins or ends; a call takes microseconds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

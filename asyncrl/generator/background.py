@@ -1,7 +1,5 @@
 """A generator's background tasks, and its connection to the controller."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Coroutine

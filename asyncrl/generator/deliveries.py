@@ -1,7 +1,5 @@
 """Delivers held samples to the trainer, and keeps them until it has acknowledged them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

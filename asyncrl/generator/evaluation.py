@@ -12,8 +12,6 @@ A sample's fate never depends on its length or its text: the samples of a round 
 the round is given up (docs/decisions/0063).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

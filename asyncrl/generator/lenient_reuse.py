@@ -17,8 +17,6 @@ Each generator remembers in memory what it delivered. A sample that moves to ano
 that follows a resume, begins empty, which costs only speed.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Self
 

@@ -14,8 +14,6 @@ sample waits for. At most one runs at a time, and one response in `every` is cho
 choice by time would prefer short responses. New weights end it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging

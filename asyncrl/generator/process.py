@@ -18,8 +18,6 @@ A finished trajectory stays here until the trainer has acknowledged it; the cont
 its length and oldest version. So a later decision can still verify or discard it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -5,8 +5,6 @@ model to these lines (docs/modes.md). Counters grow within one process; those of
 generator restart at 0.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rewards of generated samples: decoded and scored while the sample is held."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable, Sequence

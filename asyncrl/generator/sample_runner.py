@@ -1,7 +1,5 @@
 """Runs the attempts of samples: an engine's requests, an environment's answers, then a reward."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """The samples of one generator: in generation, or finished and held until they are delivered."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Sequence

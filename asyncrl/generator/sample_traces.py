@@ -1,7 +1,5 @@
 """Spans of traced groups' samples in a generator: attempts, rewards, deliveries."""
 
-from __future__ import annotations
-
 import asyncio
 
 from asyncrl.engine.protocol import GenerateRequest, TokenChunk

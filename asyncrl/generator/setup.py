@@ -1,7 +1,5 @@
 """Builds a generator process from the run's configuration and serves the controller."""
 
-from __future__ import annotations
-
 import hashlib
 from functools import partial
 from pathlib import Path

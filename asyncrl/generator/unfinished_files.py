@@ -1,7 +1,5 @@
 """Unfinished samples on disk: saved with each checkpoint, or moved by a generator that leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Installs new weights in a generator's engine, one version at a time."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

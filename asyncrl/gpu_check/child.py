@@ -1,7 +1,5 @@
 """The process of one part: `python -m asyncrl.gpu_check.child` with a task as JSON."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import signal

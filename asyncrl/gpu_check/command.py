@@ -1,7 +1,5 @@
 """Implements `asyncrl gpu-check`: chooses and runs parts, and reports the verdicts."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Parts about the machine: the driver, and compilers of kernels."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

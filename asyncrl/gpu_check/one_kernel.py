@@ -1,7 +1,5 @@
 """A one-line kernel, in a separate module because importing it decides Triton's mode."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """The parts of a check, in the order of their value, with their inputs and results."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs the parts of a check one after the other, each in a process group with a time limit."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

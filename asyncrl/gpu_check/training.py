@@ -1,7 +1,5 @@
 """Parts about the trainer: a micro-batch and its MFU, and attention without padding."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Parts of two processes that see one GPU each: a broadcast of weights, and a step of two ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The part that trains: `asyncrl run` of the built-in task, with all of its processes."""
 
-from __future__ import annotations
-
 import sys
 
 import yaml

@@ -1,7 +1,5 @@
 """Writes a configuration, a reward function and data to start from; overwrites nothing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from importlib import resources

@@ -5,8 +5,6 @@ keys       on standard input, a type for each role (`ChildKeys`)
 meeting    the file through which the ranks of a trainer find each other (`TrainerSpec.meeting`)
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import MutableMapping
 from dataclasses import dataclass

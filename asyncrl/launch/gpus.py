@@ -4,8 +4,6 @@
 /proc/driver/nvidia does, without parts and memory. Without both, everything runs on the CPU.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

@@ -8,8 +8,6 @@ start times move with the clock, so a record could not be compared with them lat
 process id after checking it, when the id may belong to another process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """The interface of a launcher. `LocalLauncher` starts processes on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Starts child processes on this machine, each with a log file."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

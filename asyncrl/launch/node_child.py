@@ -8,8 +8,6 @@ The kernel signals a child when the *thread* that started it ends, so that threa
 keeper ends what a killed agent or child leaves behind; a keeper that is killed is replaced.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.metadata

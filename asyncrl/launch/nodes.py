@@ -1,7 +1,5 @@
 """The nodes of a run: facts, which of them are one machine, and which are unfit. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import msgspec

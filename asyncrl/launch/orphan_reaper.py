@@ -14,8 +14,6 @@ Arguments: process ids of agent and child, mark of the child, mark of the run, f
 memory, the run's id, name of the child, seconds for it to end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

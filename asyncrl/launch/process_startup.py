@@ -5,8 +5,6 @@ serves metrics, records a time line, reports failures to the controller, and clo
 the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import AsyncIterator, Callable, Iterator

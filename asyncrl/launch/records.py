@@ -12,8 +12,6 @@ mark of the controller. A controller that resumes the run ends
 Other processes are never touched, whatever their ids.
 """
 
-from __future__ import annotations
-
 import secrets
 import signal
 import time

@@ -1,7 +1,5 @@
 """Names of the files that the processes of a run share in memory, and their removal."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The start of a child by any launcher: its environment, its log, and the order to a node."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

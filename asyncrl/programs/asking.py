@@ -1,7 +1,5 @@
 """Extracts a response's program and runs calls of it in the sandbox. Import-light."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -11,8 +11,6 @@ then no further line follows. Only the standard library is imported: asyncrl can
 inside.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import json

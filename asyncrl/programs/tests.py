@@ -10,8 +10,6 @@ An `assert` that compares one call with one value is read as a call, since a pro
 that. Others are judged by the process that runs the program.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

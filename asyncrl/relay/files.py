@@ -8,8 +8,6 @@ serve   consumes: requests of relays that hold a key. produces: one answer to ea
         QUEUED answers for each peer; what a peer does not read beyond that is dropped.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -14,8 +14,6 @@ Relays copy only these files of a run's folder:
 NAME is a process. No other file is opened, served or written, least of all keys or checkpoints.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

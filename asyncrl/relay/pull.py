@@ -9,8 +9,6 @@ A node that does not answer, and a disk that refuses, delay that node's copies o
 continues where the last one ended, even in another relay process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -14,8 +14,6 @@ report      consumes: counters. produces: `RelayReport`.
 A node has the weights of its trainer for other nodes, and those of other nodes for its engines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -7,8 +7,6 @@ connections wait for it. Generators read the addresses from RUN/reward-servers.j
 kills a server with the controller.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

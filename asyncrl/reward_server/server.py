@@ -7,8 +7,6 @@ It computes on the CPU, which vLLM's build for GPUs cannot: the run's GPUs are t
 one text, and those that wait while the model computes form its next batch.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging

@@ -1,7 +1,5 @@
 """Calls of a pool: from the caller to a reward or a failure, in one or more attempts."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field

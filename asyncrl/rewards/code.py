@@ -6,8 +6,6 @@ so does a lack of time on a busy machine: neither counts as a wrong program. Imp
 processes load this file.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Configuration of the rewards (`rewards:`)."""
 
-from __future__ import annotations
-
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator

@@ -3,8 +3,6 @@
 `prompt` is the question as plain text, `example` the dataset's example with at least `answer`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from importlib import import_module

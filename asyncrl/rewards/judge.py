@@ -5,8 +5,6 @@ field `score_field` of its JSON. An answer without it is a failure (`no_score`),
 Import-light: worker processes load this file, and the client only if it is configured.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from functools import cache

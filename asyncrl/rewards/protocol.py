@@ -5,8 +5,6 @@ worker sends a `Began` as each term of a call starts, then `Scored` or `Failed`:
 order if a function is async.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import msgspec

@@ -8,8 +8,6 @@ The server returns logits; this module computes the score. Import-light: worker 
 file, and the client only if it is configured.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -8,8 +8,6 @@ def score(completions, **columns): ...      as in TRL, with lists of one sample
 Import-light: worker processes load this file.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import reprlib

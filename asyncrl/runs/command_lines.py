@@ -1,7 +1,5 @@
 """Command lines for messages, complete, so that a user can paste them."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from pathlib import Path

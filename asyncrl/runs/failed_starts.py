@@ -5,8 +5,6 @@ refuses its settings) frees the run's name, so that the corrected command can be
 only the logs explain the mistake, so they are kept.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import time

@@ -7,8 +7,6 @@ distinguish a dead controller from another process with the same number.
     who looks    shared, for a moment: any number may look, and nothing is written
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import time

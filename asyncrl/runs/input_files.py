@@ -9,8 +9,6 @@ functions decide the meaning of results. run.json keeps digests of all of them.
   not comparable, so the difference is left out.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence

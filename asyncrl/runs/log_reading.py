@@ -1,7 +1,5 @@
 """Reads the logs of a run's processes for `asyncrl logs`: the last lines, and new ones."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

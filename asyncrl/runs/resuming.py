@@ -13,8 +13,6 @@ unfinished/step-000010/GENERATOR.bin   run-ahead that goes with a checkpoint
 unfinished/moved/GENERATOR.bin         what a generator that leaves had
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Callable, Iterable, Sequence

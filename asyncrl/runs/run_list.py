@@ -1,7 +1,5 @@
 """Lists the runs of a folder (`asyncrl list`), and finds the run of an order without a name."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A sink cannot affect the run: it is a separate process that reads the run's file
 the run waits for it, for `monitoring.sink_seconds` at most.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

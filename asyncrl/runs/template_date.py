@@ -1,7 +1,5 @@
 """The date for chat templates, which stays the same for the whole run."""
 
-from __future__ import annotations
-
 import contextlib
 from datetime import date
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests, by trying, whether this machine can contain a program."""
 
-from __future__ import annotations
-
 import functools
 import sys
 

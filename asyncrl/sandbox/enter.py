@@ -11,8 +11,6 @@ It dies with this process, which dies with the one that started it. Only the sta
 imported, so that this starts in milliseconds; asyncrl cannot be seen from inside.
 """
 
-from __future__ import annotations
-
 import base64
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """Resource limits of a program in the sandbox. Import-light: reward workers load this file."""
 
-from __future__ import annotations
-
 import msgspec
 
 from asyncrl.errors import UserError

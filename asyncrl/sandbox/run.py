@@ -16,8 +16,6 @@ The memory of a program is measured from outside:
 The filter of system calls refuses everything else that holds memory (`asyncrl.sandbox.seccomp`).
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -15,8 +15,6 @@ flags lie in memory where a filter cannot look; C libraries then use clone, whos
 A call of another architecture ends the program.
 """
 
-from __future__ import annotations
-
 import errno
 import struct
 

@@ -7,8 +7,6 @@ policy gradient is that of the mean of -log p. The order of the examples depends
 step only: a resumed run continues where it stopped, and ranks need not talk about it.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

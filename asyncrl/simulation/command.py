@@ -1,7 +1,5 @@
 """Implements `asyncrl simulate`: its options, and the output of its results."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from functools import partial

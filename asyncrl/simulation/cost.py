@@ -1,7 +1,5 @@
 """Costs of decoding, scoring and training: from a roofline, or as measured in a run."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass

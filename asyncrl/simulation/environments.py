@@ -4,8 +4,6 @@ Plans depend on the seed and the sample alone, so every mode has the same ones, 
 lost or verified meets the same environment again.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass

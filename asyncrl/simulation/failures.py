@@ -1,7 +1,5 @@
 """Failures of a simulated run: lost generators, lost trainers, and slow generators."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Literal

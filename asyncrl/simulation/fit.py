@@ -3,8 +3,6 @@
 docs/modes.md says what the fit assumes and what it cannot know.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

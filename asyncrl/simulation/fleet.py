@@ -1,7 +1,5 @@
 """The generators of a simulated run: requests, weights and losses; and the agenda of events."""
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections.abc import Callable

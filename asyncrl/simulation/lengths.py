@@ -1,7 +1,5 @@
 """Lengths of answers, and the share of an answer that verification accepts."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

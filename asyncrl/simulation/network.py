@@ -9,8 +9,6 @@ since a node sends each chunk to `fan_out` others through one link. With `fan_ou
 a chain. The trainer's node has depth 0.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 BYTES_PER_TOKEN = 9

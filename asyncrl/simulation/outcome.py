@@ -1,7 +1,5 @@
 """The outcome of a simulated run: counts at the beginning of each step, and their differences."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The inputs of a simulated run."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

@@ -6,8 +6,6 @@ that drafts from its own old continuation is faster by a constant factor. A chan
 or less, new weights, a prefill) costs O(log requests).
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 import random

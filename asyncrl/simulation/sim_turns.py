@@ -9,8 +9,6 @@ environment goes back to before t (`environments.GoBack`): at once, or by repeat
 turns, which the sample waits for at the end of turn t if they take longer than that turn.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
 from bisect import bisect_left

@@ -1,7 +1,5 @@
 """Compares modes in the simulator, and maps where each one is right."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

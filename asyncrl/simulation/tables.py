@@ -1,7 +1,5 @@
 """Formats the simulator's results as tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from rich.table import Table

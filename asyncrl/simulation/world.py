@@ -1,7 +1,5 @@
 """A discrete-event simulation around the live scheduler: generators, one trainer, and delays."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections import Counter

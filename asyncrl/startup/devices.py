@@ -1,7 +1,5 @@
 """Chooses the devices of a run, from its configuration and this machine's GPUs."""
 
-from __future__ import annotations
-
 import os
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Implements `asyncrl doctor`, which describes this machine and what a run would use of it."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

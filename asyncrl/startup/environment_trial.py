@@ -5,8 +5,6 @@ unavailable server, messages that the chat template refuses, a prompt that is to
 `reset` is not awaited, and the environment is closed.
 """
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import AsyncExitStack
 

@@ -8,8 +8,6 @@ The others return the configuration and a line for the user, which is empty if n
 chosen or everything runs on a CPU.
 """
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Opens the configured launcher, and resolves the addresses that belong to it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack

@@ -7,8 +7,6 @@ reading them, so its renamings, fusions and ties are those of a real load. The l
 output is a `Loaded` as JSON.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

@@ -1,7 +1,5 @@
 """Refuses an adapter that cannot be trained or served, before any process starts."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ These findings do not keep a run from starting, except for taken ports; `asyncrl
 does that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

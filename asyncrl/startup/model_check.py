@@ -4,8 +4,6 @@ Otherwise a truncated download, a bad conversion or a clone without Git LFS woul
 process, or show nowhere: transformers initialises weights that the files lack.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.metadata

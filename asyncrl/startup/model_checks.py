@@ -4,8 +4,6 @@ These are rows that a reward cannot judge, an unsuitable algorithm, sequences lo
 reads, and a critic with another vocabulary.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

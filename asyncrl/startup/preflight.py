@@ -4,8 +4,6 @@ These checks need the machine, so they are not part of reading a configuration. 
 model is made, data is read, and a process or a run folder exists.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import shutil

@@ -1,7 +1,5 @@
 """Writes seven lines about a starting run; more with an environment or a shared GPU."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Both ends of the socket for `asyncrl status|watch|stop|pause|resume|...`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

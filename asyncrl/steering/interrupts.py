@@ -11,8 +11,6 @@ busy. A run that has ended can always be resumed: every checkpoint is complete o
 step's record is one write.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Decides which settings `asyncrl set` may change during a run, and when they take effect."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import BaseModel

@@ -8,8 +8,6 @@ one that does not read when its time is over. Until then at most one view per se
 it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -7,8 +7,6 @@ An order that cannot be carried out raises UserError; it changes nothing and is 
 acknowledged order is on the disk, unless the disk is full, which the reply says.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import re

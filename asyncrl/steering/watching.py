@@ -8,8 +8,6 @@ A watcher that is killed, stopped or slow does not cost the run anything. It run
 controller's machine, with low priority.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Configuration of the task (`task:`) and of the model (`model:`)."""
 
-from __future__ import annotations
-
 from datetime import date
 from typing import Any, Literal, Self
 

@@ -1,7 +1,5 @@
 """The settings of held-out evaluation."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Self

@@ -11,8 +11,6 @@ another way than the last one (Qwen3 drops their thinking). From there on the co
 separate example, so that each answer is learned after the text that precedes it in generation.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Exports checkpoints as Hugging Face directories, for `asyncrl export` and as input models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

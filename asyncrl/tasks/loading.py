@@ -4,8 +4,6 @@ The user's questions, which `tasks.data.questions` makes from a dataset's rows, 
 split into training and held-out.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ file, `model.fp16.safetensors`, an adapter. As in transformers, `model.safetenso
 files that the index names. Only headers are read.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

@@ -5,8 +5,6 @@ add three seconds to the start of processes that need neither. For the families 
 tokenizer's class is known without them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -5,8 +5,6 @@ Example:
     [2, 0, 1, 3, 3, 0, 2, 1]
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Requests for samples, as generators receive them: prompt and seed."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The settings of supervised fine-tuning (`sft:`)."""
 
-from __future__ import annotations
-
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator

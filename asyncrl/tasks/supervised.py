@@ -5,8 +5,6 @@ could hang, exit, fill the memory, or leave threads and modules behind. The proc
 everything that it has started.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -6,8 +6,6 @@ with nothing or with spaces. Each is tried on sequences of tokens and must repro
 text. Some leave out the space before the first token; the stop rule counts it.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Sequence

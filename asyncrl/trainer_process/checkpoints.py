@@ -11,8 +11,6 @@ the disk has answered. What was written is removed, never renamed into place: wi
 state, the thread reads weights that training changes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import logging

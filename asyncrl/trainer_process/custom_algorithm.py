@@ -7,8 +7,6 @@ controller loads and tries it in a separate process, by the command above: the l
 standard output is the reason why the class cannot be used, as JSON, or null.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

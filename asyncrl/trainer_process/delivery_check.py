@@ -11,8 +11,6 @@ sender's fault, nor is one whose order names another generator, which may be los
 clock.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple

@@ -11,8 +11,6 @@ tokens on KV of several versions follow no policy, which `on_update: keep` allow
 is slow, and needs memory for another copy of the weights.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Iterator, Sequence

@@ -23,8 +23,6 @@ steps and checkpoints, follow from the commands, which all ranks get in the same
 executed by all or by none, and a checkpoint is of the step after the last plan before it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

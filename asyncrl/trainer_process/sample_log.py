@@ -6,8 +6,6 @@ again, so the log holds each trained sample exactly once, whenever a process was
 cannot be written does not end a run: lost records are counted and the error is logged.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Builds a trainer process from the run's configuration and serves the controller."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit

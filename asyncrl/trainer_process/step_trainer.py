@@ -3,8 +3,6 @@
 A rank without a group to train on agrees with the others on what to do (`word_of`, `asked`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

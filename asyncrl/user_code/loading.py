@@ -9,8 +9,6 @@ whole path, so two files with one stem are two modules, and processes that multi
 from a worker can import it by that name.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

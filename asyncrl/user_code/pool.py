@@ -11,8 +11,6 @@ and handles calls that the process leaves unanswered: a reward's call is repeate
 an environment's session is lost (`environments.workers.lane`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """A process that runs user code, from the pool's side: started, sent calls, read, killed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -10,8 +10,6 @@ moves by a second when the clock is corrected. It also reads all of /proc for ea
 kernel lists children, and a sandbox walks every 20 ms.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -9,8 +9,6 @@ notebook. What cannot be written as text is refused by its name: a variable of t
 it, and any other object.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import inspect

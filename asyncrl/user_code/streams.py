@@ -5,8 +5,6 @@ its setup, which the worker answers with `Ready` or `Refused`. Import-light: wor
 processes of `task.map` and of chat templates load this file.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -6,8 +6,6 @@ output goes to the supervisor; frames have separate descriptors. Import-light (n
 pydantic), so that a killed worker is replaced in a fraction of a second.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import resource

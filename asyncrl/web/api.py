@@ -3,8 +3,6 @@
 `/docs` is the API's reference without scripts: FastAPI's page loads its scripts from another site.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

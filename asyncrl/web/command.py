@@ -1,7 +1,5 @@
 """Implements `asyncrl web`: the link to an active run's page, or the page of an ended run."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Gets the run's status from its controller, or from the folder of an ended run."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ While there are watchers, it asks for the status once a second and draws the sec
 that is cheap. Each watcher takes the newest snapshot when it can, so nothing is buffered for it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

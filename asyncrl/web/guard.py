@@ -8,8 +8,6 @@
   /api. A form or an image of another site can send neither it nor JSON.
 """
 
-from __future__ import annotations
-
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass

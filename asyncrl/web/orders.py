@@ -1,7 +1,5 @@
 """Orders of the API, converted to requests to the controller."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Entry point of the web process: `python -m asyncrl.web.process RUN --socket FD --parent PID`."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging

@@ -4,8 +4,6 @@ An active run is drawn from the ends of its files, so a long run does not cost m
 one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import time

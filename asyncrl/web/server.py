@@ -1,7 +1,5 @@
 """Serves a run on a socket, with limits on connections, requests and time."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

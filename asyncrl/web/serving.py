@@ -5,8 +5,6 @@ the address stays the same, and connections wait for a new process. Errors here 
 training. The token of a run's web page authorises orders.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Follows metrics.jsonl as it grows, reading each line once."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from array import array

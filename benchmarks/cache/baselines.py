@@ -8,8 +8,6 @@ drops the prompt's tree. vLLM's settings are the faster ones: trees of depth 24,
 than its match. They cannot draft 32 tokens, so the package's own default of 64 is measured as well.
 """
 
-from __future__ import annotations
-
 import time
 from argparse import Namespace
 from collections import Counter, defaultdict

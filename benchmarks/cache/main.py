@@ -8,8 +8,6 @@ of a process is wall time). Memory per token is the growth of a new process. If 
 not installed, its ratios are left out and a message says so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,7 +1,5 @@
 """A real run on agents of this machine, with a relay on each, followed from outside."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Kills processes of a run at random moments, one after the other, and measures each recovery."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """What happens to a run on a Ray cluster."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

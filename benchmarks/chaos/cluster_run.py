@@ -1,7 +1,5 @@
 """A real run on a Ray cluster of several machines, followed from outside."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

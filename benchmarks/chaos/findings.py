@@ -1,7 +1,5 @@
 """What runs with kills show against a run that was left alone, and the test of response lengths."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter

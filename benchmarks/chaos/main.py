@@ -19,8 +19,6 @@ connection of each socket is held by a proxy, for 3, 8 and 15 s, ten times each 
 core where vLLM is installed.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import tempfile

@@ -4,8 +4,6 @@ Connections pass a proxy: as soon as a process has bound one of the run's socket
 is renamed, and the proxy listens in its place. A held connection takes no bytes and gives none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import signal

@@ -21,8 +21,6 @@ core carries, all threads together. `_paced`: the same at some 1,200 events a se
 process wakes up for each frame.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

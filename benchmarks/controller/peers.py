@@ -5,8 +5,6 @@ it was started, `together` at a tick; a verification passes; a group that is del
 acknowledged as a whole; a step is trained when its plan comes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

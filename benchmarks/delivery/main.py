@@ -22,8 +22,6 @@ alone and as the groups of eight in which a generator sends them, with CURVE and
 only, without. `intake_mb_per_s` is what arrives, is compared and is acknowledged in a second.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import hashlib

@@ -21,8 +21,6 @@ one that is thrown away:
 Ratios are over the torch engine's number. An engine that cannot run here is listed as MISSING.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import statistics

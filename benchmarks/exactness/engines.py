@@ -5,8 +5,6 @@ second model after the cache was filled (or tokens were kept) and before samples
 in which hardly any tokens were drafted or kept certifies nothing, so it is `UnavailableError` too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import tempfile

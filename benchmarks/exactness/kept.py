@@ -12,8 +12,6 @@ The shares: the policy is a Markov chain of 64 tokens with about the entropy of 
 changed by noise on its logits. docs/exactness.md discusses the numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache

@@ -14,8 +14,6 @@ Exits with status 1 if a mode that must be exact has a p-value below 1e-6 (so th
 is 1e-6 times the number of modes) or if the bias of a biased mode is not detected.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator, Sequence

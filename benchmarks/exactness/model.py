@@ -5,8 +5,6 @@ A context is its tokens read as a number in base V. A whole sequence read that w
 the bin in which a sample of it is counted.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

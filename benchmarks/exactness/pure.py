@@ -5,8 +5,6 @@ that needs the distributions of the kept tokens gets what an engine has: the K =
 four tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """How far counts are from an enumerated distribution, with confidence bounds."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

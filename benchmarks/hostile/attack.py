@@ -8,8 +8,6 @@
 A thread waits when its target is far behind, so that frames do not pile up in its queues.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Bytes that a faulty or hostile process might send."""
 
-from __future__ import annotations
-
 import random
 
 import msgspec

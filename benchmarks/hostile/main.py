@@ -11,8 +11,6 @@ of all steps, times aside, and the final weights are the same bytes in both runs
 frames, a few minutes on two quiet cores. In full: 10^7.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 import tempfile

@@ -7,8 +7,6 @@ With `garbage` above 0 the controller is faulty, too: after each of its messages
 sends this many frames of nonsense, so that the processes' own lines are attacked as well.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Everything that the audit says about one finished run."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -9,8 +9,6 @@ reward of a sample differs for nearly any two responses, and a reward or a failu
 turn that verification has discarded shows. These can be played again.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from typing import Any

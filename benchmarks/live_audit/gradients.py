@@ -7,8 +7,6 @@ the weights of `trainer.loss_normalization`. It is clipped and given to AdamW wi
 the checkpoint before; weights and moments must be those of the checkpoint after.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict

@@ -7,8 +7,6 @@ of a prompt. And given everything earlier, a token equals what followed the same
 often as its distribution says.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence

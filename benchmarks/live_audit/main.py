@@ -15,8 +15,6 @@ Exits with status 1 if a run fails a statement at `FALSE_ALARM` for the whole ru
 is missing, recorded wrongly or other than what was computed again.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 import time

@@ -5,8 +5,6 @@ the audit's own games, whose hints lie with a known probability whatever was sai
 that is kept or exchanged because of what followed it is seen there, and not in the policy's tokens.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise

@@ -1,7 +1,5 @@
 """Plays the turns of trained samples again: is each reward that of its tokens?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

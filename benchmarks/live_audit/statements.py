@@ -24,8 +24,6 @@ A sample that is left out *because of its tokens* breaks these sums, too: what i
 of p. Long ones that are missing, for instance, leave stop tokens that come too often.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Hugging Face forward pass in float64, over the tokens that the model had seen: n
 caches or verification is used. What was recorded when a token was drawn stands next to it.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ file system would be, except for what is named in `hidden`. There is no simulate
 machines are as near as loopback.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -7,8 +7,6 @@ Each node has 1,000 of a custom resource with its name, so that processes can be
 `each`: processes that need it are on machines apart.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

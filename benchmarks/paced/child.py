@@ -6,8 +6,6 @@ were fed and the KV that was read, the gradient of a group as long as for its to
 the drafts learns from the modelled times.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

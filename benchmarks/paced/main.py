@@ -14,8 +14,6 @@ of the step times is `sim_vs_paced`.
 other costs of training, an H100 with 1.5B, half the scale, and no dilation; about 40 minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from collections.abc import Sequence

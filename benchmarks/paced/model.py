@@ -6,8 +6,6 @@ a mixture of three geometric distributions (`LENGTHS`). A table of logits is the
 Transformer; its small random layers change the logits a little with the context.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ of its time, as the step does. So every ratio of two durations is that of the de
 than the host.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """The reward of benchmarks.paced: it moves the policy and leaves the lengths alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """One paced run as a child process, and the numbers that its files hold."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import sys

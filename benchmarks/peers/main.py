@@ -16,8 +16,6 @@ environment of its own, made on first use.
 first run also trains the models, which takes some minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Run a command and measure its memory, its processor time, and what else the machine did."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

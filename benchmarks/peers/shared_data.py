@@ -1,7 +1,5 @@
 """What all contestants train on: the prompts of every step in asyncrl's order, and the rewards."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence

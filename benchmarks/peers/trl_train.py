@@ -6,8 +6,6 @@ Prompts are asked in asyncrl's order and scored by asyncrl's reward functions. T
 steps (`benchmarks.peers.shared_data.StepLog`); its clock starts when TRL begins to train.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

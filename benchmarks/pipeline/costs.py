@@ -8,8 +8,6 @@ weights, which accept all of them, so that nothing is regenerated. This is done 
 so that decoding is plain, and with it.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -10,8 +10,6 @@ mean step time of the timed steps: the first and last ones are left out, since t
 and nothing is left to run ahead for. --quick: one seed, 50 steps. In full: three seeds, 160 steps.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile

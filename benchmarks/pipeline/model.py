@@ -6,8 +6,6 @@ like `.hegfhhefgeh,5+8+0=13,9+3+1=13,2+0+1=03:333`. Answer and reward stay the s
 gains nothing in the letters. Then the model is widened (`benchmarks.tiny_models.widen`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

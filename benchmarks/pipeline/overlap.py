@@ -8,8 +8,6 @@ each process takes f times as long next to the other, work that keeps both busy 
 alone takes at least (G + T) f / 2 seconds when it overlaps completely, and not max(G, T).
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import subprocess

@@ -1,7 +1,5 @@
 """One real `asyncrl run` as a child process, and the numbers that its files hold."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -11,8 +11,6 @@ All engines run at the same time, each in its own process (vLLM, SGLang) or as i
 (`Contestant.cpu_seconds`) and reported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

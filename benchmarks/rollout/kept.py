@@ -11,8 +11,6 @@ asked to verify and resume them.
 Both rules get the same texts and the same seeds. The result is a mean over several sets of seeds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Sequence

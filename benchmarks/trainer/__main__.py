@@ -22,8 +22,6 @@ Ratios, from medians of the steps after the first:
 it on a quiet machine: with other work next to it, everything but memory means little.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

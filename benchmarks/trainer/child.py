@@ -6,8 +6,6 @@ FOLDER holds a model and samples.json. Prints one JSON object. KEY=VALUE are set
 trainer. All contenders train float32 with AdamW and GRPO's loss of the same advantages.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

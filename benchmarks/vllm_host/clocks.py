@@ -1,7 +1,5 @@
 """What the worker extensions and their clocks are called. Imports no vLLM."""
 
-from __future__ import annotations
-
 OURS = "benchmarks.vllm_host.timed_worker.TimedExtension"
 PLAIN = "benchmarks.vllm_host.timed_worker.PlainExtension"
 """What `worker_extension_cls` names."""

@@ -20,8 +20,6 @@ What a request costs is spread over its tokens. Not counted: the thread that enc
 message, and reward workers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 import tempfile

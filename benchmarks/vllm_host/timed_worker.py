@@ -7,8 +7,6 @@ Reading the clock of a thread is a system call, 1 to 3 us each. What the clocks 
 measure is measured at the start, with warm caches, and taken off.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ Before the first sample, a trial with a few random actions finds out how samples
 start over, and the log says so.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import logging

@@ -8,8 +8,6 @@ arguments. The row's column `reset`, the argument `reset` and the sample's seed 
 server's reset.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from functools import partial

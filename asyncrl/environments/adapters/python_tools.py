@@ -1,7 +1,5 @@
 """Plain Python functions as tools: `python_tools:my_tools.py:add,my_tools.py:look_up`."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

@@ -6,8 +6,6 @@ made the mistake or can work around it. Results longer than `max_result_characte
 middle.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Awaitable, Sequence

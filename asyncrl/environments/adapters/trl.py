@@ -6,8 +6,6 @@ turn's reward is its change. With `score: end`, the reward is read once, after a
 call, so a truncated sample has none.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ verifiers imports this module by the name `verifiers.HARNESS` and takes the clas
 Every model call goes through verifiers' interception server, as its contract demands.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import ssl

@@ -7,8 +7,6 @@ key, and requests without a valid key are refused. Import-light: worker processe
 and uvicorn only if there are agents.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -12,8 +12,6 @@ A call whose messages extend those of the previous call continues its conversati
 begins a new one. Concurrent calls are answered one after another, in the order of arrival.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect

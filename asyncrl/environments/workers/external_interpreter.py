@@ -6,8 +6,6 @@ Only the package asyncrl can be imported from its folder: the packages next to i
 interpreter. Processes that multiprocessing starts load this file too. Standard library only.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

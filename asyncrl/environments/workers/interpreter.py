@@ -4,8 +4,6 @@ The packages of an environment may conflict with asyncrl's. Its workers then run
 that has those packages, with the asyncrl of this installation (`external_interpreter.py`).
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -5,8 +5,6 @@ unknown unless it was the only one. All sessions of the process are lost. Those 
 progress are suspects: they are made again, and run alone until that call is answered.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -8,8 +8,6 @@ session. Each is answered by the message opposite or by `Failed`:
 The worker also sends `Hanging`. Import-light: worker processes load this file.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -5,8 +5,6 @@ counted until its code returns, and the pool replaces a process with too many (`
 daemons, so they do not keep the process alive. Import-light: worker processes load this file.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -7,8 +7,6 @@ too long is cancelled; a thread is left behind and reported to the pool, which r
 once several hang. Import-light: no torch, no pydantic.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

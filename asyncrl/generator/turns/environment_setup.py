@@ -1,7 +1,5 @@
 """Builds the environments of a generator's samples from the run's configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any

@@ -1,7 +1,5 @@
 """The reward of a response. run.yaml names this function as `rewards.py:score`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

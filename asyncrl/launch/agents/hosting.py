@@ -1,7 +1,5 @@
 """Starts, watches and ends the children of an agent, and assigns their ports if they are fixed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

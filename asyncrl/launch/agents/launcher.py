@@ -5,8 +5,6 @@ look       consumes: the clock. produces: orders to every agent, each second and
            bounded by: BEAT_SECONDS
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

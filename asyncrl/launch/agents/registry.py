@@ -8,8 +8,6 @@ A process waits here until an agent has room for it. The trainer's come first, a
 one alone would only wait for the others. A relay goes to an agent of its node and takes no room.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

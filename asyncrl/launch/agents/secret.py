@@ -6,8 +6,6 @@ it as a member of the file's group (mode 0440 or 0640); that is accepted, as roo
 group. A file that other users can read is refused, regardless of its owner.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

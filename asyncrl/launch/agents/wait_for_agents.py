@@ -1,7 +1,5 @@
 """Opens the launcher of agents and waits, for a limited time, for those of the run's start."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

@@ -4,8 +4,6 @@ The class is sent to the workers by value, so it can report what is wrong on a n
 asyncrl or none. So this module imports only the standard library.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -12,8 +12,6 @@ logging. So it is not imported by the controller. When the controller closes the
 this process releases the room and ends, and Ray ends its actors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

@@ -3,8 +3,6 @@
 The controller does not import Ray: the driver (`asyncrl.launch.ray.driver`) is a separate process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 The worker begins each call with its time limit, and adds the uses of servers to the answer.
 """
 
-from __future__ import annotations
-
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ fails calls at once, but for one every while. A call that fails has used all its
 its time, so an outage that is shorter than `rewards.timeout_seconds` opens nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 import time

@@ -1,7 +1,5 @@
 """The common arguments of rewards that ask a server, checked before a run starts."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -10,8 +10,6 @@ A hash of the two summands (in either order) decides whether a problem is held o
 warm start nor a training set ever contains a held-out problem, whatever the seed or the phrasing.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass

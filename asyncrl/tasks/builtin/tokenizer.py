@@ -1,7 +1,5 @@
 """Tokenizers of the built-in models: task words and single characters, lower case."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

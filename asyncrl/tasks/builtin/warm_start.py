@@ -8,8 +8,6 @@ the machine. RL then has a suitable task: to avoid the slips, which appear in ev
 (examples/arithmetic.yaml: held-out accuracy 0.67 at step 0, 0.91 at step 40).
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

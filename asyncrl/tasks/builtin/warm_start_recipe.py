@@ -1,7 +1,5 @@
 """The recipe of a built-in model, without torch, because it alone finds a cached model."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -6,8 +6,6 @@ imported. If it fails, `HF_HUB_OFFLINE` is set for this process and its children
 at once, and an error of one sentence names what is not cached.
 """
 
-from __future__ import annotations
-
 import functools
 import http.client
 import os

@@ -6,8 +6,6 @@ example each. The process answers `Loaded` or `Refused`, and each example with `
 in order. Import-light.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -7,8 +7,6 @@ The user's `task.map` runs in a separate process, with a time limit for each exa
 temporary file with all examples, so neither side waits for the other to read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -9,8 +9,6 @@ size are limited. A column that does not is left out of the row with the reason,
 unless it is the prompt, the answer or the id. Integers beyond 64 bits become texts.
 """
 
-from __future__ import annotations
-
 import codecs
 import datetime as dt
 import json

@@ -9,8 +9,6 @@ its conversations, in order, or ends with a `Failed`. Requests are pickled, so t
 the same values as here; responses are text. Import-light.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import pickle

@@ -5,8 +5,6 @@ throughout a run, even after a resume: prompts do not change at midnight, and te
 again gives the same tokens.
 """
 
-from __future__ import annotations
-
 import re
 from datetime import UTC, date, datetime, time
 from typing import Any

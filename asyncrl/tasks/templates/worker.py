@@ -5,8 +5,6 @@ with limits of processor time, memory and text for each rendering. transformers 
 import, so its rendering environment is reproduced here; a test compares the two.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
