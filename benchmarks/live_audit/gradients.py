@@ -30,15 +30,19 @@ from benchmarks.live_audit.tokens import contexts_of, load, policy_of
 CLOSE = 2e-3
 """Largest relative difference; float32's own are 1e-5 to 1e-4."""
 LEAVE_ONE_OUT = ("reinforce", "rloo")
-CENTRED = ("grpo", "dr_grpo", "dapo")
+NORMALISED_OVER_THE_STEP = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+CENTRED = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "gpg")
+LOGPROB_LOSSES = (*LEAVE_ONE_OUT, "cispo", "gpg")
+"""Their loss is -A log p, that of the others -A p / sg(p)."""
 _OBSERVED = str(int(Provenance.OBSERVED))
+Array = np.ndarray[Any, Any]
 Tensors = dict[str, Tensor]
 
 
 def why_not(config: RunConfig) -> str | None:
     """Why the steps of such a run are not computed again; None if they are."""
     c = config.trainer
-    if c.algorithm not in (*LEAVE_ONE_OUT, *CENTRED):
+    if c.algorithm not in (*LEAVE_ONE_OUT, *NORMALISED_OVER_THE_STEP, *CENTRED):
         return f"trainer.algorithm is {c.algorithm}"
     others = {
         "several passes": c.ppo_epochs * c.minibatches > 1,
@@ -89,8 +93,12 @@ def gradient_of(
     drawn = {id(one): one.response_length - one.observed for one in samples}
     size = sum(drawn.values()) if c.loss_normalization == "token" else len(samples)
     loss, total = 0.0, {k: torch.zeros_like(one) for k, one in weights.items()}
-    for group in groups.values():
-        advantages = _advantages(config, np.array([one.reward for one in group]))
+    every = _advantages(
+        config,
+        [np.array([one.reward for one in of]) for of in groups.values()],
+        [np.array([drawn[id(one)] for one in of]) for of in groups.values()],
+    )
+    for group, advantages in zip(groups.values(), every, strict=True):
         if not advantages.any():
             continue
         sums = torch.zeros((), dtype=torch.float64)
@@ -101,7 +109,8 @@ def gradient_of(
             if c.mask_truncated_completions and one.finish_reason in ("length", "deadline"):
                 share = 0.0
             ratio = (logprobs - logprobs.detach()).exp()
-            sums = sums - share * advantage * ratio.sum() / size
+            terms = logprobs if c.algorithm in LOGPROB_LOSSES else ratio
+            sums = sums - share * advantage * terms.sum() / size
         loss += float(sums.detach())
         found = torch.autograd.grad(sums, list(leaves.values()), materialize_grads=True)
         for name, part in zip(leaves, found, strict=True):
@@ -109,14 +118,24 @@ def gradient_of(
     return loss, total
 
 
-def _advantages(config: RunConfig, rewards: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    c, size = config.trainer, len(rewards)
+def _advantages(
+    config: RunConfig, rewards: Sequence[Array], tokens: Sequence[Array]
+) -> Sequence[Array]:
+    """Of a step's groups, from the rewards and the numbers of tokens of their samples."""
+    c = config.trainer
     if c.algorithm in LEAVE_ONE_OUT:
-        return np.array([r - (rewards.sum() - r) / (size - 1) for r in rewards])
-    centred = rewards - rewards.sum() / size
-    if c.advantage_normalization == "none" or not centred.any():
-        return np.asarray(centred)
-    return np.asarray(centred / (math.sqrt((centred**2).sum() / (size - 1)) + 1e-6))
+        return [np.array([r - (of.sum() - r) / (len(of) - 1) for r in of]) for of in rewards]
+    centred = [of - of.sum() / len(of) for of in rewards]
+    if c.algorithm in NORMALISED_OVER_THE_STEP:
+        raw = rewards if c.algorithm == "reinforce_plus_plus" else centred
+        each = np.repeat(np.concatenate(raw), np.concatenate(tokens))
+        return [(of - each.mean()) / each.std() if each.std() else 0 * of for of in raw]
+    if c.algorithm == "gpg":
+        with_signal = sum(of.any() for of in centred)
+        return [of * len(centred) / max(with_signal, 1) for of in centred]
+    if c.advantage_normalization == "none":
+        return centred
+    return [of / (math.sqrt((of**2).sum() / (len(of) - 1)) + 1e-6) for of in centred]
 
 
 def _logprobs(

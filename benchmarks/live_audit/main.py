@@ -31,6 +31,7 @@ from benchmarks.chaos.campaign import VICTIMS
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
 from benchmarks.harness import console, names_of, parser_of, report, table
 from benchmarks.live_audit.audit import NotAuditableError, Report, audit
+from benchmarks.live_audit.gradients import CENTRED, LEAVE_ONE_OUT, NORMALISED_OVER_THE_STEP
 from benchmarks.tiny_models import smoke_settings
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
@@ -115,6 +116,12 @@ SCENARIOS = {
         "turns; generators and the whole run are killed", "Recorded", "launcher.max_restarts=20",
         kills=("generator", "controller", "generator"),
     ),
+} | {
+    algorithm: Scenario(
+        f"the gradients of {algorithm}", steps=8,
+        settings=(*_WARM, *_LEARNING, f"trainer.algorithm={algorithm}"),
+    )
+    for algorithm in (*LEAVE_ONE_OUT, *CENTRED, *NORMALISED_OVER_THE_STEP)
 }  # fmt: skip
 QUICK = ("arithmetic", "guessing", "failing guesses", "killed", "resumed")
 SMOKE = ("evaluation.prompts=4", "evaluation.every=null")
