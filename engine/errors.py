@@ -8,8 +8,6 @@ EngineError
         trainer
 """
 
-from __future__ import annotations
-
 
 class EngineError(Exception):
     """Base class of everything that an engine raises."""

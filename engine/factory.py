@@ -1,7 +1,5 @@
 """Creates the configured engine; no other backend is imported."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Settings that vLLM and SGLang share, which run in separate processes."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr

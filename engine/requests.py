@@ -1,7 +1,5 @@
 """Checks of requests before they wait for a slot, and their seeds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The settings of metrics, live view, timelines, report and web page."""
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 from typing import Annotated, Literal, Self

@@ -8,8 +8,6 @@ MonitoringError
 └── ReportError      the directory has nothing to make a report of
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

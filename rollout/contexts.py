@@ -23,8 +23,6 @@ Example:
     [([1, 2], [3, 4, 5], [True, False, True])]
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Both replace transformers' forward pass of some models (`engine.torch.cpu.fused_
 `trainer.cpu.fused`), and compare theirs with it at start.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -7,8 +7,6 @@ nothing can be written, each process compiles the code again. `NUMBA_CACHE_DIR` 
 processes that start at once, one compiles a kernel; the others wait for its code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

@@ -11,8 +11,6 @@ verification and the trainer would disagree about the probability of one token i
 not certain.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import linear

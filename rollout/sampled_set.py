@@ -1,7 +1,5 @@
 """The set of tokens that truncation leaves in; `asyncrl.rollout.truncation` defines it."""
 
-from __future__ import annotations
-
 import math
 
 import torch

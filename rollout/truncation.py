@@ -16,8 +16,6 @@ before top_k; that differs if top_p and min_p are both set.
 token that was drawn, so a rule that is exact for a distribution is exact for its truncation.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 MAX_TOP_K = 1 << 20

@@ -1,7 +1,5 @@
 """Commands: the scheduler's decisions, which the controller executes in the order given."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 import msgspec

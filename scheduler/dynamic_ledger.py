@@ -34,8 +34,6 @@ A step looks at no more than `max_groups` groups, so group g is in step b + (g -
 the earliest. This bounds the groups that are issued.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from types import MappingProxyType

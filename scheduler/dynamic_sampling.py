@@ -28,8 +28,6 @@ the samples that the trainer lacks are drawn again and delivered without another
 that, a lost group is judged anew.
 """
 
-from __future__ import annotations
-
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands
 from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Outcome, Places

@@ -10,8 +10,6 @@ out of step is killed and replaced. The others are defects, which no configurati
 run ends and can be resumed from its last checkpoint.
 """
 
-from __future__ import annotations
-
 
 class SchedulerError(Exception):
     """Base class of the scheduler's errors. An event that raises it has changed no state."""

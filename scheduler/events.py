@@ -5,8 +5,6 @@ the wire, in the order of receipt. Repeated and late events change nothing; impo
 ImpossibleEvent.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from asyncrl.rollout.trajectory import SampleId

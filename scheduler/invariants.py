@@ -1,7 +1,5 @@
 """Recounts the state sample by sample and compares. O(in flight); for tests and idle moments."""
 
-from __future__ import annotations
-
 from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Outcome
 from asyncrl.scheduler.errors import SchedulerError
 from asyncrl.scheduler.records import (

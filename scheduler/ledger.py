@@ -16,8 +16,6 @@ watermark and two counts. Only groups of steps that are not trained yet are stor
 LedgerCounts(issued=2, arrived=0, consumed=1, failed=1, without_signal=0)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -27,8 +27,6 @@ choice favours no text.
 Memory: O(groups in flight), and four bytes per prompt for the affinity.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from array import array

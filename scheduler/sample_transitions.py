@@ -8,8 +8,6 @@ together with the install of that version, so that the generator starts them as 
 installed. Samples started between the command and its report are commanded after the report.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from asyncrl.rollout.trajectory import SampleId

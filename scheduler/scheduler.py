@@ -83,8 +83,6 @@ Without a trainer, generators continue, no group is issued, and nothing is deliv
 stopping run does not wait for another trainer: it ends, and resumes from the newest checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps from opening to end, and what moves them: samples, pause, resume and stop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from asyncrl.rollout.trajectory import UNKNOWN_VERSION, SampleId

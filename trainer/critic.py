@@ -17,8 +17,6 @@ optimizer step of a step V = V_old, and it is the squared error. Tokens are weig
 policy's loss (`loss_normalization`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

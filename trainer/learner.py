@@ -14,8 +14,6 @@ and nothing is biased towards groups that finish early.
 Synchronous and single-threaded: the trainer process decides when to call which method.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence

@@ -34,8 +34,6 @@ response of L tokens, observed ones included, as `sampling.max_tokens` counts th
 A response that reaches L_max has -1 by either line. Metrics and samples keep the task's rewards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple

@@ -16,8 +16,6 @@ The samples were drawn by the policy of the step's start or an older one, so at 
 optimizer step is on-policy. All ranks take part in a minibatch, with none of its groups, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ The reference of the KL penalty is the initial model, or one that follows the po
 A reference that follows the policy is part of each checkpoint, so a resumed run has the same one.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

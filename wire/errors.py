@@ -5,8 +5,6 @@ FrameRefused (`asyncrl.wire.transport.decoding`) ├── PublishError, GroupBr
 ── WeightsSupersededError, WeightsNotReceivedError
 """
 
-from __future__ import annotations
-
 
 class WireError(Exception):
     """Base of the errors of this package."""

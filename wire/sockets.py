@@ -8,8 +8,6 @@ loop with `send_soon` travel together (`wire.transport.outbox`). Children of oth
 through relays (`asyncrl.wire.sessions`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -30,8 +30,14 @@ from benchmarks.live_audit.tokens import contexts_of, load, policy_of
 CLOSE = 2e-3
 """Largest relative difference; float32's own are 1e-5 to 1e-4."""
 LEAVE_ONE_OUT = ("reinforce", "rloo")
+CENTRED = ("dr_grpo", "gpg")
+SCALED = ("grpo", "dapo", "gspo", "cispo")
 NORMALISED_OVER_THE_STEP = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-CENTRED = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "gpg")
+ALGORITHMS = {
+    **dict.fromkeys((*LEAVE_ONE_OUT, *CENTRED), "none"),
+    **dict.fromkeys((*SCALED, *NORMALISED_OVER_THE_STEP), "std"),
+}
+"""The algorithms that are computed again, each with its `trainer.advantage_normalization`."""
 LOGPROB_LOSSES = (*LEAVE_ONE_OUT, "cispo", "gpg")
 """Their loss is -A log p, that of the others -A p / sg(p)."""
 _OBSERVED = str(int(Provenance.OBSERVED))
@@ -42,7 +48,7 @@ Tensors = dict[str, Tensor]
 def why_not(config: RunConfig) -> str | None:
     """Why the steps of such a run are not computed again; None if they are."""
     c = config.trainer
-    if c.algorithm not in (*LEAVE_ONE_OUT, *NORMALISED_OVER_THE_STEP, *CENTRED):
+    if c.algorithm not in ALGORITHMS:
         return f"trainer.algorithm is {c.algorithm}"
     others = {
         "several passes": c.ppo_epochs * c.minibatches > 1,

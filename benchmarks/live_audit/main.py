@@ -31,7 +31,7 @@ from benchmarks.chaos.campaign import VICTIMS
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
 from benchmarks.harness import console, names_of, parser_of, report, table
 from benchmarks.live_audit.audit import NotAuditableError, Report, audit
-from benchmarks.live_audit.gradients import CENTRED, LEAVE_ONE_OUT, NORMALISED_OVER_THE_STEP
+from benchmarks.live_audit.gradients import ALGORITHMS
 from benchmarks.tiny_models import smoke_settings
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
@@ -119,9 +119,12 @@ SCENARIOS = {
 } | {
     algorithm: Scenario(
         f"the gradients of {algorithm}", steps=8,
-        settings=(*_WARM, *_LEARNING, f"trainer.algorithm={algorithm}"),
+        settings=(
+            *_WARM, *_LEARNING, f"trainer.algorithm={algorithm}",
+            f"trainer.advantage_normalization={normalisation}",
+        ),
     )
-    for algorithm in (*LEAVE_ONE_OUT, *CENTRED, *NORMALISED_OVER_THE_STEP)
+    for algorithm, normalisation in ALGORITHMS.items()
 }  # fmt: skip
 QUICK = ("arithmetic", "guessing", "failing guesses", "killed", "resumed")
 SMOKE = ("evaluation.prompts=4", "evaluation.every=null")

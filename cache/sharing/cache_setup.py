@@ -3,8 +3,6 @@
 A failure here costs drafts, never exactness: it is logged, and the run continues.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from pathlib import Path

@@ -13,8 +13,6 @@ A message is one finished rollout, little-endian, tokens int32, head first. It i
     key bytes 2 | head tokens 2 | tokens 4 | policy version 4 | key | tokens
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -15,8 +15,6 @@ Files are read and written, not mapped: a truncated file or a full /dev/shm is t
 a SIGBUS. All numbers are checked before they are used.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import struct

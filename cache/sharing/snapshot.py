@@ -18,8 +18,6 @@ before the response, -1 if there were fewer. Every number is checked before it i
 is allocated that the file is too short to fill.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import struct

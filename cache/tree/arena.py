@@ -23,8 +23,6 @@ The compiled functions here and in `cache.tree.sequences` return codes and never
 checks the arguments.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

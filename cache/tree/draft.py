@@ -12,8 +12,6 @@ path probabilities, and none exceeds its parent's, so the greedy choice gives th
 size (arXiv 2406.16858, 2406.17276).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

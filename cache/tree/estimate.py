@@ -10,8 +10,6 @@ including the first that failed. They were fixed before the tokens were drawn, s
 which of them the engine verified.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

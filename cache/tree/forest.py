@@ -1,7 +1,5 @@
 """The trees of all prompts, and the byte budget that they share."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator
 

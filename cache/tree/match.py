@@ -5,8 +5,6 @@ counts less the more policy versions ago it was generated, the further it is fro
 place in its response and, if no match is long, the shorter its match is.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -25,8 +25,6 @@ decode step, and compiled kernels do the work:
 The cache can only change speed, never what is sampled (see `asyncrl.rollout.acceptance`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

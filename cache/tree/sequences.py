@@ -4,8 +4,6 @@ A stored rollout is its *head* (the `max_match` tokens before the response; -1 i
 shorter) followed by the response.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from asyncrl.cache.tree.arena import (

@@ -4,8 +4,6 @@ Estimates are compared with outcomes in bins and mapped by a rising curve throug
 are fine where it matters: at a large batch only nodes above 0.97 pay.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

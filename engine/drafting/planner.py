@@ -15,8 +15,6 @@ takes the m with the largest S - rate x T, where `rate` is what recent steps yie
 the time, the bank, pays for exploration. Reasons and alternatives: docs/decisions/0006.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 

@@ -14,8 +14,6 @@ counts, so a stalled step does little harm. The cells are one array for compiled
 are read after almost every step in which rows have ended (decision 0032).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -12,8 +12,6 @@ agree, the mask is the plain one and nothing has to be moved.
 The most probable path comes first: it is accepted most often, with its KV already in place.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

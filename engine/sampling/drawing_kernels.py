@@ -5,8 +5,6 @@ noise of tokens outside the list is computed for the few rows that need it, and 
 can still win.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -6,8 +6,6 @@ once would take more than 5 GB. Rows are independent, so slabs change no result.
 directly (`engine.sampling.logits_triton`), so only the output layer has to be asked in slabs there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

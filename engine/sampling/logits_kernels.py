@@ -11,8 +11,6 @@ that is 1 or the first multiple of 16, and for logits at an address that is not 
 are not specialized for any of these.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -11,8 +11,6 @@ No array over the vocabulary is written. The results are defined by `engine.samp
 (lower id first). Logarithms and sums may differ from theirs in the last bits.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

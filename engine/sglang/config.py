@@ -1,7 +1,5 @@
 """Settings of the SGLang engine, and the Python interpreter that it runs in."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib import metadata

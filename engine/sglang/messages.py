@@ -9,8 +9,6 @@ scheduler processes and passes them nothing of ours, so `WorkerSettings` travel 
 which they inherit.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any, Literal, Self

@@ -11,8 +11,6 @@ the KV that has waited longest is dropped, and that turn is fed from its beginni
 same up to rounding. Only KV of the current weights is parked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Settings of the embedded torch engine."""
 
-from __future__ import annotations
-
 from pydantic import BaseModel, ConfigDict, Field
 
 from asyncrl.wire.transport.paths import MAX_TOKENS

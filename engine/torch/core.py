@@ -12,8 +12,6 @@ One step is one forward pass (`step`):
     report   first tokens, rows with enough unreported ones, and rows that ended (reports)
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace

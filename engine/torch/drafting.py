@@ -1,7 +1,5 @@
 """Drafts of decoding rows in a step, and their acceptance."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -9,8 +9,6 @@ the thread touches it; calls during a step are made before the next one, in orde
 every waiting consumer is woken with the reason, and later calls raise it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Chooses the draws that each row appends, and turns them into the chunks that requests report."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ and the KV of all. The KV of accepted tokens (`asyncrl.engine.sampling.verificat
 slot; decoding continues after it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

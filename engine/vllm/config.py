@@ -1,7 +1,5 @@
 """Settings of the vLLM engine, and what follows from them."""
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 from pydantic import Field, PrivateAttr

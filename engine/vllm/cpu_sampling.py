@@ -10,8 +10,6 @@ compare ours, do.
 every process that vLLM starts, before the replacements are registered.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable, Mapping

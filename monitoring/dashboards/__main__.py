@@ -1,7 +1,5 @@
 """Write the dashboard: `python -m asyncrl.monitoring.dashboards`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from asyncrl.monitoring.dashboards.grafana import as_text

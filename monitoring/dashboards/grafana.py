@@ -1,7 +1,5 @@
 """Grafana's dashboard JSON, schema version 39 (Grafana from 10.4 on); see `make grafana-schema`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The Prometheus metrics of the run as a whole, exported by the controller; see `metrics`."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections import deque

@@ -5,8 +5,6 @@ and removed when the run ends. A process of another node is listed under that no
 loopback address in `monitoring.host` it is left out, since it would count as down.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

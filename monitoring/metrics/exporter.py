@@ -1,7 +1,5 @@
 """Serves a registry to Prometheus over HTTP."""
 
-from __future__ import annotations
-
 import errno
 import threading
 from dataclasses import dataclass, field

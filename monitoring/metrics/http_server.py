@@ -6,8 +6,6 @@ for another machine's name is refused: a site whose name was made to point to 12
 rebinding) reaches servers on loopback, and still sends its own name as `Host`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

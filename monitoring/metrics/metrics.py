@@ -9,8 +9,6 @@ Gauges of a step read their value from the step's record (`wire.records.step`), 
 To add a metric, add a field and run `make docs`, which generates docs/metrics.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args

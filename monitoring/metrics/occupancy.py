@@ -1,7 +1,5 @@
 """The use of an engine's slots, in slot-seconds, recorded in `RUN/slots/PROCESS.jsonl`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path

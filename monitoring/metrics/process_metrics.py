@@ -1,7 +1,5 @@
 """The Prometheus metrics of every process, and of every process with a timeline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, Self

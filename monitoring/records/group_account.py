@@ -5,8 +5,6 @@ with 1 if a group was lost or trained on twice. A resumed run drops the records 
 repeats, so the account is over the steps that led to the current policy.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A resumed run trains the steps after its last checkpoint again, and appends them
 newest record of each step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -5,8 +5,6 @@ without what depends on the clock, and the weights of the checkpoints that both 
 1 at the first difference. Runs with `run.repeatable: true` and equal settings are the same.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Sequence

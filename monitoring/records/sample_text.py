@@ -1,7 +1,5 @@
 """`asyncrl samples`: trajectories in a terminal, each token coloured by its origin."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -4,8 +4,6 @@ samples.jsonl has one of every n-th step of the whole run. `recent/NAME.jsonl` h
 the last steps, from one generator.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Spans of a process's activity over time, and idle shares computed from them. Pure."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ An open span is written up to the moment of a flush and continues as a new one, 
 again, so a killed process loses at most one interval.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 import time

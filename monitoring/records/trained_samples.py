@@ -6,8 +6,6 @@ exceed a limit. Each rank of the trainer writes separate files, those from 1 on
 before it adds any (`truncate`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import heapq
 import logging

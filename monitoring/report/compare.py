@@ -1,7 +1,5 @@
 """`asyncrl compare`: runs side by side, as a table, as curves, and by their differences."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Reads the files of a run for its report. Any of them may be missing."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping

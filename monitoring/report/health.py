@@ -1,7 +1,5 @@
 """The report's section on the health of the training: numbers that reveal defects."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

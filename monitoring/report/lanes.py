@@ -1,7 +1,5 @@
 """Draws each process's activity over time: one lane per process over a window of time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The report's section on learning: the reward of each step, and the held-out accuracy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@
 '<p class="note">1 &lt; 2 <b>&amp; true</b></p>'
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterable
 from importlib import resources

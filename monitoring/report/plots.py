@@ -1,7 +1,5 @@
 """Plots as inline SVG, coloured by CSS classes (`c1`, `c2`, ...); `<title>` shows the numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

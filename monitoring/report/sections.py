@@ -1,7 +1,5 @@
 """Shared parts of the report's sections, and the short ones: samples and configuration."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

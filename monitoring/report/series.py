@@ -1,7 +1,5 @@
 """The arithmetic behind the report's plots: pure functions of lists that may have gaps (None)."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

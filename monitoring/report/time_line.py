@@ -1,7 +1,5 @@
 """The report's timeline: each process's activity over time, and idle shares by cause."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from asyncrl.monitoring.metrics.occupancy import EMPTY, SlotPiece, SlotUse, slot_shares

@@ -1,7 +1,5 @@
 """The report's section on work: tokens, staleness, and the time of a step."""
 
-from __future__ import annotations
-
 from asyncrl.monitoring.report.data import RunData
 from asyncrl.monitoring.report.markup import Markup, element
 from asyncrl.monitoring.report.plots import Series, bar_plot, line_plot

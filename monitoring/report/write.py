@@ -1,7 +1,5 @@
 """Writes `report.html`, a run on one self-contained page; the top of the page is made here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path

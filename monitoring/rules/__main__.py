@@ -4,8 +4,6 @@
 offsets, and numbers of seconds and of tokens in comparisons. Numbers of events and ratios stay.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

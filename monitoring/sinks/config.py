@@ -1,7 +1,5 @@
 """The settings of the sinks."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import netrc

@@ -4,8 +4,6 @@ A resumed run drops the records of steps that it repeats, so a file may become s
 newest records are those with the latest time.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -4,8 +4,6 @@ It ends when its input is closed (the run has ended, in whatever way) and everyt
 `finish_seconds` after that. With `--once` it sends what the sink lacks and ends.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import math

@@ -1,7 +1,5 @@
 """The interface of a sink, and the description of the run that it receives."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

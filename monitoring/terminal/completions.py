@@ -1,7 +1,5 @@
 """A table of a step's samples on the terminal (`run.print_samples`)."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 

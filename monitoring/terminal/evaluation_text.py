@@ -1,7 +1,5 @@
 """Evaluations in words."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from asyncrl.monitoring.terminal.formatting import duration, number

@@ -1,7 +1,5 @@
 """Numbers and text formatted for people."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 UNKNOWN = "–"

@@ -1,7 +1,5 @@
 """A snapshot of a run for the live view."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The text of `asyncrl status`: the state of a run in a few lines."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

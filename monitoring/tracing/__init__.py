@@ -3,8 +3,6 @@
 `export` alone imports the OpenTelemetry SDK, and only if `monitoring.tracing.enabled` is set.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack

@@ -4,8 +4,6 @@ A full queue drops spans, which are counted; the thread makes one request at a t
 EXPORT_SECONDS. So a collector that is dead or slow costs spans and nothing else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue

@@ -5,8 +5,6 @@ number, so all processes agree without messages. A trace is sampled as OpenTelem
 `TraceIdRatioBased` would: by the low 64 bits of its id.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Mapping

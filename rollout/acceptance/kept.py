@@ -1,7 +1,5 @@
 """Verification of tokens drawn under an older policy against the current one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Acceptance of drafted chains and trees of tokens by fresh draws."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 

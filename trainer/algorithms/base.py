@@ -26,8 +26,6 @@ once in `signals` and returns its sum with every loss; the value appears in `alg
 metrics.jsonl, in `asyncrl_algorithm_signal{signal}` and in the report.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable

@@ -9,8 +9,6 @@ clipped weight. The paper sets no lower bound: `clip_ratio_low` is 1 by default,
 `clip_ratio_high` = 5 bounds the weight (ScaleRL, arXiv 2510.13786: 4 to 8 alike). Empty batch: 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self

@@ -8,8 +8,6 @@ denominator. It is known when the step's last group has arrived, and scales the 
 loss is streamed. The correction weights stale tokens. Empty batch: loss 0.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

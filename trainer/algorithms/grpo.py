@@ -44,8 +44,6 @@ sample`, the default here, divides by samples; the constant belongs to the learn
 ignores it). On-policy the gradient is (G - 1) / G times an unbiased one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Self
 

@@ -11,8 +11,6 @@ loss. A sample's ratio moves far less than a token's: `clip_ratio_low` is 3e-4 a
 4e-4 (section 5.1). On-policy s = 1 and the gradient is GRPO's with `sequence`. Empty batch: loss 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self

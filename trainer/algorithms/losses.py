@@ -9,8 +9,6 @@ advantage A, the token's weight v, and the correction's importance w and kept m:
                      x = p and it is the score function
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

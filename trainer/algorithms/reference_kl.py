@@ -31,8 +31,6 @@ sum over the policy's tokens of p log(p / r) is at least log of the set's mass (
 0.9), so a k1 that far below 0 carries no information.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -19,8 +19,6 @@ docs/algorithms.md has the size of each bias on a small policy. `advantage_norma
 `clip_ratio_*` have no effect. A group of one sample is refused. Empty batch: loss 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self

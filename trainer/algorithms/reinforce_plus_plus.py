@@ -23,8 +23,6 @@ PPO's clip is not linear in A, so there is none: in a single pass it clips nothi
 standard deviation is the population's; if it is 0, the step has no gradient. Empty batch: loss 0.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

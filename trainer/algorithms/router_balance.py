@@ -14,8 +14,6 @@ samples, whatever the micro-batches.
 Groups that are not computed (`skip_zero_variance_groups`) have no such loss. Empty batch: 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Algorithm names, the classes behind them, and their defaults. Light: imports no torch."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Mapping

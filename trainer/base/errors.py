@@ -10,8 +10,6 @@ TrainerError
     └── CheckpointUnwritable  it cannot be written: the disk is full, read-only, or at fault
 """
 
-from __future__ import annotations
-
 from asyncrl.wire.messages.from_trainer import CheckpointFault
 
 

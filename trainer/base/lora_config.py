@@ -1,7 +1,5 @@
 """The settings of LoRA. Light to import: no torch."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator

@@ -6,8 +6,6 @@
 (True, True, False)
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 

@@ -4,8 +4,6 @@ The export is written to a temporary directory, which is then renamed; nothing t
 replaced. `asyncrl-export.json`, a manifest like a checkpoint's, names the checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -7,8 +7,6 @@ RUN/exports/step-000012-adapter/    a PEFT directory, of a run with LoRA
 ```
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -6,8 +6,6 @@ it the token. A trainer that finds another token there, immediately before it re
 into place for instance, stops writing and exits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import secrets

@@ -5,8 +5,6 @@ the segment's `place` in the row. Keys and values of a segment are copied once, 
 so that the loops of each query are whole vectors. Shapes as in `trainer.cpu.fused`; N segments.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from asyncrl.rollout.cpu import LongArray, exp

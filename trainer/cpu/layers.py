@@ -12,8 +12,6 @@ Each replacement is first compared with the original on random input; if the res
 adds 1 to its weights, for example) the original stays.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

@@ -9,8 +9,6 @@ The trainer computes both branches and publishes A and B. `fingerprint` is that 
 weights, which engines compute from them (`asyncrl.wire.weights.adapter`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

@@ -8,8 +8,6 @@ adapter_model.safetensors   base_model.model.LAYER.lora_A.weight and lora_B, of 
 `asyncrl.trainer.lora.adapter` has the tensors. `adapter_model.bin`, a pickle, is refused.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -10,8 +10,6 @@ called unchanged; the compiler does not look into them.
 `results_of` and `where_different` check that two computations agree in value and gradient.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 import warnings

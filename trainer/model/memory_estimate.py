@@ -8,8 +8,6 @@ A control group may allow less than the machine has. Its usage includes the page
 kernel reclaims when memory is needed; after a checkpoint that is most of it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 from collections.abc import Mapping

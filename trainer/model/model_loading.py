@@ -1,7 +1,5 @@
 """Loads the model to train, and refuses models that cannot be trained packed."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -12,8 +12,6 @@ Activation checkpointing: `true` keeps only a block's input, so the whole forwar
 and recomputes the rest: about half of a block's forward pass, for a fifth of its memory.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

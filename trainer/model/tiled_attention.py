@@ -7,8 +7,6 @@ a mask. The backward pass recomputes a tile's probabilities, so memory grows wit
 with their square. A segment's sums depend on its own tokens only, not on the rest of the row.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

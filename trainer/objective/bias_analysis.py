@@ -5,8 +5,6 @@ being trained. An estimator is unbiased if its expectation is a positive multipl
 for all prompts. tests/trainer/test_estimators.py checks this module against exact expectations.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from asyncrl.trainer.base.algorithm_registry import entry_of, is_own

@@ -21,8 +21,6 @@ below exp(-x**2 / 2), however large or small each e is (Hoeffding). It is at mos
 number of tokens, so a few deciding tokens cannot exceed it.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Sequence

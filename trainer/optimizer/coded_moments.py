@@ -11,8 +11,6 @@ Blocks do not cross rows, so a checkpoint's rows can be dealt to another number 
 arXiv 2110.02861, section 2.1, which rounds to the nearest code of a fixed table.)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ to each rank but the last. A share is a view of the parameter, so the optimizer 
 parameter itself, and the other rows come from their ranks afterwards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ replaced. `ALONE` is a trainer of one process, which exchanges nothing and waits
     Interface(name='lo', address='127.0.0.1')
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import ipaddress

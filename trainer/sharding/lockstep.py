@@ -10,8 +10,6 @@ about its work, and all draw the same conclusion:
 No rank waits for another's groups. Ranks that have all weights decide alone, by the same rules.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 from collections.abc import Iterator, Sequence

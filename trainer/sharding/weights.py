@@ -4,8 +4,6 @@
 ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

@@ -4,8 +4,6 @@ A child has a bounded number of requested chunks outstanding, so a slow child do
 parent's memory.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

@@ -1,7 +1,5 @@
 """User to controller, and back: messages of `asyncrl status|watch|stop|pause|scale|set|...`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -5,8 +5,6 @@ uint8 for provenance. They are not copied: a delivery refers to the trajectory's
 arrays of a received one are views of the message.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Messages between relays about files of a node's folder of the run, one request at a time."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

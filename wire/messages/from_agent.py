@@ -1,7 +1,5 @@
 """Agent to controller: its machine, and the state of its processes."""
 
-from __future__ import annotations
-
 import msgspec
 
 

@@ -1,7 +1,5 @@
 """Generator to controller."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

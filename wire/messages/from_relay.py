@@ -1,7 +1,5 @@
 """Relay to controller."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

@@ -1,7 +1,5 @@
 """Trainer to controller."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

@@ -4,8 +4,6 @@ The controller repeats all orders every second, and an agent carries out what is
 lost message or connection costs a second, and nothing is acknowledged.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 NO_SESSION = ""

@@ -1,7 +1,5 @@
 """Controller to generator."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import msgspec

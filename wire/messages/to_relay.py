@@ -1,7 +1,5 @@
 """Controller to relay."""
 
-from __future__ import annotations
-
 import msgspec
 
 from asyncrl.wire.messages.chain import Parent

@@ -1,7 +1,5 @@
 """Controller to trainer."""
 
-from __future__ import annotations
-
 import msgspec
 
 from asyncrl.rollout.trajectory import SampleId

@@ -1,7 +1,5 @@
 """The result of an evaluation: a line of evaluations.jsonl, and the numbers shown of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal

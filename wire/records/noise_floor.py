@@ -8,8 +8,6 @@ their last bits, and verification rejects a few tokens of the very policy that v
     0.02
 """
 
-from __future__ import annotations
-
 import math
 from typing import Self
 

@@ -1,7 +1,5 @@
 """Generators' counts of failures of reward functions and of their use of servers."""
 
-from __future__ import annotations
-
 from typing import Self
 
 import msgspec

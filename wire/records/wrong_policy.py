@@ -1,7 +1,5 @@
 """Reports of a run that samples from another policy than the one that it trains."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

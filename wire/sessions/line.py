@@ -5,8 +5,6 @@ sender may override the table: for the report of a finished run-ahead sample and
 of a generator.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

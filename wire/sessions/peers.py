@@ -15,8 +15,6 @@ A bundle is many frames of many sessions in one frame between a relay and the co
 never begins with 0xc1, so a bundle differs from a message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

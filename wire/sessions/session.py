@@ -24,8 +24,6 @@ The header of a session's frame:
 The content follows: one message or several (`asyncrl.wire.transport.outbox`). No sockets, no clock.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from collections import deque

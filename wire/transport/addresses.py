@@ -6,8 +6,6 @@ ends; so folders of killed runs are recognized. The processes of one node that m
 (`MeetingPlace`) share its lock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Replaces a file so that it is complete after a crash, of the process or of the machine."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A body is a message of the expected union, or an array of such messages (`wire.t
 or it is refused as a whole: both methods raise only `FrameRefused`, for any bytes.
 """
 
-from __future__ import annotations
-
 import sys
 from enum import StrEnum
 from typing import Annotated, Any, Generic, TypeVar

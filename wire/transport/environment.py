@@ -1,7 +1,5 @@
 """Environment variables: set for a while, and expanded in paths of a configuration."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -14,8 +14,6 @@ All keys of a run are derived from 32 random bytes, and each process gets only t
   holder connects again, the new connection replaces the old one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os

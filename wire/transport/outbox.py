@@ -8,8 +8,6 @@ memory comes from the system, and zeroing its pages cost more than the encryptio
 threshold reuse memory.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 

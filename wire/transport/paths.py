@@ -1,7 +1,5 @@
 """Paths and limits in a configuration; `~` and `${NAME}` in a path are expanded when it is read."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

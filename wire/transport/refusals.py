@@ -1,7 +1,5 @@
 """Handles refused frames of a socket: counts them, logs a few, cuts their senders off."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import OrderedDict

@@ -11,8 +11,6 @@ products. So the trainer and every engine merge for themselves, and fingerprints
 results. It costs 2 R operations an element, on blocks that stay in a core's or a GPU's cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 

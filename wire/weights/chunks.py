@@ -4,8 +4,6 @@ A version's file is cut into chunks of one length, from the header's end to the 
 every version of a model lies at the same place, so a delta names the place by i alone.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ delta lists the words that changed, and for each the XOR of its bits:
 both as LEB128: seven bits a byte, the lowest first, the top bit set on all bytes but the last.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import numpy as np

@@ -4,8 +4,6 @@ The trainer (`asyncrl.wire.weights.writer`) and nodes that receive weights from 
 (`asyncrl.wire.weights.chain`) write them in the layout of `asyncrl.wire.weights.layout`.
 """
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

@@ -16,8 +16,6 @@ vector gives one column exactly, except for the sign of a zero. So a digest has 
 same sums over a few fixed columns (`probe_columns`), and -0.0 counts as 0.0.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math

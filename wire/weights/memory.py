@@ -5,8 +5,6 @@ pinned memory rounds up to a power of two, up to twice the weights, so existing 
 instead, as vLLM does for its KV in host memory. That has not run on a GPU yet.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 

@@ -12,8 +12,6 @@ A version whose manifest names a sender is received from it (`asyncrl.wire.weigh
 that fails, the buffer logs it and reads the file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

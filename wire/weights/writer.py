@@ -6,8 +6,6 @@ the new version. The reader (`asyncrl.wire.weights.reader`) accepts a copy only 
 its version before and after. No lock: a slow or dead engine cannot delay the trainer.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import re

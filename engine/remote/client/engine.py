@@ -16,8 +16,6 @@ their prompt's KV would be of the old version. Prefix KV is shared by requests o
 (the version is the salt of its hash); running requests keep theirs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """The requests that the core is serving, and the results of each."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing

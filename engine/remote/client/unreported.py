@@ -8,8 +8,6 @@ used twice, so tokens of a request that was ended from this side are dropped eve
 use again.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

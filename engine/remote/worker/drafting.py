@@ -6,8 +6,6 @@ table until drafts are wanted or the row ends, so a step without drafts costs so
 operations for any number of rows.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass

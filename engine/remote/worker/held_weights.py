@@ -11,8 +11,6 @@ than ranks) are added with factors that sum to 1 modulo 2**64, all but the first
 one replica differs, the total is wrong with a probability of about 1 - 2**-64.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple

@@ -15,8 +15,6 @@ function. `Attributes` and `differences` find out; `asyncrl.engine.remote.worker
 once, before anything is served.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass

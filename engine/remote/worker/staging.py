@@ -13,8 +13,6 @@ the same is proved before the engine becomes ready:
 Otherwise every installation loads the model in the pause, and the report says why.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -4,8 +4,6 @@ receiving task   consumes: `ToClient` messages · produces: calls of `take`
                  waits for: the scheduler process · unblocked by: `close`
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -15,8 +15,6 @@ Nothing of its installed files is changed.
                              which know only the model that decodes, not its twin
 """
 
-from __future__ import annotations
-
 from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.io_struct import (

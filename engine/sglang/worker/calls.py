@@ -1,7 +1,5 @@
 """The calls of the generator's process, made in all ranks between two steps."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Callable, Iterator

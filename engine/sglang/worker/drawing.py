@@ -4,8 +4,6 @@ A draw depends on the distribution, the request's seed, the policy version and t
 (`engine.sampling.drawing`), not on batch, row, retraction or drafts. Imports no SGLang.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -12,8 +12,6 @@ and with the generator, however that ends. No process of its session outlives it
 have SGLang's parent-death signal, and the generator kills the session when this process ends.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

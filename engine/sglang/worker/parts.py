@@ -1,7 +1,5 @@
 """Our versions of parts of SGLang's scheduler (0.5.23), and the sockets to the generator."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

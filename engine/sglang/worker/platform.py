@@ -5,8 +5,6 @@ Triton nor graphs, so SGLang chooses operations of torch everywhere. SGLang load
 imports itself, so its names come from here and not from `worker.api`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin

@@ -4,8 +4,6 @@ Every process of SGLang in this environment loads them, so they do nothing unles
 started by a generator of ours.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """The requests that SGLang's scheduler knows, and its batch as arrays. Imports no SGLang."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -9,8 +9,6 @@ put in place of `Scheduler`. Its model runner calls `sampler` for every step wit
 prefills included, after the output layer, so scoring happens there too.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The keys of a forward pass, row by row: computed once, used by all layers. Imports no SGLang."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

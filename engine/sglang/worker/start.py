@@ -8,8 +8,6 @@ On a CPU the schedulers are forked from this process instead of spawned, as impo
 library.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import signal

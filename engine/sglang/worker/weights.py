@@ -10,8 +10,6 @@ as SGLang 0.5.23 holds them too. But its loaders take one expert after the other
 disk have them, and silently skip other names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeVar
 

@@ -8,8 +8,6 @@ Shapes: T packed tokens, C hidden size, H query heads, J key/value heads, D head
 numbers are float32.
 """
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 from pathlib import Path

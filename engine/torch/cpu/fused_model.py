@@ -14,8 +14,6 @@ Shapes: N layers, T packed tokens, C hidden size, I intermediate size, H query h
 heads, D head size, V vocabulary, S slots, W wanted tokens. All numbers are float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

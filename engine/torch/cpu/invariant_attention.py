@@ -15,8 +15,6 @@ The latter is a property of the libraries and the processor, so `model.load_mode
 start and refuses a machine on which it does not hold.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

@@ -6,8 +6,6 @@ When vLLM is updated, check these names first, then their uses. Importing this t
 vLLM does: modules that are imported without an engine import it in functions.
 """
 
-from __future__ import annotations
-
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input

@@ -1,7 +1,5 @@
 """vLLM behind the `Engine` protocol, with the rollout cache drafting inside it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -6,8 +6,6 @@ computes nothing, so no thread of torch's or of a BLAS library is lost in the fo
 if the model is compiled, all are spawned. Imports no vLLM.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from contextlib import AbstractContextManager

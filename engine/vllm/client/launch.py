@@ -8,8 +8,6 @@ tables and of requests that end (`asyncrl.engine.vllm.worker.scheduler`). Writte
 0.32.0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

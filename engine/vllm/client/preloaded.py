@@ -1,7 +1,5 @@
 """Imports what an engine core needs, for the server that cores and ranks are forked from."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import sys

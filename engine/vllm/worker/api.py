@@ -7,8 +7,6 @@ When vLLM is updated, check these names first, then their uses, and the methods 
 use without an engine import it in functions.
 """
 
-from __future__ import annotations
-
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA

@@ -6,8 +6,6 @@ names the rows. `worker.drafting` decides what to draft, `asyncrl.engine.draftin
 `prepare_plainly` makes a step without drafts as cheap as one without speculation.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Container
 from typing import Any

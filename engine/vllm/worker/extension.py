@@ -1,7 +1,5 @@
 """Our code in vLLM's engine-core process, mixed into its worker class (`worker_extension_cls`)."""
 
-from __future__ import annotations
-
 import os
 import select
 import threading

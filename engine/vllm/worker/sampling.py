@@ -12,8 +12,6 @@ which computes without temperature and truncation. The result replaces vLLM's ta
 reported token, with the columns of `asyncrl.engine.remote.extras.ScoreColumns`. Imports no vLLM.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -10,8 +10,6 @@ an interrupted response ends here: what was drawn before is sent, then its end.
 Written against vLLM 0.32.0.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -10,8 +10,6 @@ overwrites the previous one while generation is paused. KV of another version is
 the prefix cache's salt has the version (`Core`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 

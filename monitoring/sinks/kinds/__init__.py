@@ -1,7 +1,5 @@
 """The sinks, by name. Each file imports its package only when the sink is opened."""
 
-from __future__ import annotations
-
 from asyncrl.monitoring.sinks.config import SinkConfig
 from asyncrl.monitoring.sinks.sink import Sink, SinkRun
 

@@ -1,7 +1,5 @@
 """MLflow, by its tracking client (the package `mlflow-skinny` suffices)."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

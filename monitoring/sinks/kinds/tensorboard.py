@@ -1,7 +1,5 @@
 """TensorBoard event files, written with the package's own protocol buffers (no torch)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights & Biases."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping
 from typing import Any

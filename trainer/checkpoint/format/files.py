@@ -10,8 +10,6 @@ The controller writes `checkpoints/best.json`: the checkpoints that are kept for
 (`evaluation.keep_best`). Pruning reads it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

@@ -11,8 +11,6 @@ Each rank writes its chunks to its own files, and lists them, last, in `state/pa
 0 waits for all parts and merges them. Each of any number of ranks reads the chunks that it needs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -12,8 +12,6 @@ every listed file once, several at a time. The digests find damage; they do not 
 files.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import hashlib
 from collections.abc import Mapping

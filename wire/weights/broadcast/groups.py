@@ -5,8 +5,6 @@ sends. Gloo works on CPUs and is tested. **NCCL has never run here**: it is writ
 interface and tested against a stand-in of it (`tests/wire/test_nccl_group.py`).
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """Receives a broadcast version, chunk by chunk, into the receiver's memory."""
 
-from __future__ import annotations
-
 import secrets
 from typing import Protocol
 

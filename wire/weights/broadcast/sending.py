@@ -5,8 +5,6 @@ compare the fingerprint of all weights after each installation. But one with pac
 compare only some columns (`asyncrl.wire.weights.fingerprint`), and NCCL checks nothing.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -5,8 +5,6 @@ leaves it complete or not at all. The answer is a separate key, which the member
 reading it; the sender deletes those of dead members. Both are JSON.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import socket

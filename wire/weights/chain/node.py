@@ -3,8 +3,6 @@
 A node has two files: its engines read one while the next version arrives in the other.
 """
 
-from __future__ import annotations
-
 import mmap
 import time
 from collections.abc import Sequence

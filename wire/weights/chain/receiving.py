@@ -17,8 +17,6 @@ receiver that has left all its parents begins again with the nearest one, until 
 passed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice

@@ -4,8 +4,6 @@ Pure: events in, decisions out, no clock, no I/O. Children take turns, chunk by 
 a chunk that has not arrived is kept; the number of requests of a child is bounded.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum

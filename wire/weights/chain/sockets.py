@@ -4,8 +4,6 @@ Every connection is encrypted and authenticated by the run's keys (`wire.transpo
 keys a socket stays on this machine.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Serves the versions in the trainer's files to other nodes."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """A thread that serves chunks at a limited rate, and runs given functions between two turns."""
 
-from __future__ import annotations
-
 import logging
 import math
 import queue

@@ -8,8 +8,6 @@ wanted, at the request's end, and before new weights (`asyncrl.engine.remote.wor
 Imports no SGLang. Wrong drafts cost time, never exactness.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np

@@ -13,8 +13,6 @@ with one number of tokens per row. Here a forward pass is described once, for al
 segments (`worker.segments`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ accepted if it is the token that was drawn (`asyncrl.rollout.acceptance.accept_t
 drafts). Imports no SGLang.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

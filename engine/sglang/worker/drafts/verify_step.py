@@ -11,8 +11,6 @@ gives all rows the places of the longest one, which kernels with fixed strides n
 to, draws from or accepts the padding.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
