@@ -9,7 +9,7 @@ A reference that follows the policy is part of each checkpoint, so a resumed run
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,7 +57,7 @@ class Reference:
             for mine, theirs in self._pairs(trained):
                 mine.lerp_(theirs, 1 - self._decay)
 
-    def _pairs(self, trained: Policy) -> zip[tuple[Tensor, Tensor]]:
+    def _pairs(self, trained: Policy) -> Iterator[tuple[Tensor, Tensor]]:
         """Pair both models' parameters, or this rank's rows; their buffers are constants."""
         both = ([local(one) for one in p.model.parameters()] for p in (self.policy, trained))
         return zip(*both, strict=True)
