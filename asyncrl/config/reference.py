@@ -16,7 +16,7 @@ Schema = Mapping[str, Any]
 """JSON schema of one field or one model, as pydantic writes it."""
 
 _WIDTH = 100
-_HUGE = 1_000_000
+_HUGE = 604_800
 """A bound that no user reaches, from here on, is not shown."""
 
 _INTRODUCTION = """\
@@ -41,7 +41,7 @@ The column *may change* says when a run that has begun may have another value:
 
 | may change | how |
 |---|---|
-| (empty) | on resume: stop the run, then `--resume --set section.key=value` |
+| (empty, or no column) | on resume: stop the run, then `--resume --set section.key=value` |
 | at a step | `asyncrl set`, or `run.changes` in advance: from the next step that has not begun |
 | live | `asyncrl set`, at once |
 | never | that is another run |
@@ -111,17 +111,41 @@ def explain_config(config: RunConfig, grey: Callable[[str], str] = str) -> str:
 
 def reference_page() -> str:
     """Return the text of docs/configuration.md."""
-    parts = [_INTRODUCTION]
-    for section in sections():
-        table = ["| key | values | default | may change | meaning |", "|---|---|---|---|---|"]
-        table += [
+    pages = ("\n".join(_page_section(section)) + "\n" for section in sections())
+    return "\n".join([_INTRODUCTION, *pages])
+
+
+def _page_section(section: Section) -> Iterator[str]:
+    """Yield the lines of a section; what its keys share stands above its table, once."""
+    yield f"{'###' if '.' in section.path else '##'} `{section.path}`"
+    yield from ("", section.meaning, "")
+    changes = {setting.may_change for setting in section.settings}
+    if changes == {"never"}:
+        yield from ("None of these may change in a run that has begun.", "")
+    shared = _shared_conditions(section)
+    for condition, names in shared.items():
+        yield from (f"{condition.removesuffix('.')}: {', '.join(f'`{one}`' for one in names)}.", "")
+    column = " may change |" if len(changes) > 1 else ""
+    yield f"| key | values | default |{column} meaning |"
+    yield f"|---|---|---|{'---|' if column else ''}---|"
+    for setting in section.settings:
+        may_change = f" {setting.may_change.replace('on resume', '')} |" if column else ""
+        meaning = setting.meaning
+        for condition in shared:
+            meaning = meaning.removesuffix(f" {condition}")
+        yield (
             f"| `{setting.name}` | {_cell(setting.values)} | `{setting.default}` "
-            f"| {setting.may_change.replace('on resume', '')} | {_cell(setting.meaning)} |"
-            for setting in section.settings
-        ]
-        title = f"{'###' if '.' in section.path else '##'} `{section.path}`"
-        parts.append("\n".join([title, "", section.meaning, "", *table]) + "\n")
-    return "\n".join(parts)
+            f"|{may_change} {_cell(meaning)} |"
+        )
+
+
+def _shared_conditions(section: Section) -> dict[str, list[str]]:
+    """Return the conditions that several keys of a section have, each with its keys."""
+    names: dict[str, list[str]] = {}
+    for setting in section.settings:
+        for condition in _only(f"{section.path}.{setting.name}"):
+            names.setdefault(condition, []).append(setting.name)
+    return {condition: keys for condition, keys in names.items() if len(keys) > 1}
 
 
 def _sections(path: str, field: Schema, models: Schema) -> Iterator[Section]:
