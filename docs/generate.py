@@ -1,4 +1,4 @@
-"""Write the pages that are made from the code: command line; alerts, metrics and HTTP API.
+"""Write what is made from the code: command line; alerts, metrics, HTTP API; keys to complete.
 
     python docs/generate.py            writes them
     python docs/generate.py --check    exits with 1 when one on disk is stale
@@ -19,6 +19,7 @@ import typer
 import yaml
 
 from asyncrl.cli import entry  # adds the commands
+from asyncrl.config.reference import sections
 from asyncrl.monitoring.metrics.instruments import MetricSpec
 from asyncrl.monitoring.metrics.metrics import all_specs
 from asyncrl.web.api import ABOUT, Api, application
@@ -31,9 +32,9 @@ ABOUT_COMMANDS = """\
 A run is given by its folder or by its name in `--runs` (default `runs`), an option of every command
 that takes a run. Without one, commands that look take the run that was started last, and orders go
 to the active run; `eval`, `export` and `compare` need names. `asyncrl --install-completion` makes
-the shell complete commands, options and names of runs. Exit codes: 0 done or stopped; 1 the run
-failed, or an error that may pass (a full disk, say); 2 you must change something; 130 ended by a
-second Ctrl-C.
+the shell complete commands, options, names of runs and keys of settings. Exit codes: 0 done
+or stopped; 1 the run failed, or an error that may pass (a full disk, say); 2 you must change
+something; 130 ended by a second Ctrl-C.
 """
 ABOUT_ALERTS = """\
 Prometheus loads these rules from `monitoring/rules/` ([monitoring.md](monitoring.md#alerts)).
@@ -235,9 +236,21 @@ def _code(text: str) -> str:
     return f"`{text}`"
 
 
+def keys_to_complete() -> str:
+    """Return the settings that `--set` completes, of sections that are always there."""
+    keys = (
+        f"{section.path}.{setting.name}\n"
+        for section in sections()
+        for setting in section.settings
+        if "[]" not in section.path and "NAME" not in section.path
+    )
+    return "".join(sorted(keys))
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "cli.md": command_line_page,
     "metrics.md": metrics_page,
+    "../asyncrl/cli/keys.txt": keys_to_complete,
 }
 
 

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from asyncrl.mutability import LIVE
 from asyncrl.runs.command_lines import DEFAULT_RUNS
 
 
@@ -36,6 +37,18 @@ def _names_of_runs(context: typer.Context, incomplete: str) -> list[str]:
     )
 
 
+def _settings(incomplete: str) -> list[str]:
+    """Return `key=` of each setting; the file of keys spares the import of the configuration."""
+    keys = Path(__file__).with_name("keys.txt").read_text(encoding="utf-8").split()
+    return [f"{key}=" for key in keys if key.startswith(incomplete)]
+
+
+def names_and_live_settings(context: typer.Context, incomplete: str) -> list[str]:
+    """Complete `asyncrl set [RUN] KEY=VALUE`."""
+    names = [] if context.params.get("words") else _names_of_runs(context, incomplete)
+    return [*names, *(f"{key}=" for key in sorted(LIVE) if key.startswith(incomplete))]
+
+
 class _ByPanel(TyperGroup):
     """Lists commands in the order of their headings, whatever module is imported first."""
 
@@ -59,7 +72,10 @@ app = typer.Typer(
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a setting, e.g. engine.kind=vllm. Repeatable."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a setting, e.g. engine.kind=vllm. Repeatable.",
+        autocompletion=_settings,
     ),
 ]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from asyncrl.cli.app import STEERING, OrderedRun, Runs, app
+from asyncrl.cli.app import STEERING, OrderedRun, Runs, app, names_and_live_settings
 from asyncrl.errors import UserError
 from asyncrl.runs.command_lines import DEFAULT_RUNS
 from asyncrl.suggestions import shortened
@@ -71,7 +71,11 @@ def checkpoint(name: OrderedRun = None, runs: Runs = DEFAULT_RUNS) -> None:
 def set_setting(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="[RUN] KEY=VALUE", help="A setting and its new value, as YAML."),
+        typer.Argument(
+            metavar="[RUN] KEY=VALUE",
+            help="A setting and its new value, as YAML.",
+            autocompletion=names_and_live_settings,
+        ),
     ],
     runs: Runs = DEFAULT_RUNS,
 ) -> None:

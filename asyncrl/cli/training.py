@@ -281,6 +281,17 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="With LoRA: write the merged model, not the adapter.")
     ] = False,
+    hub: Annotated[
+        str | None,
+        typer.Option(
+            "--push-to-hub",
+            metavar="OWNER/NAME",
+            help="Upload it to this repository of the Hugging Face hub, made if missing.",
+        ),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="With --push-to-hub: only to a private repository.")
+    ] = False,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
     """Write a checkpoint's model as a Hugging Face directory, for transformers and vLLM.
@@ -288,14 +299,19 @@ def export(
     With LoRA, write the adapter as a PEFT directory.
     """
     from asyncrl.runs.directory import find_run
-    from asyncrl.tasks.exported_model import describe, export_run
+    from asyncrl.tasks.exported_model import describe, export_run, hub_token, push
     from asyncrl.tasks.model import no_transformers_bars
 
+    if private and hub is None:
+        raise UserError("--private is about --push-to-hub OWNER/NAME, which is not given")
+    token = hub_token(hub) if hub is not None else ""
     with no_transformers_bars():
         found = find_run(run, runs, may_be_supervised=True)
         place, is_new = export_run(found, step, output, dtype, merge=merge)
     verb = "exported" if is_new else "already exported"
     typer.echo(f"{verb}: {place} ({describe(place)})")
+    if hub is not None:
+        typer.echo(f"uploaded: {push(place, hub, token, private=private)}")
 
 
 app.command(

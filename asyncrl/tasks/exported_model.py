@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.errors import UserError
+from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.monitoring.terminal.formatting import size
 from asyncrl.trainer.base.errors import CheckpointError
 from asyncrl.trainer.checkpoint import export_files
@@ -48,6 +48,63 @@ def export_run(
     except CheckpointError as error:
         raise UserError(str(error)) from error
     return place, True
+
+
+def hub_token(name: str) -> str:
+    """Return the hub's token. Raises UserError without one, or if `name` is not OWNER/NAME."""
+    from huggingface_hub import get_token
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        if name.count("/") != 1:
+            raise HFValidationError("it must be OWNER/NAME")
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(
+            f"--push-to-hub: {name!r} is not a repository of the hub: {error}"
+        ) from None
+    token = get_token()
+    if token is None:
+        raise UserError(
+            f"--push-to-hub {name}: there is no token of the hub; set HF_TOKEN to one that may "
+            "write there, or call `hf auth login`. Nothing was exported"
+        )
+    return token
+
+
+def push(exported: Path, name: str, token: str, *, private: bool) -> str:
+    """Upload an export to the hub; return the commit's address.
+
+    Its record stays here, as it names a path of this machine. Raises UserError if the hub refuses
+    it, or with `private` if the repository is public; AsyncrlError if it cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        hub = HfApi(token=token)
+        hub.create_repo(name, private=private or None, exist_ok=True)
+        if private and not hub.model_info(name).private:
+            raise UserError(
+                f"--private: {name} is there already and is public, so nothing was uploaded; make "
+                f"it private or choose another name. The export is in {exported}"
+            )
+        done = hub.upload_folder(
+            repo_id=name,
+            folder_path=exported,
+            commit_message=f"Upload {exported.name} of an asyncrl run",
+            ignore_patterns=[export_files.RECORD],
+        )
+    except UserError:
+        raise
+    except Exception as error:  # of the hub, httpx or hf_xet: they have no base in common
+        why = (isinstance(error, RuntimeError) and error.__cause__) or error
+        status = getattr(getattr(why, "response", None), "status_code", 0)
+        kind = UserError if 400 <= status < 500 else AsyncrlError
+        raise kind(
+            f"the export is in {exported}, but was not uploaded to {name}: "
+            f"{' '.join(str(why).split())} The same command tries again"
+        ) from error
+    return str(done.commit_url)
 
 
 def model_of(checkpoint: Path, say: Callable[[str], None]) -> Path:

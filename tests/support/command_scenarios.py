@@ -167,6 +167,9 @@ RUN_BY: dict[str, str] = {
         asyncrl gpu-check --limit-minutes 10 --json gpu-check.json
         python -m asyncrl gpu-check
     """,
+    "tests/trainer/checkpoint/test_export.py::test_an_export_is_pushed_to_a_hub_byte_for_byte": """
+        asyncrl export RUN --push-to-hub OWNER/NAME
+    """,
     "tests/docs/test_generated_pages.py::test_the_generated_pages_are_current": """
         python docs/generate.py
         python -m asyncrl.config.reference > docs/configuration.md

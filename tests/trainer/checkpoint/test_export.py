@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import http.server
+import json
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
 from whole_checkpoints import WEIGHTS, flip
 
 from asyncrl.cli.app import app
-from asyncrl.errors import UserError
+from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.tasks import exported_model
 from asyncrl.tasks.config import ModelConfig
@@ -149,3 +156,151 @@ def test_nothing_is_left_of_an_export_that_the_disk_does_not_take(
     with pytest.raises(CheckpointUnwritable, match=r"exported cannot be written: No space left"):
         export(path_of(run / "checkpoints", 1), tmp_path / "exported")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+class _Hub(http.server.ThreadingHTTPServer):
+    """As much of the hub as an upload asks for: files as text, weights through LFS."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.address = f"http://127.0.0.1:{self.server_port}"
+        self.token, self.is_private, self.status = "hf_mine", True, 200
+        self.asked: list[str] = []
+        self.created: dict[str, Any] = {}
+        self.objects: dict[str, bytes] = {}
+        self.files: dict[str, bytes] = {}
+
+
+class _Answer(http.server.BaseHTTPRequestHandler):
+    server: _Hub
+
+    def do_GET(self) -> None:
+        answer = {"id": "me/mine", "private": self.server.is_private}
+        self._answer(answer, 200 if self.server.status == 200 else 404)
+
+    def do_PUT(self) -> None:
+        self.server.objects[self.path.rpartition("/")[2]] = self._body()
+        self._answer({})
+
+    def do_POST(self) -> None:
+        hub, body = self.server, self._body()
+        hub.asked.append(self.path)
+        if self.headers["Authorization"] != f"Bearer {hub.token}":
+            self._answer({"error": "Invalid token"}, 401)
+        elif self.path == "/api/repos/create":
+            hub.created = json.loads(body)
+            self._answer({"url": f"{hub.address}/me/mine"}, hub.status)
+        elif self.path == "/api/models/me/mine/preupload/main":
+            names = [one["path"] for one in json.loads(body)["files"]]
+            kinds = ["lfs" if name.endswith(".safetensors") else "regular" for name in names]
+            rows = zip(names, kinds, strict=True)
+            files = [{"path": n, "uploadMode": k, "shouldIgnore": False} for n, k in rows]
+            self._answer({"files": files})
+        elif self.path == "/me/mine.git/info/lfs/objects/batch":
+            objects = json.loads(body)["objects"]
+            for one in objects:
+                one["actions"] = {"upload": {"href": f"{hub.address}/objects/{one['oid']}"}}
+            self._answer({"objects": objects, "transfer": "basic"})
+        else:
+            assert self.path == "/api/models/me/mine/commit/main"
+            for line in body.splitlines():
+                value = json.loads(line)["value"]
+                if "oid" in value:
+                    hub.files[value["path"]] = hub.objects[value["oid"]]
+                    assert hashlib.sha256(hub.objects[value["oid"]]).hexdigest() == value["oid"]
+                elif "content" in value:
+                    hub.files[value["path"]] = base64.b64decode(value["content"])
+            self._answer({"commitUrl": f"{hub.address}/me/mine/commit/abc", "commitOid": "abc"})
+
+    def _body(self) -> bytes:
+        if self.headers["Transfer-Encoding"] != "chunked":
+            return self.rfile.read(int(self.headers["Content-Length"]))
+        found = b""
+        while size := int(self.rfile.readline(), 16):
+            found += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return found
+
+    def _answer(self, value: object, status: int = 200) -> None:
+        text = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Hub]:
+    with _Hub() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        monkeypatch.setattr(constants, "ENDPOINT", server.address)  # HF_ENDPOINT, read at import
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
+        monkeypatch.setenv("HF_TOKEN", server.token)
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def _push(run: Path, name: str, *words: str) -> str:
+    command = ["export", str(run), "--push-to-hub", name, *words]
+    done = CliRunner().invoke(app, command)
+    if done.exception is not None:
+        raise done.exception
+    return done.output
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")  # the hub's library
+def test_an_export_is_pushed_to_a_hub_byte_for_byte(run: Path, hub: _Hub) -> None:
+    assert f"uploaded: {hub.address}/me/mine/commit/abc" in _push(run, "me/mine", "--private")
+    assert hub.created == {"organization": "me", "name": "mine", "visibility": "private"} | {
+        key: hub.created[key] for key in hub.created if key == "type"
+    }
+    place = run / "exports" / "step-000001"
+    written = {path.name: path.read_bytes() for path in place.iterdir()}
+    assert "/" in json.loads(written.pop(export_files.RECORD))["checkpoint"], "of this machine"
+    assert hub.files == written
+    assert len(hub.objects) > 1
+    hub.is_private = False
+    with pytest.raises(UserError, match="me/mine is there already and is public, so nothing was"):
+        _push(run, "me/mine", "--private")
+    hub.asked.clear()
+    assert "already exported: " in _push(run, "me/mine")
+    assert "visibility" not in hub.created
+    assert hub.asked[-1] == "/api/models/me/mine/commit/main"
+
+
+def test_what_cannot_be_pushed_is_one_paragraph(
+    run: Path, hub: _Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = run / "exports" / "step-000001"
+
+    def refused(kind: type[AsyncrlError], name: str = "me/mine") -> str:
+        with pytest.raises(AsyncrlError) as caught:
+            _push(run, name)
+        assert type(caught.value) is kind
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    for name in ("mine", "me/mine/now", "/mine", "me/", "me/a--b", "me/mine.git"):
+        assert f"--push-to-hub: {name!r} is not a repository" in refused(UserError, name)
+    monkeypatch.delenv("HF_TOKEN")
+    assert "there is no token of the hub; set HF_TOKEN" in refused(UserError)
+    assert not place.exists(), "nothing was written"
+    assert not hub.asked
+    monkeypatch.setenv("HF_TOKEN", "hf_other")
+    for hub.status in (401, 403):  # of a token that is unknown, and of one that may not write
+        said = refused(UserError)
+        assert f"the export is in {place}, but was not uploaded to me/mine: " in said
+        assert str(hub.status) in said
+        assert "hf_" not in said
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    assert f"the export is in {place}, but was not uploaded" in refused(AsyncrlError)
+    assert (place / "config.json").is_file()
