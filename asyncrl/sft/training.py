@@ -27,6 +27,7 @@ from asyncrl.tasks.sft_config import ALGORITHM
 from asyncrl.trainer.algorithms.base import Rewards
 from asyncrl.trainer.algorithms.reinforce import Reinforce
 from asyncrl.trainer.base.algorithm_registry import provide
+from asyncrl.trainer.base.errors import CheckpointUnwritable
 from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.trainer.checkpoint.trainer_lease import TrainerLease
 from asyncrl.trainer.learner import Learner
@@ -61,6 +62,9 @@ class Watcher:
 
     def finished(self, step: int, metrics: LearnerMetrics, seconds: float) -> None:
         """Note that a step (from 0) is done."""
+
+    def unsaved(self, error: CheckpointUnwritable, retry: int) -> None:
+        """Note that a checkpoint was not written, and after which step another is tried."""
 
     def evaluated(self, version: int, loss: float) -> None:
         """Note the held-out loss after this many steps; NaN without held-out examples."""
@@ -114,7 +118,8 @@ class SftTraining:
     def train(self, watcher: Watcher) -> None:
         """Train to the last step, or until the first rank's watcher is stopped, and save."""
         config, learner = self._config, self.learner
-        saved, steps = learner.policy_version, config.run.steps
+        steps, every = config.run.steps, config.trainer.checkpoint_every
+        saved, failures, retry = learner.policy_version, 0, None
         self._evaluate(watcher)
         while learner.policy_version < steps and not self._world.decided(
             watcher.is_stopped, "whether the user ends the run"
@@ -123,12 +128,27 @@ class SftTraining:
             metrics = self.step()
             watcher.finished(version, metrics, time.monotonic() - began)
             version += 1
-            if version % config.trainer.checkpoint_every == 0 or version == steps:
-                learner.save(path_of(self._checkpoints, version))
-                saved = version
+            if version % every == 0 or version in (steps, retry):
+                if (error := self._save()) is None:
+                    saved, failures, retry = version, 0, None
+                elif version < steps:  # as in a run of RL
+                    retry = version + min(2**failures, every)
+                    failures += 1
+                    watcher.unsaved(error, retry)
             self._evaluate(watcher)
-        if learner.policy_version != saved:
-            learner.save(path_of(self._checkpoints, learner.policy_version))
+        if learner.policy_version != saved and (error := self._save()) is not None:
+            raise error
+
+    def _save(self) -> CheckpointUnwritable | None:
+        """Write a checkpoint; return the error of a disk that refuses it, the same on each rank."""
+        found = None
+        try:
+            self.learner.save(path_of(self._checkpoints, self.learner.policy_version))
+        except CheckpointUnwritable as error:
+            found = error
+        if not self._world.any(found is not None, "whether the disk took the checkpoint"):
+            return None
+        return found or CheckpointUnwritable("the disk refused another rank's part", "io_error")
 
     def step(self) -> LearnerMetrics:
         """Make an optimizer step of the next examples of all ranks."""
@@ -157,6 +177,8 @@ class SftTraining:
     def _evaluate(self, watcher: Watcher) -> None:
         """Measure the held-out loss of this version, if it is due and not known."""
         version, every = self.learner.policy_version, self._config.evaluation.every
+        if version == 0 and not self._config.evaluation.at_start:
+            return
         if version % (every or self._config.run.steps) and version != self._config.run.steps:
             return
         if not self._world.decided(watcher.has_loss(version), "whether the held-out loss is known"):
