@@ -175,41 +175,31 @@ def _by_key(table: dict[str, Effect]) -> dict[str, Effect]:
 EFFECTS = _by_key(_TABLE)
 """The rules by key or section."""
 _RL = Effect("in `asyncrl run`", lambda *_: False, may_stand=True)
-OF_RL = _by_key(
-    {
-        "run steps epochs repeatable on_wrong_policy changes print_samples log_samples "
-        "log_samples_mb log_sample_tokens": _RL,
-        "task answer_field max_prompt_tokens too_long": _RL,
-        **dict.fromkeys(
-            ("rewards", "environment", "sampling", "engine", "cache", "scheduler"), _RL
-        ),
-        "trainer algorithm learning_rate learning_rate_schedule learning_rate_minimum "
-        "warmup_steps schedule_steps proximal_policy importance_cap dual_clip correction "
-        "correction_band log_ratio_clamp clip_ratio_low clip_ratio_high loss_normalization "
-        "advantage_normalization skip_zero_variance_groups overlong_buffer "
-        "mask_truncated_completions kl_coefficient kl_estimator kl_clamp reference_refresh_steps "
-        "reference_decay ppo_epochs minibatches critic mix_groups rank_network async_checkpoints": (
-            _RL
-        ),
-        "evaluation samples temperature threshold hold_seconds max_unscored_share "
-        "timeout_seconds": _RL,
-        "evaluation sets keep_best best_of": _RL._replace(may_stand=False),
-        "launcher kind": _RL._replace(may_stand=False),
-        "launcher generators threads weights trusted_network colocate pin_cores silence_seconds "
-        "leave_seconds checkpoint_seconds max_restarts ray agents": _RL,
-        "monitoring metrics host port live report_samples timeline tracing web": _RL,
-    }
+_OF_RL = """
+run steps epochs repeatable on_wrong_policy changes print_samples log_samples log_samples_mb
+  log_sample_tokens; task answer_field max_prompt_tokens too_long;
+rewards; environment; sampling; engine; cache; scheduler;
+trainer algorithm learning_rate learning_rate_schedule learning_rate_minimum warmup_steps
+  schedule_steps proximal_policy importance_cap dual_clip correction correction_band log_ratio_clamp
+  clip_ratio_low clip_ratio_high loss_normalization advantage_normalization
+  skip_zero_variance_groups overlong_buffer mask_truncated_completions kl_coefficient kl_estimator
+  kl_clamp reference_refresh_steps reference_decay ppo_epochs minibatches critic mix_groups
+  rank_network async_checkpoints;
+evaluation samples temperature threshold hold_seconds max_unscored_share timeout_seconds;
+launcher generators threads weights trusted_network colocate pin_cores silence_seconds leave_seconds
+  checkpoint_seconds max_restarts ray agents;
+monitoring metrics host port live report_samples timeline tracing web"""
+_MISSED = dict.fromkeys(
+    ("evaluation sets keep_best best_of", "launcher kind"), _RL._replace(may_stand=False)
 )
-"""What `asyncrl sft` does not read, by key or section. It refuses what a user would miss, and says
-what else of it is set; a resume does not compare it."""
-_OF_SFT = {**EFFECTS, **OF_RL, "sft.response_field": _is("sft.learn", "response")}
-del _OF_SFT["sft"]
+OF_RL = _by_key(dict.fromkeys(_OF_RL.split(";"), _RL) | _MISSED)
+"""Settings that `asyncrl sft` refuses or names; a resume does not compare them."""
+_OF_SFT = {key: one for key, one in EFFECTS.items() if key.split(".")[0] not in (*OF_RL, "sft")}
+_OF_SFT |= {**OF_RL, "sft.response_field": _is("sft.learn", "response")}
 
 
 def rule_of(key: str, verb: str = "run") -> Effect | None:
     """Return the rule of a setting or section by its dotted path; None: it has an effect."""
-    if verb == "sft":  # a section's rule there is also that of a key with one in `asyncrl run`
-        key = next((one for one in OF_RL if f"{key}.".startswith(f"{one}.")), key)
     table = _OF_SFT if verb == "sft" else EFFECTS
     while key not in table and key:
         key = key.rpartition(".")[0]

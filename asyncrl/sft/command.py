@@ -162,7 +162,10 @@ def train(
         refuse_unfit(config, resume=True, clean=False)
         _refuse_changed(config, examples)
     say(_data_line(config, examples))
-    say(f"{'training':<10} mean -log p of the learned tokens; {_learning_rate(config)}")
+    rate, warmup = config.trainer.learning_rate, config.trainer.warmup_steps
+    rates = f"{rate:g}{f' after {warmup:,} steps' if warmup else ''}"
+    rates += f", {config.trainer.learning_rate_schedule}"
+    say(f"{'training':<10} mean -log p of the learned tokens; learning rate {rates}")
     sized = _sized(config, examples.longest)
     check_positions(sized, model)
     shape, device = shape_of(sized, model, parameters(model), loaded.sizes), device_here(config)
@@ -397,10 +400,6 @@ class _Watcher(Watcher):
         """True if the version's held-out loss is known, from before a resume."""
         return version in self.losses
 
-    def unsaved(self, error: CheckpointUnwritable, retry: int) -> None:
-        """Say that a checkpoint was not written, and after which step another is tried."""
-        self.say(f"{error}; training goes on, and the next attempt is after {retry} steps")
-
     def _signalled(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGHUP and self._signals:
             return
@@ -438,8 +437,7 @@ class _Watcher(Watcher):
             return
         self.losses[version] = loss
         when: When = "before" if version == 0 else "during"
-        if version == self._config.run.steps:
-            when = "after"
+        when = "after" if version == self._config.run.steps else when
         count = self._held_out
         estimate = SetEvaluation(prompts=count, samples=count, accuracy=None, loss=loss)
         self._evaluations.append(
@@ -489,14 +487,7 @@ def _data_line(config: RunConfig, examples: Examples) -> str:
     )
 
 
-def _learning_rate(config: RunConfig) -> str:
-    trainer = config.trainer
-    warmup = f" after {trainer.warmup_steps:,} steps" if trainer.warmup_steps else ""
-    return f"learning rate {trainer.learning_rate:g}{warmup}, {trainer.learning_rate_schedule}"
-
-
 def _sized(config: RunConfig, longest: int) -> RunConfig:
     """Return the configuration of a run whose samples are as long as the longest example."""
-    alone = {"max_model_len": longest, "kind": "torch", "kinds": ()}
-    engine = config.engine.model_copy(update=alone)
-    return config.model_copy(update={"engine": engine})
+    engine = {"max_model_len": longest, "kind": "torch", "kinds": ()}
+    return config.model_copy(update={"engine": config.engine.model_copy(update=engine)})

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,8 @@ class Supervised(Reinforce):
 class Watcher:
     """The use of a rank's numbers: none, but on the first rank."""
 
+    say: Callable[[str], None] = print  # to the rank's log
+
     @property
     def is_stopped(self) -> bool:
         """True if the user wants the run to end after this step."""
@@ -62,9 +65,6 @@ class Watcher:
 
     def finished(self, step: int, metrics: LearnerMetrics, seconds: float) -> None:
         """Note that a step (from 0) is done."""
-
-    def unsaved(self, error: CheckpointUnwritable, retry: int) -> None:
-        """Note that a checkpoint was not written, and after which step another is tried."""
 
     def evaluated(self, version: int, loss: float) -> None:
         """Note the held-out loss after this many steps; NaN without held-out examples."""
@@ -134,7 +134,7 @@ class SftTraining:
                 elif version < steps:  # as in a run of RL
                     retry = version + min(2**failures, every)
                     failures += 1
-                    watcher.unsaved(error, retry)
+                    watcher.say(f"{error}; training continues; the next try: after step {retry}")
             self._evaluate(watcher)
         if learner.policy_version != saved and (error := self._save()) is not None:
             raise error
@@ -176,12 +176,12 @@ class SftTraining:
 
     def _evaluate(self, watcher: Watcher) -> None:
         """Measure the held-out loss of this version, if it is due and not known."""
-        version, every = self.learner.policy_version, self._config.evaluation.every
-        if version == 0 and not self._config.evaluation.at_start:
-            return
-        if version % (every or self._config.run.steps) and version != self._config.run.steps:
-            return
-        if not self._world.decided(watcher.has_loss(version), "whether the held-out loss is known"):
+        version, evaluation = self.learner.policy_version, self._config.evaluation
+        steps = self._config.run.steps
+        is_due = version % (evaluation.every or steps) == 0 and (version or evaluation.at_start)
+        if (is_due or version == steps) and not self._world.decided(
+            watcher.has_loss(version), "whether the held-out loss is known"
+        ):
             watcher.evaluated(version, self.held_out_loss())
 
 
