@@ -97,9 +97,9 @@ def sections() -> list[Section]:
     ]
 
 
-def explain_config(config: RunConfig, grey: Callable[[str], str] = str) -> str:
+def explain_config(config: RunConfig, grey: Callable[[str], str] = str, verb: str = "run") -> str:
     """Return the configuration as commented YAML; `load_config` reads it back."""
-    idle = without_effect(config)
+    idle = without_effect(config, verb)
     explained = _Explained({section.path: section for section in sections()}, idle, grey)
     lines: list[str] = []
     for name, values in config.model_dump(mode="json").items():
