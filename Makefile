@@ -27,7 +27,7 @@ PYTEST := $(KEPT) ASYNCRL_SGLANG_PYTHON="$(abspath $(SGLANG_VENV))/bin/python" $
 OUTCOME := .pytest_cache/outcome.json
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang setup-environments run test rewritten second-try test-busy check lint types format docs site bench locks sbom gpu-bundle test-deploy prometheus chromium grafana-schema clean
+.PHONY: help setup setup-sglang setup-environments run test rewritten second-try test-busy test-peers check lint types format docs site bench locks sbom gpu-bundle test-deploy prometheus chromium grafana-schema clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,7 @@ test: lint $(VENV)/.ray $(VENV)/.vllm $(SGLANG_VENV)/.ready setup-environments $
 	$(COMPILED)
 	@$(MAKE) --no-print-directory -j 2 types rewritten
 	$(PYTEST) $(PARALLEL) --durations=20 --outcome $(OUTCOME)
+	@$(MAKE) --no-print-directory test-peers
 
 rewritten: $(VENV)/.dev
 	@mkdir -p .pytest_cache && $(PYTEST) --collect-only -q > .pytest_cache/collected || { cat .pytest_cache/collected; exit 1; }
@@ -57,9 +58,12 @@ second-try: ## the failed tests of the last `make test` once more, alone, if the
 test-busy: $(VENV)/.core ## make test beside two busy processes of the same priority (BUSY=1: one)
 	$(VENV)/bin/python tests/support/beside_busy.py $(or $(BUSY),2) "$(MAKE)" test
 
+test-peers: $(VENV)/.dev $(VENV)-peers/.ready ## our formulas and tables against the code of TRL and verl (20 s); `make test` runs it too
+	PYTHONPATH="$(abspath $(VENV)-peers)" $(PYTEST) -m peers tests/trainer/test_peers_losses.py tests/docs/test_settings.py
+
 check: lint types ## lint, types and the fast half of the tests, in two minutes
 	$(COMPILED)
-	$(PYTEST) $(PARALLEL) -m "not slow and not vllm and not sglang and not ray and not library"
+	$(PYTEST) $(PARALLEL) -m "not slow and not vllm and not sglang and not ray and not library and not peers"
 
 # import-linter does not follow links, which asyncrl/engine and so on are.
 lint: $(VENV)/.dev ## ruff and the import contract
@@ -113,4 +117,4 @@ prometheus chromium:
 	  && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends $@ >/dev/null; }
 
 clean: ## remove the environment and caches (runs/ stays)
-	rm -rf $(VENV) $(SGLANG_VENV) $(VENV)-verifiers $(VENV)-openenv $(VENV)-triton $(TOOLS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SGLANG_VENV) $(VENV)-verifiers $(VENV)-openenv $(VENV)-triton $(VENV)-peers $(TOOLS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -59,7 +59,8 @@ MORE = {
 }
 """Where there is more about a metric."""
 RUNS = "The folder that holds the run folders."
-"""Meaning of an option that `ABOUT_COMMANDS` explains for all commands."""
+RUN = "Name or folder; default"
+"""Beginnings of what `ABOUT_COMMANDS` explains for all commands: an option, and an argument."""
 
 
 # --------------------------------------------------------------------------- the command line
@@ -102,10 +103,14 @@ def _command(name: str, command: Any) -> str:
         f"\n### asyncrl {name}\n\n{_prose(command.help)}\n",
         f"```bash\n{usage}\n{command.epilog.removeprefix('Example: ')}   # for example\n```",
     ]
+    arguments = [one for one in arguments if not one.help.startswith(RUN)]
     if arguments or options:
         lines.append("\n| argument or option | meaning |\n|---|---|")
     lines += [f"| `{_cell(_named(one))}` | {_cell(one.help)} |" for one in arguments]
-    lines += [f"| `{_cell(shown)}` | {_cell(meaning)} |" for shown, meaning in options]
+    lines += [
+        f"| `{_cell(shown.replace(' range>', '>'))}` | {_cell(meaning)} |"
+        for shown, meaning in options
+    ]
     return "\n".join(lines)
 
 

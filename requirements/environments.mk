@@ -67,6 +67,15 @@ $(TRITONS): $(VENV)-triton/%/.ready: | $(VENV)/.core
 	$(UV) $(INSTALL) --python $(VENV)/bin/python --no-deps --target $(@D) triton==$*
 	@touch $@
 
+# Code of TRL and verl, whose formulas tests compare with, beside the environment: 27 MB. omegaconf needs an older antlr4 than
+# math-verify.
+PEERS := trl==1.16.0 verl==0.9.1 tensordict==0.15.3 pyvers==0.2.3 omegaconf==2.3.0 antlr4-python3-runtime==4.9.3 \
+  hydra-core==1.3.2 codetiming==1.4.0 orjson==3.13.0
+$(VENV)-peers/.ready: requirements/environments.mk | $(VENV)/.core
+	@echo "installing TRL and verl to compare with"
+	$(UV) $(INSTALL) --python $(VENV)/bin/python --no-deps --target $(@D) $(PEERS)
+	@touch $@
+
 # Libraries of environments whose packages contradict vLLM's, and each other's (mcp): workers of
 # environments run there (environment.python). Next to $(VENV), where tests/support/library_python.py looks.
 $(VENV)-verifiers/.ready $(VENV)-openenv/.ready: $(VENV)-%/.ready: requirements/%.lock | $(TOOLS)/bin/uv

@@ -34,6 +34,9 @@ Resume = Annotated[
     bool, typer.Option("--resume", help="Continue this run from its newest whole checkpoint.")
 ]
 Clean = Annotated[bool, typer.Option("--clean", help="Delete an earlier run of this name first.")]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Print the configuration with each key's meaning.")
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check and print all that a start does, and exit.")
 ]
@@ -104,9 +107,7 @@ def run(
         str, typer.Option("--health-host", help="Host of --health-port.")
     ] = "127.0.0.1",
     dry_run: DryRun = False,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Print the configuration with each key's meaning.")
-    ] = False,
+    explain: Explain = False,
     end_with: Annotated[
         int | None,
         typer.Option(
@@ -203,17 +204,28 @@ def sft(
     resume: Resume = False,
     clean: Clean = False,
     dry_run: DryRun = False,
+    explain: Explain = False,
 ) -> None:
     """Fine-tune on given responses before RL; the run is called NAME-sft."""
+    from asyncrl.config.effects import refuse_without_effect
+    from asyncrl.config.reference import explain_config
     from asyncrl.config.run_config import load_config
     from asyncrl.sft.command import train
     from asyncrl.tasks.model import no_transformers_bars
 
     if resume and clean:
         raise UserError("--resume continues a run and --clean deletes it: give only one of them")
+    config = load_config(config_file, overrides or [])
+    if explain:
+        typer.echo(
+            explain_config(config, lambda line: typer.style(line, dim=True), "sft"), nl=False
+        )
+        return
+    if not resume:
+        refuse_without_effect(config, str(config_file), "sft")
     with no_transformers_bars():
         train(
-            load_config(config_file, overrides or []),
+            config,
             TerminalConsole(markup=False),
             resume=resume,
             clean=clean,

@@ -1,9 +1,9 @@
 """The table of settings that have an effect only with others; a user's that have none are refused.
 
-`asyncrl run` and `doctor` refuse them, `--explain` greys them, and docs/configuration.md says when
-they have one. The rule of a key is its entry's, or else that of the section around it. Values that
-are a setting's default pass, since a run's own config.yaml names all of them; and recorded
-configurations are not judged, so that every run stays readable.
+`asyncrl run`, `sft` and `doctor` refuse them, `--explain` greys them, and docs/configuration.md
+says when they have one. The rule of a key is its entry's, or else that of the section around it.
+Values that are a setting's default pass, since a run's own config.yaml names all of them; and
+recorded configurations are not judged, so that every run stays readable.
 """
 
 import functools
@@ -162,20 +162,48 @@ _TABLE: dict[str, Effect] = {
 }
 """Rules by section, or by section and settings; settings without one always have an effect."""
 
-EFFECTS = {
-    key: effect
-    for names, effect in _TABLE.items()
-    for section, *settings in [names.split()]
-    for key in ([f"{section}.{one}" for one in settings] or [section])
-}
+
+def _by_key(table: dict[str, Effect]) -> dict[str, Effect]:
+    return {
+        key: effect
+        for names, effect in table.items()
+        for section, *settings in [names.split()]
+        for key in ([f"{section}.{one}" for one in settings] or [section])
+    }
+
+
+EFFECTS = _by_key(_TABLE)
 """The rules by key or section."""
+_RL = Effect("in `asyncrl run`", lambda *_: False, may_stand=True)
+_OF_RL = """
+run steps epochs repeatable on_wrong_policy changes print_samples log_samples log_samples_mb
+  log_sample_tokens; task answer_field max_prompt_tokens too_long;
+rewards; environment; sampling; engine; cache; scheduler;
+trainer algorithm learning_rate learning_rate_schedule learning_rate_minimum warmup_steps
+  schedule_steps proximal_policy importance_cap dual_clip correction correction_band log_ratio_clamp
+  clip_ratio_low clip_ratio_high loss_normalization advantage_normalization
+  skip_zero_variance_groups overlong_buffer mask_truncated_completions kl_coefficient kl_estimator
+  kl_clamp reference_refresh_steps reference_decay ppo_epochs minibatches critic mix_groups
+  rank_network async_checkpoints;
+evaluation samples temperature threshold hold_seconds max_unscored_share timeout_seconds;
+launcher generators threads weights trusted_network colocate pin_cores silence_seconds leave_seconds
+  checkpoint_seconds max_restarts ray agents;
+monitoring metrics host port live report_samples timeline tracing web"""
+_MISSED = dict.fromkeys(
+    ("evaluation sets keep_best best_of", "launcher kind"), _RL._replace(may_stand=False)
+)
+OF_RL = _by_key(dict.fromkeys(_OF_RL.split(";"), _RL) | _MISSED)
+"""Settings that `asyncrl sft` refuses or names; a resume does not compare them."""
+_OF_SFT = {key: one for key, one in EFFECTS.items() if key.split(".")[0] not in (*OF_RL, "sft")}
+_OF_SFT |= {**OF_RL, "sft.response_field": _is("sft.learn", "response")}
 
 
-def rule_of(key: str) -> Effect | None:
+def rule_of(key: str, verb: str = "run") -> Effect | None:
     """Return the rule of a setting or section by its dotted path; None: it has an effect."""
-    while key not in EFFECTS and key:
+    table = _OF_SFT if verb == "sft" else EFFECTS
+    while key not in table and key:
         key = key.rpartition(".")[0]
-    return EFFECTS.get(key)
+    return table.get(key)
 
 
 class Idle(NamedTuple):
@@ -188,20 +216,27 @@ class Idle(NamedTuple):
     @property
     def is_refused(self) -> bool:
         """True if it is a user's mistake: it is not of another engine or launcher, and set."""
+        return self.is_set and not self.rule.may_stand
+
+    @property
+    def is_set(self) -> bool:
+        """True if its value is not the default."""
         default = type(self.section).model_fields[self.name].get_default(call_default_factory=True)
         if isinstance(self.section, TrainerConfig):
             default = entry_of(self.section.algorithm).defaults.get(self.name, default)
         value = getattr(self.section, self.name)
         is_off = value is False and default is None
-        return not (self.rule.may_stand or is_off or value == default)
+        return not (is_off or value == default)
 
 
-def without_effect(config: RunConfig) -> dict[Place, Idle]:
+def without_effect(config: RunConfig, verb: str = "run") -> dict[Place, Idle]:
     """Return the settings that have no effect, set or not, by their place in the configuration.
 
     A setting that has one at any step of the run (`run.changes`) has an effect.
     """
-    rules = {place: (section, rule_of(key)) for place, key, section in _settings(config, (), "")}
+    rules = {
+        place: (section, rule_of(key, verb)) for place, key, section in _settings(config, (), "")
+    }
     found = {
         place: Idle(section, place[-1], rule)
         for place, (section, rule) in rules.items()
@@ -218,10 +253,10 @@ def without_effect(config: RunConfig) -> dict[Place, Idle]:
     return found
 
 
-def refuse_without_effect(config: RunConfig, source: str) -> None:
+def refuse_without_effect(config: RunConfig, source: str, verb: str = "run") -> None:
     """Refuse settings of the user's that have no effect. Raises ConfigError."""
     lines = []
-    for place, idle in without_effect(config).items():
+    for place, idle in without_effect(config, verb).items():
         if idle.is_refused:
             value = idle.section.model_dump(mode="json")[idle.name]
             lines.append(

@@ -97,9 +97,9 @@ def sections() -> list[Section]:
     ]
 
 
-def explain_config(config: RunConfig, grey: Callable[[str], str] = str) -> str:
+def explain_config(config: RunConfig, grey: Callable[[str], str] = str, verb: str = "run") -> str:
     """Return the configuration as commented YAML; `load_config` reads it back."""
-    idle = without_effect(config)
+    idle = without_effect(config, verb)
     explained = _Explained({section.path: section for section in sections()}, idle, grey)
     lines: list[str] = []
     for name, values in config.model_dump(mode="json").items():
@@ -111,12 +111,16 @@ def explain_config(config: RunConfig, grey: Callable[[str], str] = str) -> str:
 
 def reference_page() -> str:
     """Return the text of docs/configuration.md."""
-    pages = ("\n".join(_page_section(section)) + "\n" for section in sections())
+    described: dict[Setting, str] = {}
+    pages = ("\n".join(_page_section(section, described)) + "\n" for section in sections())
     return "\n".join([_INTRODUCTION, *pages])
 
 
-def _page_section(section: Section) -> Iterator[str]:
-    """Yield the lines of a section; what its keys share stands above its table, once."""
+def _page_section(section: Section, described: dict[Setting, str]) -> Iterator[str]:
+    """Yield the lines of a section; what its keys share stands above its table, once.
+
+    A key that is `described` with the same words in an earlier section refers to that.
+    """
     yield f"{'###' if '.' in section.path else '##'} `{section.path}`"
     yield from ("", section.meaning, "")
     changes = {setting.may_change for setting in section.settings}
@@ -133,6 +137,9 @@ def _page_section(section: Section) -> Iterator[str]:
         meaning = setting.meaning
         for condition in shared:
             meaning = meaning.removesuffix(f" {condition}")
+        earlier = described.setdefault(setting, section.path)
+        if earlier != section.path:
+            meaning = f"As in `{earlier}`."
         yield (
             f"| `{setting.name}` | {_cell(setting.values)} | `{setting.default}` "
             f"|{may_change} {_cell(meaning)} |"
@@ -199,7 +206,7 @@ def _values(field: Schema) -> str:
 def _type(field: Schema) -> str:
     if "prefixItems" in field:
         return f"[{', '.join(_type(item) for item in field['prefixItems'])}]"
-    names = {"boolean": "true or false", "string": "text", "array": "list", "object": "mapping"}
+    names = {"string": "text", "array": "list", "object": "mapping"}
     kind: str = field.get("type", "any value")
     return names.get(kind, kind)
 

@@ -46,11 +46,6 @@ class FleetEvaluation:
             return self.during.current
         return self._round
 
-    @property
-    def is_phase(self) -> bool:
-        """True if the run evaluates and does nothing else."""
-        return self._round is not None
-
     def configure(self, config: RunConfig) -> None:
         """Change the settings, from the next round on."""
         self._config = config.evaluation

@@ -28,7 +28,11 @@ T = TypeVar("T")
 
 
 class FileUnavailable(WireError):  # noqa: N818 - names the state
-    """The other relay does not serve the file, or does not answer; the text says which."""
+    """The other relay does not serve the file; the text says why."""
+
+
+class RelaySilent(FileUnavailable):
+    """The other relay does not answer."""
 
 
 class FileClient:
@@ -64,7 +68,7 @@ class FileClient:
                 await self._line.send(request)
                 answer = await self._answer(request.number)
             except (TimeoutError, NoReply, Unreachable) as error:
-                raise FileUnavailable(
+                raise RelaySilent(
                     f"{name} has not answered {type(request).__name__} for {ANSWER_SECONDS:.0f} s"
                 ) from error
         if isinstance(answer, files.NotServed):
@@ -137,11 +141,9 @@ class Copying:
             try:
                 is_whole = rule_of(file.path)[0] is Kind.WHOLE
                 copied += await (self._replace(file) if is_whole else self._grow(file))
-            except OSError as error:
-                failure = error
-            except FileUnavailable as error:
-                if "has not answered" in str(error):
-                    raise
+            except RelaySilent:
+                raise
+            except (OSError, FileUnavailable) as error:
                 failure = error
         if failure is not None:
             raise failure

@@ -38,6 +38,7 @@ from typing import Literal, NoReturn
 
 import msgspec
 
+from asyncrl.config.effects import OF_RL
 from asyncrl.config.run_config import RunConfig, dump_config, load_config
 from asyncrl.errors import UserError
 from asyncrl.launch.identity import status_of
@@ -314,7 +315,8 @@ def find_run(name: str | None, directory: Path, *, may_be_supervised: bool = Fal
     if not may_be_supervised and is_supervised(path):
         raise UserError(
             f"{path} is a run of supervised fine-tuning, which `asyncrl list`, `status`, `logs`, "
-            "`eval` and `export` know; Ctrl-C or SIGTERM ends it"
+            "`eval` and `export` know. It has no report, page or orders: its numbers are in "
+            "metrics.jsonl, evaluations.jsonl and monitoring.sinks; Ctrl-C or SIGTERM ends it"
         )
     return path
 
@@ -393,9 +395,10 @@ def _refuse_if_different(path: Path, config: RunConfig) -> None:
     previous = load_config(path / "config.yaml").model_dump(mode="json")
     current = config.model_dump(mode="json")
     forget_unnamed(previous, current)
-    if not is_supervised(path):
+    for unread in OF_RL if is_supervised(path) else ("sft",):
+        section, _, name = unread.partition(".")
         for one in (previous, current):
-            one.pop("sft", None)
+            (one.get(section) or {}).pop(name, None) if name else one.pop(section, None)
     key = fixed_difference(previous, current)
     if key is not None:
         before, now = value_of(previous, key), value_of(current, key)

@@ -58,6 +58,8 @@ class Folder:
     path: Path
     device: int
     inode: int
+    verb: str = "run"
+    """The command that continues the run."""
 
     @classmethod
     def at(cls, path: Path) -> Folder:
@@ -81,7 +83,7 @@ class Folder:
             raise RunFailed(
                 f"the run's folder {self.path} was removed, moved or replaced while the run was "
                 "active, so nothing of the run can be saved there. If you have moved it, move it "
-                f"back and continue with `{resume_command(self.path)}`"
+                f"back and continue with `{resume_command(self.path, verb=self.verb)}`"
             )
 
     @contextlib.contextmanager

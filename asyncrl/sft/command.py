@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -25,8 +25,10 @@ import torch
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
+from asyncrl.config.effects import OF_RL, without_effect
 from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.cores import usable_cores
+from asyncrl.engine.config import SamplingConfig
 from asyncrl.errors import Interrupted, RunFailed, UserError
 from asyncrl.launch.child_spec import MEETINGS, make_place, remove_meetings
 from asyncrl.launch.records import ProcessRecords
@@ -55,10 +57,8 @@ from asyncrl.tasks.model_files import parameters
 from asyncrl.tasks.model_tokenizer import load_tokenizer
 from asyncrl.tasks.sft_config import ALGORITHM
 from asyncrl.tasks.templates.variables import names_the_date
-from asyncrl.trainer.base.algorithm_registry import entry_of
-from asyncrl.trainer.base.config import CriticConfig
-from asyncrl.trainer.base.errors import RankLost
-from asyncrl.trainer.base.rank_network import LOOPBACK
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.errors import CheckpointUnwritable, RankLost
 from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.trainer.ranks.world import ALONE, World
 from asyncrl.wire.records.evaluations import HELD_OUT, EvaluationRecord, SetEvaluation, When
@@ -67,23 +67,6 @@ from asyncrl.wire.records.step import LearnerMetrics, StepMetrics, TrainerTimes
 _LOOK_SECONDS = 0.5
 SUFFIX = "-sft"
 """Ending of the run's name: one file can describe both this run and the one that follows it."""
-_NEUTRAL = {
-    "correction": "none",
-    "loss_normalization": "token",
-    "kl_coefficient": 0.0,
-    "minibatches": 1,
-    "ppo_epochs": 1,
-    "overlong_buffer": 0,
-    "mask_truncated_completions": False,
-    "learning_rate_minimum": 0.0,
-    "schedule_steps": None,
-    "reference_refresh_steps": None,
-    "reference_decay": None,
-    "critic": CriticConfig(),
-    "rank_network": LOOPBACK,
-    **entry_of("reinforce").only,
-}
-"""Settings of the trainer that speak of rewards or of several passes."""
 
 
 class SftResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,24 +85,23 @@ class SftResult(msgspec.Struct, frozen=True, kw_only=True):
 def with_settings(config: RunConfig, steps: int) -> RunConfig:
     """Return the configuration that the learner, the run's folder and a resume see."""
     sft = config.sft
+    neutral = TrainerConfig(algorithm=ALGORITHM, correction="none", advantage_normalization="none")
+    unread = [key.removeprefix("trainer.") for key in OF_RL if key.startswith("trainer.")]
     trainer = {
-        **_NEUTRAL,
-        "algorithm": ALGORITHM,
+        **{name: getattr(neutral, name) for name in unread},
         "learning_rate": sft.learning_rate,
         "learning_rate_schedule": sft.learning_rate_schedule,
         "warmup_steps": sft.warmup_steps,
     }
-    whole = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     updates = {
         "run": {"name": _named(config).run.name, "steps": steps, "epochs": None, "changes": {}},
         "trainer": trainer,
-        "sampling": whole,
+        "sampling": {**dict(SamplingConfig()), "max_tokens": config.sampling.max_tokens},
         "scheduler": {
             "group_size": 1,
             "groups_per_step": sft.batch_size,
             "dynamic_sampling": DynamicSamplingConfig(),
         },
-        "evaluation": {"keep_best": False},
     }
     changed = config.model_copy(
         update={key: getattr(config, key).model_copy(update=one) for key, one in updates.items()}
@@ -142,6 +124,10 @@ def train(
     began = time.monotonic()
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     check_peft(config)
+    idle = [place for place, one in without_effect(config, "sft").items() if one.is_set]
+    unread = dict.fromkeys(one[0] if one[0] in OF_RL else ".".join(one) for one in idle)
+    if unread and not resume:
+        say(f"{'not read':<10} {', '.join(unread)}: without effect in `asyncrl sft`")
     if config.trainer.ranks > config.sft.batch_size:
         raise UserError(
             f"sft.batch_size ({config.sft.batch_size}) leaves some of trainer.ranks "
@@ -176,7 +162,10 @@ def train(
         refuse_unfit(config, resume=True, clean=False)
         _refuse_changed(config, examples)
     say(_data_line(config, examples))
-    say(f"{'training':<10} mean -log p of the learned tokens; {_learning_rate(config)}")
+    rate, warmup = config.trainer.learning_rate, config.trainer.warmup_steps
+    rates = f"{rate:g}{f' after {warmup:,} steps' if warmup else ''}"
+    rates += f", {config.trainer.learning_rate_schedule}"
+    say(f"{'training':<10} mean -log p of the learned tokens; learning rate {rates}")
     sized = _sized(config, examples.longest)
     check_positions(sized, model)
     shape, device = shape_of(sized, model, parameters(model), loaded.sizes), device_here(config)
@@ -190,6 +179,7 @@ def train(
         return
     directory = RunDirectory.create(config, resume=resume, clean=clean, say=say)
     directory.state.kind, directory.state.examples = "sft", examples.digest
+    directory.folder = replace(directory.folder, verb="sft")
     start = _Start(config, examples, model_path, most_tokens, directory, gpus)
     try:
         with contextlib.closing(directory), directory.folder.required():
@@ -295,6 +285,10 @@ def _train(start: _Start, watcher: _Watcher, records: ProcessRecords) -> None:
             training.train(watcher)
         except RankLost as error:
             raise RunFailed(f"{error}. The logs of the other ranks are in {logs}") from error
+        except CheckpointUnwritable as error:
+            raise RunFailed(
+                f"{error}; once the disk takes it, --resume trains the steps since the newest one"
+            ) from error
 
 
 def _joined(
@@ -443,8 +437,7 @@ class _Watcher(Watcher):
             return
         self.losses[version] = loss
         when: When = "before" if version == 0 else "during"
-        if version == self._config.run.steps:
-            when = "after"
+        when = "after" if version == self._config.run.steps else when
         count = self._held_out
         estimate = SetEvaluation(prompts=count, samples=count, accuracy=None, loss=loss)
         self._evaluations.append(
@@ -494,14 +487,7 @@ def _data_line(config: RunConfig, examples: Examples) -> str:
     )
 
 
-def _learning_rate(config: RunConfig) -> str:
-    trainer = config.trainer
-    warmup = f" after {trainer.warmup_steps:,} steps" if trainer.warmup_steps else ""
-    return f"learning rate {trainer.learning_rate:g}{warmup}, {trainer.learning_rate_schedule}"
-
-
 def _sized(config: RunConfig, longest: int) -> RunConfig:
     """Return the configuration of a run whose samples are as long as the longest example."""
-    alone = {"max_model_len": longest, "kind": "torch", "kinds": ()}
-    engine = config.engine.model_copy(update=alone)
-    return config.model_copy(update={"engine": engine})
+    engine = {"max_model_len": longest, "kind": "torch", "kinds": ()}
+    return config.model_copy(update={"engine": config.engine.model_copy(update=engine)})

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from asyncrl.tasks.sft_config import ALGORITHM
 from asyncrl.trainer.algorithms.base import Rewards
 from asyncrl.trainer.algorithms.reinforce import Reinforce
 from asyncrl.trainer.base.algorithm_registry import provide
+from asyncrl.trainer.base.errors import CheckpointUnwritable
 from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.trainer.checkpoint.trainer_lease import TrainerLease
 from asyncrl.trainer.learner import Learner
@@ -49,6 +51,8 @@ class Supervised(Reinforce):
 
 class Watcher:
     """The use of a rank's numbers: none, but on the first rank."""
+
+    say: Callable[[str], None] = print  # to the rank's log
 
     @property
     def is_stopped(self) -> bool:
@@ -114,7 +118,8 @@ class SftTraining:
     def train(self, watcher: Watcher) -> None:
         """Train to the last step, or until the first rank's watcher is stopped, and save."""
         config, learner = self._config, self.learner
-        saved, steps = learner.policy_version, config.run.steps
+        steps, every = config.run.steps, config.trainer.checkpoint_every
+        saved, failures, retry = learner.policy_version, 0, None
         self._evaluate(watcher)
         while learner.policy_version < steps and not self._world.decided(
             watcher.is_stopped, "whether the user ends the run"
@@ -123,12 +128,27 @@ class SftTraining:
             metrics = self.step()
             watcher.finished(version, metrics, time.monotonic() - began)
             version += 1
-            if version % config.trainer.checkpoint_every == 0 or version == steps:
-                learner.save(path_of(self._checkpoints, version))
-                saved = version
+            if version % every == 0 or version in (steps, retry):
+                if (error := self._save()) is None:
+                    saved, failures, retry = version, 0, None
+                elif version < steps:  # as in a run of RL
+                    retry = version + min(2**failures, every)
+                    failures += 1
+                    watcher.say(f"{error}; training continues; the next try: after step {retry}")
             self._evaluate(watcher)
-        if learner.policy_version != saved:
-            learner.save(path_of(self._checkpoints, learner.policy_version))
+        if learner.policy_version != saved and (error := self._save()) is not None:
+            raise error
+
+    def _save(self) -> CheckpointUnwritable | None:
+        """Write a checkpoint; return the error of a disk that refuses it, the same on each rank."""
+        found = None
+        try:
+            self.learner.save(path_of(self._checkpoints, self.learner.policy_version))
+        except CheckpointUnwritable as error:
+            found = error
+        if not self._world.any(found is not None, "whether the disk took the checkpoint"):
+            return None
+        return found or CheckpointUnwritable("the disk refused another rank's part", "io_error")
 
     def step(self) -> LearnerMetrics:
         """Make an optimizer step of the next examples of all ranks."""
@@ -156,10 +176,12 @@ class SftTraining:
 
     def _evaluate(self, watcher: Watcher) -> None:
         """Measure the held-out loss of this version, if it is due and not known."""
-        version, every = self.learner.policy_version, self._config.evaluation.every
-        if version % (every or self._config.run.steps) and version != self._config.run.steps:
-            return
-        if not self._world.decided(watcher.has_loss(version), "whether the held-out loss is known"):
+        version, evaluation = self.learner.policy_version, self._config.evaluation
+        steps = self._config.run.steps
+        is_due = version % (evaluation.every or steps) == 0 and (version or evaluation.at_start)
+        if (is_due or version == steps) and not self._world.decided(
+            watcher.has_loss(version), "whether the held-out loss is known"
+        ):
             watcher.evaluated(version, self.held_out_loss())
 
 

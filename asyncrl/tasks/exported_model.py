@@ -54,7 +54,7 @@ def hub_token(name: str) -> str:
     """Return the hub's token. Raises UserError without one, or if `name` is not OWNER/NAME."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         if name.count("/") != 1:

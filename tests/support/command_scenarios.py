@@ -236,6 +236,7 @@ NOT_RUN: dict[str, str] = {
         make check
         make test
         make test-busy
+        make test-peers
         make test-deploy
         pip install --no-index --find-links gpu-bundle --requirement gpu-bundle/requirements.txt
         pip install --no-index --no-deps --target DIR gpu-bundle/*.whl

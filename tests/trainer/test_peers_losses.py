@@ -81,10 +81,9 @@ def same(mine: list[Array], theirs: list[Array], factor: float = 1.0, rtol: floa
 
 
 def library(name: str) -> Any:
-    """A module of a peer; the test is skipped where it is not installed."""
+    """A module of a peer, which `make test-peers` installs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pytest.importorskip(name.partition(".")[0])
         return importlib.import_module(name)
 
 
@@ -169,8 +168,14 @@ def trl_itself(one: Padded, old: Tensor, advantages: Tensor, weight: Any, o: Any
 
 
 Trl = Callable[[Padded, Tensor, Tensor, Any, Any], Tensor]
-of_trl = pytest.mark.parametrize("trl", [trl_formula, trl_itself], ids=["formula", "trl"])
-of_verl = pytest.mark.parametrize("itself", [False, True], ids=["formula", "verl"])
+PEERS = pytest.mark.peers
+of_trl = pytest.mark.parametrize(
+    "trl",
+    [pytest.param(trl_formula, id="formula"), pytest.param(trl_itself, id="trl", marks=PEERS)],
+)
+of_both = pytest.mark.parametrize(
+    "itself", [pytest.param(False, id="formula"), pytest.param(True, id="itself", marks=PEERS)]
+)
 
 
 def gradient_of_trl(
@@ -299,7 +304,7 @@ def test_warm_up_begins_one_step_later_than_theirs(schedule: str) -> None:
     assert theirs(0) == 0.0
 
 
-@pytest.mark.parametrize("itself", [False, True], ids=["formula", "trl"])
+@of_both
 @pytest.mark.parametrize(
     ("alpha", "settings"), [(1.0, {"reference_refresh_steps": 2}), (0.6, {"reference_decay": 0.4})]
 )
@@ -385,7 +390,7 @@ def gradient_of_verl(
     return one.gradient(verl(one, start, a * one.mask, mode, agg, options))
 
 
-@of_verl
+@of_both
 @pytest.mark.parametrize(
     ("agg", "normalization", "factor"),
     [
@@ -404,7 +409,7 @@ def test_normalizations_of_verl(itself: bool, agg: str, normalization: str, fact
     same(got, gradient_of_verl(Padded(step), itself=itself, agg=agg), factor, rtol=1e-7)
 
 
-@of_verl
+@of_both
 @pytest.mark.parametrize(
     ("key", "theirs", "settings"),
     [
@@ -429,7 +434,7 @@ def test_ratios_of_verl(itself: bool, key: str, theirs: Any, settings: Settings)
     same(trained(step, **PLAIN, **settings)[1], theirs, rtol=1e-7)
 
 
-@of_verl
+@of_both
 def test_gpgs_factor_is_of_samples_with_a_reward_in_verl(itself: bool) -> None:
     assert "samples whose reward is not 0" in row_of("`algorithm.adv_estimator`")
     step = step_of(11, spread=0.0)
@@ -449,7 +454,7 @@ def test_gpgs_factor_is_of_samples_with_a_reward_in_verl(itself: bool) -> None:
     same(got, theirs, (3 / 2) / (12 / 2))
 
 
-@of_verl
+@of_both
 @pytest.mark.parametrize(
     ("kind", "estimator"), [("low_var_kl", "k3"), ("mse", "k2"), ("k3+", "k2"), ("k1+", "k2")]
 )
@@ -470,7 +475,7 @@ def test_penalties_in_verls_loss(itself: bool, kind: str, estimator: str) -> Non
     same([a - b for a, b in zip(got, without, strict=True)], theirs)
 
 
-@of_verl
+@of_both
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "rloo"])
 def test_the_penalty_in_verls_reward_is_in_the_baseline(itself: bool, estimator: str) -> None:
     """Without a baseline the two agree: each token loses the penalty of those that follow."""
@@ -509,7 +514,7 @@ def test_the_penalty_in_verls_reward_is_in_the_baseline(itself: bool, estimator:
     same([mine - other for mine, other in zip(got, theirs, strict=True)], apart)
 
 
-@of_verl
+@of_both
 @pytest.mark.parametrize(
     ("level", "correction"), [("token", "token_truncated"), ("sequence", "sequence_truncated")]
 )
@@ -530,7 +535,7 @@ def test_weights_of_verls_rollout_correction(itself: bool, level: str, correctio
     same(trained(step, **PLAIN, correction=correction)[1], theirs)
 
 
-@of_verl
+@of_both
 def test_what_verl_rejects_leaves_its_denominator(itself: bool) -> None:
     assert "denominator" in row_of("`algorithm.rollout_correction")
     step = step_of(15, spread=1.0)

@@ -31,7 +31,7 @@ os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")  # the he
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.runtime_env import RuntimeEnv
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -216,11 +216,13 @@ class Driver:
         self._serving.add(slot.name)
         try:
             code, words = ray.get(one.serve.remote(arguments, order.secret))
+            cause = f"its agent ended with exit code {code}: {words}"
+        except RayTaskError as error:
+            cause = f"its agent did not start: {one_line(error)}"
         except RayError as error:  # or a connection broke, and the agent lives
             return _lost(error)
         finally:
             self._serving.discard(slot.name)
-        cause = f"its agent ended with exit code {code}: {words}"
         self._say(messages.Lost(slot.name, cause))
         return cause
 

@@ -190,8 +190,8 @@ class RayLauncher(AgentsLauncher):
         """Names of the slots of generators that have joined."""
         self._reserving: dict[str, asyncio.Future[str]] = {}
         self._fixed = {slot.name for slot in slots}
-        self.troubles: list[str] = []
-        """Causes of agents lost before the run began."""
+        self._trouble: str | None = None
+        """Cause of the first loss."""
         self._lost: AsyncrlError | None = None
         # A process's slot is its own; a replacement has its predecessor's.
         self.roster.may_host = lambda spec, agent: _is_of(spec.name.split(".")[0], agent)
@@ -217,7 +217,7 @@ class RayLauncher(AgentsLauncher):
         while (message := await self._driver.hear()) is not None:
             match message:
                 case messages.Lost(name=name, cause=cause):
-                    self.troubles.append(f"{name}: {cause}")
+                    self._trouble = self._trouble or f"{name}: {cause}"
                     released = name not in self._fixed | self._joiners  # so nothing failed
                     self._agents_lost(cause, partial(_is_of, name), node=released)
                 case messages.NodeLeft(node=node):
@@ -245,7 +245,7 @@ class RayLauncher(AgentsLauncher):
             self._agents_lost(reason, lambda _one: True)
         if self._lost is None:
             self._lost = AsyncrlError(reason)
-            self.troubles.append(reason)
+            self._trouble = self._trouble or reason
             self._on_lost(self._lost)
 
     async def make_room(self, generators: Sequence[int]) -> None:
@@ -287,7 +287,7 @@ class RayLauncher(AgentsLauncher):
 
     def why_hopeless(self) -> str | None:
         """Return why the agents that the run begins with will not all come; None if they may."""
-        return next(iter(self.troubles + self.roster.of_no_use()), None)
+        return self._trouble or next(iter(self.roster.of_no_use()), None)
 
     async def close(self) -> None:
         """End the agents, then the driver with all that Ray has started. Bounded."""

@@ -29,6 +29,8 @@ from asyncrl.sft.training import SftTraining
 from asyncrl.tasks.examples import Examples, load_examples
 from asyncrl.tasks.model_tokenizer import load_tokenizer
 from asyncrl.tasks.prompts import prompt_order
+from asyncrl.trainer.base.errors import CheckpointUnwritable
+from asyncrl.trainer.learner import Learner
 
 Typed = Callable[..., str]
 
@@ -161,13 +163,56 @@ def test_a_run_that_is_stopped_continues_to_the_same_weights(
     with pytest.raises(UserError, match="the chat template or the tokenizer have changed"):
         typed("--resume", **lora)
     rows.write_text(before)
+    with pytest.raises(UserError, match=r"sft.batch_size was 8 and is now 4"):
+        typed("--resume", "--set", "sft.batch_size=4", **lora)
     with pytest.raises(UserError, match="which `asyncrl sft` begins and continues"):
         invoke("run", str(run / "config.yaml"), "--resume")
-    typed("--resume", **lora)
+    for_rl = {"algorithm": "dapo", "kl_coefficient": 0.1, "clip_ratio_high": 0.3, **lora}
+    more = "sampling.stop=['x']", "task.answer_field=answer", "scheduler.group_size=4"
+    said = typed("--resume", *(word for one in more for word in ("--set", one)), **for_rl)
+    assert "not read" not in said
     assert [one.step for one in read_metrics(run / "metrics.jsonl")] == list(range(6))
     for name, tensors in whole.items():
         again = load_file(run / name)
         assert all(torch.equal(again[key], value) for key, value in tensors.items()), name
+
+
+def test_a_disk_that_refuses_a_checkpoint_does_not_end_training(
+    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another is tried after 1, 2, 4 steps; if the last one fails, too, a resume goes on."""
+    checkpoints, tried = tmp_path / "runs/words-sft/checkpoints", list[int]()
+    save = Learner.save
+
+    def fails(self: Learner, directory: Path) -> None:
+        tried.append(self.policy_version)
+        if self.policy_version != 1:
+            raise CheckpointUnwritable(
+                "the checkpoint cannot be written: No space left", "disk_full"
+            )
+        save(self, directory)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "save", fails)
+        more = "--set", "trainer.checkpoint_every=1", "--set", "evaluation.at_start=false"
+        with pytest.raises(RunFailed, match="No space left; once the disk takes it, --resume"):
+            typed(*more)
+    assert tried == [1, 2, 3, 4, 5, 6, 6]
+    assert [one.name for one in checkpoints.glob("step-*")] == ["step-000001"]
+    said = typed("--resume", *more)
+    assert "held-out loss" in said
+    assert (checkpoints / "step-000006").exists()
+
+
+def test_what_only_rl_reads_is_named_and_explained(typed: Typed) -> None:
+    """One file describes both runs, and nothing of it is left out in silence."""
+    more = "--set", "engine.kind=vllm", "--set", "sampling.temperature=0.7"
+    said = typed("--dry-run", *more, kl_coefficient=0.1)
+    assert "task.answer_field, sampling, engine, trainer.kl_coefficient: without effect" in said
+    assert "not read" not in typed("--dry-run", "--set", "task.answer_field=answer")
+    explained = typed("--explain", kl_coefficient=0.1)
+    assert "  kl_coefficient: 0.1\n" in explained
+    assert "  learn: response\n" in explained
 
 
 @pytest.mark.slow
@@ -194,6 +239,17 @@ def test_two_ranks_learn_what_one_does(typed: Typed, tmp_path: Path) -> None:
         (("--set", "sft.response_field=reply"), "no 'reply'; sft.response_field must name one"),
         (("--set", "sft.warmup_steps=6"), "sft.warmup_steps: 6 of 6 steps leave none"),
         (("--set", "sft.max_tokens=4"), "more than sft.max_tokens (4)"),
+        (
+            ("--set", "evaluation={every: 50, keep_best: true}"),
+            "evaluation.keep_best: true has an effect only in `asyncrl run`",
+        ),
+        (
+            ("--set", "evaluation.sets={a: {path: a.jsonl}}"),
+            'evaluation.sets.a.path: "a.jsonl" has',
+        ),
+        (("--set", "launcher.kind=ray"), 'launcher.kind: "ray" has an effect only in'),
+        (("--set", "task.split=test"), 'task.split: "test" has an effect only where path is'),
+        (("--set", "sft={learn: text, response_field: x}"), "only with sft.learn: response"),
         (("--set", "trainer.ranks=9"), "sft.batch_size (8) leaves some of trainer.ranks (9)"),
         (("--resume",), "there is no run to resume"),
         (("--resume", "--clean"), "give only one of them"),
