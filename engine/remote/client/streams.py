@@ -102,11 +102,11 @@ class Streams:
             raise
         except Exception as error:
             # The engine put it into the inbox or raised it for this request: its core is gone.
-            raise self._core.failure(f"request {name!r} was lost: {error!r}") from error
+            raise self._core.process.failure(f"request {name!r} was lost: {error!r}") from error
         finally:
             self._open.pop(stream.request_id, None)
             stream.inbox.put(None)
-            if self._core.ended is None:
+            if self._core.process.ended is None:
                 await self._core.abort([stream.request_id])
                 if not self._open:
                     self._core.meter.idle()
