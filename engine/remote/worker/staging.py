@@ -44,18 +44,12 @@ class Loader(ABC):
 
     name: str
     """The engine's name in messages: "vLLM"."""
+    model: torch.nn.Module
+    """The model that decodes."""
+    model_path: str
+    """Directory that it was loaded from."""
     device: torch.device
     dtype: torch.dtype
-
-    @property
-    @abstractmethod
-    def model_path(self) -> str:
-        """Directory that the model was loaded from."""
-
-    @property
-    @abstractmethod
-    def model(self) -> torch.nn.Module:
-        """The model that decodes."""
 
     @abstractmethod
     def load(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

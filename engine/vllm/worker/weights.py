@@ -247,19 +247,9 @@ class VllmLoader(Loader):
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self.device: torch.device = worker.device
-        self.dtype: torch.dtype = worker.model_config.dtype
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """The model that decodes."""
-        model: torch.nn.Module = self._worker.model_runner.get_model()
-        return model
-
-    @property
-    def model_path(self) -> str:
-        """Directory that the model was loaded from."""
-        return str(self._worker.model_config.model)
+        self.model = worker.model_runner.get_model()
+        self.model_path = str(worker.model_config.model)
+        self.device, self.dtype = worker.device, worker.model_config.dtype
 
     def load(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors, named as in the HF state dict, into the model or its twin, in place."""
