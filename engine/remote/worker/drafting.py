@@ -254,14 +254,6 @@ def _new_tokens(
     return total
 
 
-def warm_up_rows() -> None:
-    """Compile what `RowBook.record` calls, or load the compiled code."""
-    index, table = np.zeros(1, np.int64), np.zeros((1, 1), np.int32)
-    _new_tokens(
-        index, index, index, table, index, table, index, np.zeros(1, np.bool_), index, table[0]
-    )
-
-
 class FixedBudget:
     """A `Planner` that fills every step up to a fixed number of tokens; learns nothing."""
 
@@ -395,6 +387,7 @@ def warm_up() -> None:
     row = cache.open("warm-up", context)
     cache.draft(np.array([row], np.int32), np.array([2], np.int32))
     cache.close(row)
-    warm_up_rows()
+    index, table, flag = np.zeros(1, np.int64), np.zeros((1, 1), np.int32), np.zeros(1, np.bool_)
+    _new_tokens(index, index, index, table, index, table, index, flag, index, table[0])
     warm_up_proposals()
     warm_up_step_times()

@@ -22,7 +22,6 @@ from asyncrl.engine.remote.extras import Outcome, ScoreColumns
 from asyncrl.engine.remote.worker.entries import Entry
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.sampling.logits import (
-    LogitReading,
     distributions_of,
     read_from_logits,
     rows_at_once,
@@ -125,10 +124,10 @@ class ScoredRequest:
         ids, values = self.table()
         columns = ScoreColumns(self.k)
         if token >= 0:
-            renamed = verdict.renamed[row]
             ids[accepted, columns.own] = token
             values[accepted, columns.own] = verdict.logprob[row]
-            ids[accepted, columns.outcome] = Outcome.RENAMED if renamed else Outcome.DRAWN
+            outcome = Outcome.RENAMED if verdict.renamed[row] else Outcome.DRAWN
+            ids[accepted, columns.outcome] = outcome
         return ids[:count], values[:count]
 
 
@@ -222,15 +221,20 @@ class Scorer:
             part.request.keep_hidden(part.first, hidden[source])
         if not self._ranks.leads:
             return
+        sampling = SamplingColumns.of([part.request.entry.sampling for part in parts])
         found = read_from_logits(
             logits,
-            _sampling([part.request for part in parts], np.array(counts)),
+            sampling.at(np.repeat(np.arange(len(parts)), counts)),
             KeptColumns.concatenated([part.request.columns.part(part.span) for part in parts]),
             max(part.request.k if part.request.reports_top_k else 0 for part in parts),
             listed=self._listed,
         )
         for part, source in zip(parts, sources, strict=True):
-            _fill(part, found, source)
+            request = part.request
+            request.reading.fill(part.span, found.reading, source)
+            if request.reports_top_k and found.listed is not None:
+                ids, values = (one[source, : request.k].cpu().numpy() for one in found.listed)
+                request.ids[part.span], request.values[part.span] = ids, values
 
     def _tables(
         self, done: dict[str, ScoredRequest], policy_version: int
@@ -288,17 +292,3 @@ class Scorer:
 
     def _rows_at_once(self, sampling: SamplingColumns) -> int:
         return rows_at_once(self._vocab_size, sampling, self._max_bytes)
-
-
-def _sampling(requests: Sequence[ScoredRequest], counts: NDArray[np.int64]) -> SamplingColumns:
-    """Return the sampling parameters of scored positions, `counts` of each request."""
-    columns = SamplingColumns.of([request.entry.sampling for request in requests])
-    return columns.at(np.repeat(np.arange(len(requests)), counts))
-
-
-def _fill(part: ScoredPart, found: LogitReading, source: slice) -> None:
-    request = part.request
-    request.reading.fill(part.span, found.reading, source)
-    if request.reports_top_k and found.listed is not None:
-        ids, values = (one[source, : request.k] for one in found.listed)
-        request.ids[part.span], request.values[part.span] = ids.cpu().numpy(), values.cpu().numpy()

@@ -207,12 +207,8 @@ class Attributes:
     def changed(self) -> list[str]:
         """Return the names of what has changed, is new or is gone."""
         now = _noted(self._model)
-        names = dict.fromkeys([*now, *self._held])
-        return [
-            name
-            for name in names
-            if not (name in now and name in self._held and _is_same(now[name], self._held[name]))
-        ]
+        same = unchanged(self._held, now)
+        return [name for name in now | self._held if name not in same]
 
 
 @dataclass(frozen=True, slots=True)

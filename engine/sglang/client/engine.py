@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.sharing.cache_setup import CachePlace, to_json
@@ -29,9 +28,12 @@ from asyncrl.engine.sglang.messages import (
     Ready,
     ServerSettings,
     SglangWorker,
+    Step,
     ToClient,
     WorkerSettings,
 )
+from asyncrl.engine.sglang.messages import Scored as ScoredTable
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 _ID_LENGTH = 16
 """Length of all request ids: SGLang's abort takes every request whose id begins with the given one
@@ -73,14 +75,14 @@ class SglangCore(Core):
         """Pass results to their inboxes; those of forgotten requests are dropped."""
         for step in outputs.steps:
             count = len(step.tickets) // 8
-            ids, logprobs = _table(step.ids, step.logprobs, step.width, count)
+            ids, logprobs = _table(step, count)
             tickets = np.frombuffer(step.tickets, "<i8", count)
             self.responses.record(StepTable(ids, logprobs, tickets), step.policy_version)
         for scored in outputs.scored:
             inbox = self._inboxes.pop(scored.request_id, None)
             if inbox is not None:
                 count = len(scored.ids) // (4 * scored.width)
-                ids, logprobs = _table(scored.ids, scored.logprobs, scored.width, count)
+                ids, logprobs = _table(scored, count)
                 inbox.push(Scored(ids, logprobs, scored.policy_version), last=True)
         for end in outputs.ends:
             inbox = self._inboxes.pop(end.request_id, None)
@@ -175,19 +177,15 @@ def _sent(request_id: str) -> str:
     return request_id.rjust(_ID_LENGTH, ".")
 
 
-def _table(
-    ids: bytes, logprobs: bytes, width: int, count: int
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    if not len(ids) == len(logprobs) == 4 * count * width:
+def _table(sent: Step | ScoredTable, count: int) -> tuple[IntArray, FloatArray]:
+    shape, nbytes = (count, sent.width), 4 * count * sent.width
+    if not len(sent.ids) == len(sent.logprobs) == nbytes:
         raise ValueError(
-            f"tables of {count} rows of {width} have {len(ids)} and {len(logprobs)} bytes, not "
-            f"{4 * count * width}"
+            f"tables of {count} rows of {sent.width} have {len(sent.ids)} and "
+            f"{len(sent.logprobs)} bytes, not {nbytes}"
         )
-    shape = count, width
-    return (
-        np.frombuffer(ids, "<i4").reshape(shape).view(np.int32),
-        np.frombuffer(logprobs, "<f4").reshape(shape).view(np.float32),
-    )
+    ids, logprobs = np.frombuffer(sent.ids, "<i4"), np.frombuffer(sent.logprobs, "<f4")
+    return ids.reshape(shape).view(np.int32), logprobs.reshape(shape).view(np.float32)
 
 
 _HEADROOM = 16

@@ -39,7 +39,7 @@ class StepDrawing:
             logits,
             batch.sampling,
             batch.listed,
-            Streams(batch.seed, batch.lengths() - batch.start, batch.noise_seed),
+            Streams(batch.seed, batch.lengths - batch.start, batch.noise_seed),
             max_bytes=self._max_bytes,
         )
         output = output_of(drawn, batch, np.arange(rows), self._reporting)

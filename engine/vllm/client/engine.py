@@ -48,15 +48,9 @@ class VllmCore(Core):
             from asyncrl.engine.vllm.client.api import LoRARequest
 
             self._adapter = LoRARequest("policy", ADAPTER_ID, "never read")
-        await self._call(
-            limit,
-            "attach to its worker",
-            VllmWorker.asyncrl_attach,
-            os.getpid(),
-            config.top_k_logprobs,
-            config.logits_bytes,
-            config.weight_staging == "device",
-        )
+        attach, on_device = VllmWorker.asyncrl_attach, config.weight_staging == "device"
+        given = os.getpid(), config.top_k_logprobs, config.logits_bytes, on_device
+        await self._call(limit, "attach to its worker", attach, *given)
         llm = self.process.vllm.llm
         await self.process.ask(llm.update_weight_version("0"), "set its weight version")
         await self.process.ask(llm.get_supported_tasks(), "name its tasks")

@@ -89,13 +89,7 @@ def prepare(config: EngineConfig, log: LogFolder) -> None:
 
 _SHUTDOWN_SECONDS = 10.0
 """Longest wait for its end, which takes 2 to 4; then the process is killed."""
-_SOCKETS = (
-    "output_socket",
-    "input_socket",
-    "first_req_send_socket",
-    "first_req_rcv_socket",
-    "stats_update_socket",
-)
+_SOCKETS = ("output", "input", "first_req_send", "first_req_rcv", "stats_update")
 """Sockets of AsyncLLM's client. Its context can be terminated only when all are closed."""
 
 
@@ -184,7 +178,7 @@ async def shut_down(llm: AsyncLLM) -> None:
     if tasks:
         await asyncio.wait(tasks, timeout=_SHUTDOWN_SECONDS)
     for name in _SOCKETS:
-        socket = getattr(resources, name)
+        socket = getattr(resources, f"{name}_socket")
         if socket is not None:
             socket.close(linger=0)
     resources.ctx.term()

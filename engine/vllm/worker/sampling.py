@@ -153,7 +153,7 @@ class CoreSampler:
 
 
 class CoreScorer:
-    """Computes prompt log-probabilities for a model runner, in rank 0, within `max_bytes`."""
+    """Computes prompt log-probabilities for a model runner from now on, within `max_bytes`."""
 
     def __init__(self, runner: Any, batch: RunnerBatch, ranks: Ranks, max_bytes: int) -> None:
         self._runner = runner
@@ -165,10 +165,7 @@ class CoreScorer:
             max_bytes,
             batch.listed,
         )
-
-    def install(self) -> None:
-        """Replace the method on this runner."""
-        self._runner._get_prompt_logprobs_dict = self.compute  # noqa: SLF001
+        runner._get_prompt_logprobs_dict = self.compute  # noqa: SLF001
 
     @torch.inference_mode()
     def compute(self, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:

@@ -205,7 +205,17 @@ class VllmHeldWeights(HeldWeights):
         is_packed = name.rpartition(".")[2] == "weight" and hasattr(module, "cpu_linear")
         if not is_packed or _looks_up(module, name):
             return None
-        return _sums_by_product(module, shard, shape)
+        # The probe of the block, exactly, by a product.
+        (rows, columns), (height, width) = shape, shard.shape
+        chosen, first = probes_within(columns, shard.column, width)
+        dtype = module.weight.dtype
+        units = torch.zeros(len(chosen), width, dtype=dtype)
+        units[torch.arange(len(chosen)), torch.tensor(chosen, dtype=torch.int64)] = 1
+        probe = MatrixSums(rows, len(probe_columns(columns)), units.device)
+        if chosen:
+            products = module.cpu_linear(units, module.weight, None)  # [P, N]
+            probe.add(products[:, shard.first : shard.first + height].t(), shard.row, first)
+        return TensorSums(name_of(dtype), None, probe.value * shard.factor)
 
 
 def _experts(runner: Any, leaf: str) -> torch.Tensor | None:
@@ -223,21 +233,6 @@ def _looks_up(module: Any, name: str) -> bool:
 
     embeds = isinstance(module, VocabParallelEmbedding)
     return embeds and not isinstance(module, ParallelLMHead) and "lm_head" not in name
-
-
-def _sums_by_product(module: Any, shard: Shard, shape: Shape) -> TensorSums:
-    """Compute the probe of a packed weight's block, exactly, by a product."""
-    rows, columns = shape
-    height, width = shard.shape
-    chosen, first = probes_within(columns, shard.column, width)
-    dtype = module.weight.dtype
-    units = torch.zeros(len(chosen), width, dtype=dtype)
-    units[torch.arange(len(chosen)), torch.tensor(chosen, dtype=torch.int64)] = 1
-    probe = MatrixSums(rows, len(probe_columns(columns)), units.device)
-    if chosen:
-        products = module.cpu_linear(units, module.weight, None)  # [P, N]
-        probe.add(products[:, shard.first : shard.first + height].t(), shard.row, first)
-    return TensorSums(name_of(dtype), None, probe.value * shard.factor)
 
 
 class VllmLoader(Loader):

@@ -338,10 +338,9 @@ def _verify_input(batch: Any, trees: TokenTrees, feed: Feed, contexts: Index) ->
 def _move(pool: Any, slots: torch.Tensor, feed: Feed, accepted: Accepted) -> None:
     """Move the KV of accepted paths to where the rows' texts continue."""
     if slots.device.type == "cpu":
-        found = moves(feed, accepted.path.numpy(), accepted.counts.numpy())
-        if len(found.source):
-            source, target = torch.from_numpy(found.source), torch.from_numpy(found.target)
-            pool.move_kv_cache(slots[target], slots[source])
+        source, target = moves(feed, accepted.path.numpy(), accepted.counts.numpy())
+        if len(source):
+            pool.move_kv_cache(slots[torch.from_numpy(target)], slots[torch.from_numpy(source)])
         return
     # Without waiting for the device: places after the end of a path are moved onto themselves.
     step = torch.arange(accepted.path.shape[1], device=slots.device)
