@@ -22,6 +22,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -99,25 +100,18 @@ _FIRST_POLL_SECONDS, _MAX_POLL_SECONDS = 0.002, 0.05
 """Interval between polls for staged weights. Each is answered between two steps."""
 
 
+@dataclass
 class WeightSwap:
-    """Stages published weights in the worker while it generates, then installs them.
+    """Stages published weights in the worker while it generates, then installs them."""
 
-    `longest` returns the time limit, in seconds, for staging or installing this many bytes.
-    """
+    _core: Core
+    _streams: Streams
+    _pausing: Pausing
+    _shapes: ModelShapes
+    _longest: Callable[[int], float]
+    """Returns the time limit, in seconds, for staging or installing this many bytes."""
 
-    def __init__(
-        self,
-        core: Core,
-        streams: Streams,
-        pausing: Pausing,
-        shapes: ModelShapes,
-        longest: Callable[[int], float],
-    ) -> None:
-        self._core = core
-        self._streams = streams
-        self._pausing = pausing
-        self._shapes = shapes
-        self._longest = longest
+    def __post_init__(self) -> None:
         self._limit = 0.0
         self._lock = asyncio.Lock()
         self._staged: int | None = None

@@ -12,7 +12,7 @@ have to be drawn at one place, known only at the end. A preempted prompt begins 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -141,29 +141,20 @@ def batch_of(requests: Sequence[ScoredRequest], k: int) -> KeptBatch:
     )
 
 
+@dataclass
 class Scorer:
-    """Reads and judges scored positions. All ranks make the same calls, with the same requests.
+    """Reads and judges scored positions. All ranks make the same calls, with the same requests."""
 
-    `compute_logits` is the output layer, `[n, H]` to `[n, >= V]`, in which all ranks take part.
-    Scoring holds at most `max_bytes` at once. `listed` is K of the engine, at least that of
-    reported lists.
-    """
-
-    def __init__(
-        self,
-        compute_logits: Callable[[torch.Tensor], torch.Tensor],
-        vocab_size: int,
-        ranks: Ranks,
-        max_bytes: int,
-        listed: int,
-    ) -> None:
-        self._compute_logits = compute_logits
-        self._vocab_size = vocab_size
-        self._ranks = ranks
-        self._max_bytes = max_bytes
-        self._listed = listed
-        self.requests: dict[str, ScoredRequest] = {}
-        """Requests whose prompts are being taken in."""
+    _compute_logits: Callable[[torch.Tensor], torch.Tensor]
+    """The output layer, `[n, H]` to `[n, >= V]`, in which all ranks take part."""
+    _vocab_size: int
+    _ranks: Ranks
+    _max_bytes: int
+    """Memory that scoring holds at once."""
+    _listed: int
+    """K of the engine, at least that of reported lists."""
+    requests: dict[str, ScoredRequest] = field(default_factory=dict)
+    """Requests whose prompts are being taken in."""
 
     def forget(self, alive: Container[str]) -> None:
         """Drop requests that are not `alive` any more; they may hold hidden states."""

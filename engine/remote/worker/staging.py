@@ -196,11 +196,6 @@ class WorkerWeights:
         self._loader.installed(policy_version)
         return self._why_reloads
 
-    @property
-    def copies(self) -> bool:
-        """True if installing copies, which was proved equal to loading."""
-        return self._twin is not None
-
     def _forget(self, twin: ShadowModel) -> None:
         self._loader.forget(twin)
         twin.close()

@@ -72,7 +72,6 @@ class SglangCore(Core):
             self._ready.set_result(message)
 
     def _take_outputs(self, outputs: Outputs) -> None:
-        """Pass results to their inboxes; those of forgotten requests are dropped."""
         for step in outputs.steps:
             count = len(step.tickets) // 8
             ids, logprobs = _table(step, count)

@@ -160,10 +160,7 @@ class ClientScheduler(Scheduler):
         self._delete_names()
 
     def _delete_names(self) -> None:
-        """Unlink SGLang's files in /dev/shm, which all ranks have opened by now.
-
-        It ends by signals, and would leave the files behind.
-        """
+        """Unlink SGLang's files in /dev/shm: all ranks have them open, and signals leave them."""
         if self.load_snapshot_writer is not None:
             Path(self.load_snapshot_writer.path).unlink(missing_ok=True)
         queue = get_parallel().tp_group.mq_broadcaster
@@ -181,8 +178,7 @@ class ClientScheduler(Scheduler):
 
     def init_idle_sleeper(self) -> None:
         """Wait for our messages when idle."""
-        sockets = [] if self.link is None else [self.link.requests]
-        self.idle_sleeper = IdleSleeper(sockets) if sockets else None
+        self.idle_sleeper = None if self.link is None else IdleSleeper([self.link.requests])
 
     def init_request_receiver(self) -> None:
         """Receive our messages."""
@@ -228,10 +224,7 @@ class ClientScheduler(Scheduler):
         self.handle_generate_request(generate_input(message, entry))
 
     def end(self, message: EndRequests) -> None:
-        """End requests before the next step.
-
-        SGLang ends a running request after one more step, whose token `StepOutput` drops.
-        """
+        """End requests; SGLang runs one more step of them, whose token `StepOutput` drops."""
         for name in message.request_ids:
             if self.requests.interrupt(name):
                 self.outbox.add_end(End(name, "abort", self._accepted(name)))

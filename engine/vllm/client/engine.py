@@ -39,8 +39,7 @@ class VllmCore(Core):
     @property
     def unfinished(self) -> int:
         """Number of submitted requests that have not ended."""
-        unfinished: int = self.process.vllm.processor.get_num_unfinished_requests()
-        return unfinished
+        return int(self.process.vllm.processor.get_num_unfinished_requests())
 
     async def attach(self, config: EngineConfig, limit: float) -> None:
         """Put our drawing, scoring and drafting into vLLM's worker, within `limit` seconds."""
@@ -132,10 +131,7 @@ class VllmCore(Core):
 def _params(
     temperature: float, top_p: float, stop_tokens: tuple[int, ...], listed: int | None
 ) -> Any:
-    """Return vLLM's parameters for a kind of requests, without the token limit.
-
-    `listed` is K of the lists of scored tokens; None: it generates. We fill all lists ourselves.
-    """
+    """Return vLLM's parameters; `listed` is K of the lists of scored tokens, None to generate."""
     from asyncrl.engine.vllm.client.api import SamplingParams
 
     return SamplingParams(

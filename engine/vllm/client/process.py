@@ -121,10 +121,7 @@ class VllmProcess(CoreProcess):
         self._watch(process.pid for process in self._processes())
 
     def _launch(self) -> None:
-        """Launch in a thread, as vLLM's constructor blocks for 10 to 60 s.
-
-        Returns nothing, because the thread would keep the result alive.
-        """
+        """Block for 10 to 60 s; return nothing, as the thread would keep the result alive."""
         try:
             from asyncrl.engine.vllm.client.launch import launch
         except ImportError as error:
@@ -147,8 +144,7 @@ class VllmProcess(CoreProcess):
         return self._launched
 
     def _processes(self) -> list[Any]:
-        processes: list[Any] = self.vllm.llm.engine_core.resources.engine_manager.processes
-        return processes
+        return list(self.vllm.llm.engine_core.resources.engine_manager.processes)
 
     def _exit_code(self) -> int | None:
         codes: list[int] = []

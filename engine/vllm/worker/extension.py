@@ -80,8 +80,7 @@ class WorkerExtension(VllmWorker):
 
     def asyncrl_staging(self) -> dict[str, Any]:
         """Return a `StagingReport` of the staging begun last."""
-        report: dict[str, Any] = msgspec.to_builtins(self._weights.report())
-        return report
+        return dict(msgspec.to_builtins(self._weights.report()))
 
     def asyncrl_install(self, policy_version: int) -> str:
         """Put the staged weights of this version in place, while generation is paused."""

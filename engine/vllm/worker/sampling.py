@@ -45,8 +45,7 @@ class RunnerBatch(Batch):
 
     def lengths(self) -> NDArray[np.int64]:
         """Return `[B]` tokens of each row, without drafts."""
-        lengths: NDArray[np.int64] = self.runner.input_batch.num_tokens_no_spec[: len(self.ids)]
-        return lengths.astype(np.int64)
+        return np.array(self.runner.input_batch.num_tokens_no_spec[: len(self.ids)], np.int64)
 
 
 def entry_of(request: Any) -> Entry:

@@ -11,7 +11,7 @@ the prefix cache's salt has the version (`Core`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,14 +33,6 @@ _SLOT = 0
 """Index in vLLM's room for adapters."""
 
 
-class _Place(NamedTuple):
-    """Location of a layer's pair in vLLM."""
-
-    module: str
-    part: int
-    """Index among the layers that the module stacks."""
-
-
 class ServedAdapter:
     """Writes A and B into vLLM's layers, and reads what they hold. At first B is 0."""
 
@@ -58,7 +50,8 @@ class ServedAdapter:
             if not isinstance(one, LogitsProcessorWithLoRA)
         }
         self._stacked: dict[str, list[str]] = manager.packed_modules_mapping
-        self._layers: dict[str, _Place] = {}
+        self._layers: dict[str, tuple[str, int]] = {}
+        """Module of each layer's pair in vLLM, and its index among those that the module stacks."""
         self._rank = 0
         self.write([])
         _leave_the_head(runner.get_model())
@@ -68,8 +61,8 @@ class ServedAdapter:
         pairs = {name.removesuffix(".weight"): one for name, one in pairs_of(tensors).items()}
         places = {layer: self._place(layer) for layer in pairs}
         by_module: dict[str, dict[int, Pair]] = {}
-        for layer, place in places.items():
-            by_module.setdefault(place.module, {})[place.part] = pairs[layer]
+        for layer, (path, part) in places.items():
+            by_module.setdefault(path, {})[part] = pairs[layer]
         for name, module in self._modules.items():
             given = by_module.get(name, {})
             if not given:
@@ -90,13 +83,13 @@ class ServedAdapter:
             b = module.lora_b_stacked[part][_SLOT, 0, :, :rank]
             yield from zip(names_of(layer), (a.contiguous(), b.contiguous()), strict=True)
 
-    def _place(self, layer: str) -> _Place:
+    def _place(self, layer: str) -> tuple[str, int]:
         if layer in self._modules:
-            return _Place(layer, 0)
+            return layer, 0
         parent, _, leaf = layer.rpartition(".")
         for name, parts in self._stacked.items():
             if leaf in parts and f"{parent}.{name}" in self._modules:
-                return _Place(f"{parent}.{name}", parts.index(leaf))
+                return f"{parent}.{name}", parts.index(leaf)
         raise WeightsError(
             f"vLLM does not support an adapter of layer {layer!r}; use trainer.lora.serve: merged, "
             "or other trainer.lora.targets"
@@ -300,10 +293,7 @@ def _no_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_reloadable(model: torch.nn.Module) -> None:
-    """Raise WeightsError if vLLM cannot load new weights into this model.
-
-    On a CPU it packs the experts of a mixture after the first loading only (0.32.0).
-    """
+    """Raise WeightsError if vLLM (0.32.0) cannot load new weights into this model."""
     for name, layer in model.named_modules():
         backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
         if getattr(backend, "name", "") == "CPU":

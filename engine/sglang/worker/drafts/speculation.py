@@ -83,8 +83,8 @@ class TreeAttention(TorchNativeAttnBackend):
         if segments is None or _special(layer):
             if batch.forward_mode.is_target_verify():
                 raise NotImplementedError(
-                    "drafts on a CPU are not possible with layers of a sliding window or an "
-                    "encoder; set cache.enabled: false"
+                    "drafting on a CPU does not support sliding-window or encoder layers; set "
+                    "cache.enabled: false"
                 )
             return theirs(q, k, v, layer, batch, save_kv_cache)
         if save_kv_cache and k is not None:
@@ -97,7 +97,7 @@ class TreeAttention(TorchNativeAttnBackend):
         values = pool.get_value_buffer(layer.layer_id)
         if keys.dtype != query.dtype:
             raise NotImplementedError(
-                f"KV in {keys.dtype} with activations in {query.dtype} is not possible on a CPU"
+                f"KV in {keys.dtype} with activations in {query.dtype} is not supported on a CPU"
             )
         segments.attend(query, keys, values, layer.scaling, out)
         return out.view(len(query), -1)
@@ -179,11 +179,7 @@ class Algorithm(CustomSpecAlgo):
         return 1
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Reserve KV for the places of a step only, not for chains of a draft model.
-
-        Raises ValueError if the most draft tokens are not set, or for another attention than
-        Triton's.
-        """
+        """Reserve KV for the places of a step only, or raise ValueError for invalid arguments."""
         if not server_args.speculative_num_draft_tokens:
             raise ValueError(f"speculative_algorithm={NAME} needs speculative_num_draft_tokens")
         server_args.speculative_eagle_topk = server_args.speculative_num_steps = 1
@@ -193,8 +189,8 @@ class Algorithm(CustomSpecAlgo):
             server_args.attention_backend = CPU_ATTENTION
         elif server_args.attention_backend not in (None, "triton"):
             raise ValueError(
-                f"attention_backend={server_args.attention_backend}: trees of drafts of any width "
-                "are verified with triton only; leave it out, or set cache.enabled: false"
+                f"attention_backend={server_args.attention_backend} cannot verify draft trees; "
+                "leave it out (triton), or set cache.enabled: false"
             )
         else:
             server_args.attention_backend = "triton"

@@ -116,10 +116,7 @@ def moves(feed: Feed, path: Index, counts: Index) -> tuple[Index, Index]:
 
 
 def hidden_places(trees: TokenTrees, feed: Feed) -> tuple[Index, Index]:
-    """Return pairs of fed tokens on different paths that a causal mask over places lets through.
-
-    Returns indices of fed tokens: of each query, and of the key that it must not attend to.
-    """
+    """Return `[M]` fed queries and keys on different paths, which a causal mask would not hide."""
     row, query, key = trees.hidden()
     start = np.cumsum(feed.counts) - feed.counts
     return start[row] + query, start[row] + key
