@@ -10,54 +10,26 @@ from pydantic import Field
 
 from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.process_config import ProcessConfig
-from asyncrl.wire.transport.paths import MAX_TOKENS
 
 _SHARE_OF_GPU = 0.85
 
 
 class SglangConfig(ProcessConfig):
-    """Settings of SGLang's start and of the number of tokens in its steps.
-
-    The length of drafts is a setting of the cache (`cache.max_draft_tokens`). With the cache
-    disabled SGLang runs without speculation.
-    """
+    """Settings of SGLang's start and of the number of tokens in its steps."""
 
     python: str | None = Field(default=None, min_length=1)
     """Python interpreter that SGLang runs in. It may differ from this one, because SGLang's pins
     disagree with vLLM's; a relative path starts at the current directory. null: this one if it has
     SGLang, otherwise `.venv-sglang/bin/python`, which `make setup-sglang` makes."""
-    kv_cache_gib: float | None = Field(default=None, gt=0, le=4096)
-    """Memory for KV, in GiB, on each GPU of a generator. null: 0.5 on a CPU; on a GPU what
-    mem_fraction_static leaves."""
     mem_fraction_static: float | None = Field(default=None, gt=0, lt=1)
     """Fraction of the memory that is free when SGLang starts for weights and KV; the rest is for
     activations, and for a trainer that starts on the same GPU. It bounds kv_cache_gib too. null:
     0.85; on a GPU shared with the trainer, what the trainer leaves (docs/trainer.md)."""
-    enable_prefix_caching: bool = True
-    """Share the KV of equal prefixes (SGLang's radix cache). Never across versions of the
-    weights."""
-    max_step_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
-    """null: each step drafts what pays, by the measured step times and acceptance. A number: steps
-    are filled with drafts to this many tokens regardless of cost; rows beyond it run without
-    drafts."""
-    max_prefill_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
-    """Prompt tokens, including kept tokens that are scored, that one step may take in; longer ones
-    are split. null: 4096, on a CPU 512, because more exceeds its caches."""
-    chunk_tokens: int = Field(default=512, ge=1, le=MAX_TOKENS)
-    """A request reports its tokens in chunks of at least this many. The first token is reported at
-    once, and the rest at its end, at an interruption, at a pause and before new weights. 1 streams
-    every message, at a cost."""
-    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
-    """GPUs of one generator, which split every layer among them."""
-    log_level: str = Field(default="ERROR", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
-    """Log level on stderr. INFO and above also goes to a file, whose end is quoted when SGLang
-    fails."""
 
     @property
     def share_of_gpu(self) -> float:
         """`mem_fraction_static`, or its default."""
-        own = self.mem_fraction_static
-        return _SHARE_OF_GPU if own is None else own
+        return self.mem_fraction_static or _SHARE_OF_GPU
 
 
 SGLANG_VERSION = "0.5.23"

@@ -44,10 +44,7 @@ def apply_if_affected() -> None:
 
 
 def _tolerate_foreign_handles() -> None:
-    """Keep vLLM's start from failing if numba is imported in its core process.
-
-    vLLM searches all modules for kernels to replace; `vars` of llvmlite's handle is not a dict.
-    """
+    """Keep vLLM's search for kernels from failing on numba: llvmlite's `vars` is not a dict."""
     from vllm.triton_utils import dispatcher
 
     # During that vLLM touches a deprecated name of torch, which warns.
@@ -62,10 +59,7 @@ def _tolerate_foreign_handles() -> None:
 
 
 def writes_its_output(impl: Expand | None) -> bool:
-    """Return True if an `expand` fills a float32 output as the Triton kernel does.
-
-    A missing function (None) counts as fine: this vLLM does without it.
-    """
+    """Return True if an `expand` fills a float32 output as Triton's does; None: not needed."""
     if impl is None:
         return True
     output = torch.full((4,), _UNWRITTEN)

@@ -195,7 +195,7 @@ def main() -> None:
             request.output_ids += [7] * version
             given = states[version % 3]
             why = weights.give(version, given)
-            found["copied"].append([why, weights.calls._weights.copies])
+            found["copied"].append([why, weights.calls._weights._twin is not None])
             found["differ after"].append(weights.differing(given))
         found["differs from another"] = weights.differing(states[1])
         found["spans"] = spans(request, 9)

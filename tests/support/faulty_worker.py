@@ -66,4 +66,4 @@ class FaultyWorker(TimedExtension):
 
     def asyncrl_staging_way(self) -> tuple[bool, str]:
         """Whether copying was proved to replace loading, and why it was not."""
-        return self._weights.copies, self._weights._why_reloads
+        return self._weights._twin is not None, self._weights._why_reloads

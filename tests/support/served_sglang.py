@@ -82,7 +82,7 @@ async def ask_worker(core: Any, method: str, *arguments: Any) -> Any:
     def named(*_arguments: Any) -> Any: ...
 
     named.__name__ = method
-    (result,) = await core._call("do what a test asks for", named, *arguments)
+    (result,) = await core._call(None, "do what a test asks for", named, *arguments)
     return result
 
 

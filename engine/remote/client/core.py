@@ -263,29 +263,15 @@ class Core(ABC):
         return self.process.name
 
     @property
-    def ended(self) -> EngineError | None:
-        """The error that every later call raises; None while it runs."""
-        return self.process.ended
-
-    @property
     @abstractmethod
     def unfinished(self) -> int:
         """Number of submitted requests that have not ended."""
-
-    def failure(self, what: str) -> EngineError:
-        """Return an error about `what` that quotes the end of the engine's log."""
-        return self.process.failure(what)
-
-    def fail(self, error: EngineError) -> None:
-        """Refuse every later call with this error, and raise it to all readers."""
-        self.process.fail(error)
 
     @abstractmethod
     async def submit(self, request_id: str, inbox: Inbox[Any], request: CoreRequest) -> None:
         """Send a request that is answered to `inbox`, using prefix KV of these weights only.
 
-        `request_id` was never used before. `inbox` is a `Response` of `responses` or for a
-        `Scored`.
+        `request_id` was never used before. The inbox is a `Response`, or takes a `Scored`.
         """
 
     def _salt(self) -> str:
@@ -311,11 +297,11 @@ class Core(ABC):
     async def begin_staging(self, manifest: WeightManifest) -> None:
         """Make the worker copy published weights; generation continues."""
         builtins = msgspec.to_builtins(manifest)
-        await self._call("stage new weights", RemoteWorker.asyncrl_begin_staging, builtins)
+        await self._call(None, "stage new weights", RemoteWorker.asyncrl_begin_staging, builtins)
 
     async def staging(self) -> StagingReport:
         """Return the state of the staging begun last, over all ranks."""
-        found = await self._call("stage new weights", RemoteWorker.asyncrl_staging)
+        found = await self._call(None, "stage new weights", RemoteWorker.asyncrl_staging)
         return StagingReport.of_all([msgspec.convert(one, StagingReport) for one in found])
 
     async def install(self, policy_version: int, limit: float) -> str:
@@ -324,7 +310,7 @@ class Core(ABC):
         Raises after `limit` seconds. Returns as `RemoteWorker.asyncrl_install`.
         """
         install = RemoteWorker.asyncrl_install
-        reasons = await self._call_within(limit, "install new weights", install, policy_version)
+        reasons = await self._call(limit, "install new weights", install, policy_version)
         self.policy_version = policy_version
         self._installations += 1
         return next((reason for reason in reasons if reason), "")
@@ -332,29 +318,32 @@ class Core(ABC):
     async def fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> Fingerprint:
         """Return the fingerprint of the weights in use, which must not change; steps continue."""
         what = "compare its weights"
-        await self._call(what, RemoteWorker.asyncrl_begin_fingerprint, shapes)
+        await self._call(None, what, RemoteWorker.asyncrl_begin_fingerprint, shapes)
         while True:
-            found, *_ = await self._call(what, RemoteWorker.asyncrl_fingerprint)
+            found, *_ = await self._call(None, what, RemoteWorker.asyncrl_fingerprint)
             if found is not None:  # each rank returns that of the whole model
                 return msgspec.convert(found, Fingerprint)
 
     async def save_cache(self) -> int:
         """Write the snapshot of the rollout cache; return its bytes."""
-        return sum(await self._call("save its cache", RemoteWorker.asyncrl_save_cache))
+        return sum(await self._call(None, "save its cache", RemoteWorker.asyncrl_save_cache))
 
     async def _call(
-        self, what: str, method: Callable[Concatenate[W, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> list[T]:
-        """Call a method of the worker; return the results of all ranks, or that of rank 0."""
-        return await self._call_within(None, what, method, *args, **kwargs)
-
-    @abstractmethod
-    async def _call_within(
         self,
         limit: float | None,
         what: str,
         method: Callable[Concatenate[W, P], T],
         *args: P.args,
-        **kwargs: P.kwargs,
+        **_none: P.kwargs,
     ) -> list[T]:
-        """Call as `_call`, within `limit` seconds instead of the limit of calls."""
+        """Call a method of the worker; return the results of all ranks, or that of rank 0.
+
+        `limit` is in seconds; None: that of calls.
+        """
+        return await self._call_by_name(limit, what, method.__name__, list(args))
+
+    @abstractmethod
+    async def _call_by_name(
+        self, limit: float | None, what: str, method: str, arguments: list[Any]
+    ) -> list[Any]:
+        """Call as `_call`."""

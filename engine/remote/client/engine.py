@@ -19,12 +19,15 @@ their prompt's KV would be of the old version. Prefix KV is shared by requests o
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.sharing.cache_setup import CachePlace
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import (
     EngineError,
@@ -97,25 +100,18 @@ _FIRST_POLL_SECONDS, _MAX_POLL_SECONDS = 0.002, 0.05
 """Interval between polls for staged weights. Each is answered between two steps."""
 
 
+@dataclass
 class WeightSwap:
-    """Stages published weights in the worker while it generates, then installs them.
+    """Stages published weights in the worker while it generates, then installs them."""
 
-    `longest` returns the time limit, in seconds, for staging or installing this many bytes.
-    """
+    _core: Core
+    _streams: Streams
+    _pausing: Pausing
+    _shapes: ModelShapes
+    _longest: Callable[[int], float]
+    """Returns the time limit, in seconds, for staging or installing this many bytes."""
 
-    def __init__(
-        self,
-        core: Core,
-        streams: Streams,
-        pausing: Pausing,
-        shapes: ModelShapes,
-        longest: Callable[[int], float],
-    ) -> None:
-        self._core = core
-        self._streams = streams
-        self._pausing = pausing
-        self._shapes = shapes
-        self._longest = longest
+    def __post_init__(self) -> None:
         self._limit = 0.0
         self._lock = asyncio.Lock()
         self._staged: int | None = None
@@ -150,7 +146,7 @@ class WeightSwap:
         pause = _FIRST_POLL_SECONDS
         while (report := await self._core.staging()).state == "running":
             if time.monotonic() > deadline:
-                raise self._core.failure(
+                raise self._core.process.failure(
                     f"{self._core.name} did not stage new weights within {self._limit:g} s"
                 )
             await asyncio.sleep(pause)
@@ -178,7 +174,7 @@ class WeightSwap:
                     self._staged = None
                     await self._streams.restart_unstarted()
             except EngineError as error:
-                self._core.fail(error)
+                self._core.process.fail(error)
                 raise
             if why_reloaded and not self._said_why:
                 self._said_why = True
@@ -241,21 +237,23 @@ async def _gather(calls: Sequence[Awaitable[T]]) -> list[T]:
             task.cancel()
 
 
-@dataclass(frozen=True, slots=True)
 class _Parts:
-    core: Core
-    streams: Streams
-    generation: Generation
-    scoring: Scoring
-    pausing: Pausing
-    weights: WeightSwap
+    def __init__(self, core: Core, config: EngineConfig, shapes: ModelShapes, seed: int) -> None:
+        limits = Limits(config.max_model_len, core.vocab_size, config.top_k_logprobs)
+        seeds = SeedStream(seed)
+        self.core = core
+        self.streams = Streams(core)
+        self.generation = Generation(core, self.streams, limits, seeds)
+        self.scoring = Scoring(core, self.streams, limits, seeds)
+        self.pausing = Pausing(core, self.streams)
+        longest = partial(longest_installation, at_least=core.process.call_seconds)
+        self.weights = WeightSwap(core, self.streams, self.pausing, shapes, longest)
 
 
-class RemoteEngine:
+class RemoteEngine(ABC):
     """An `asyncrl.engine.protocol.Engine` whose model runs in another process. One event loop.
 
-    `seed` is that of the stream that gives seeds to requests without one. `process` is not started;
-    `start` starts it with policy version 0 and connects to it, or raises EngineError.
+    `seed` is that of the stream that gives seeds to requests without one.
     """
 
     def __init__(
@@ -263,51 +261,44 @@ class RemoteEngine:
         config: EngineConfig,
         model_path: str,
         *,
+        cache_config: CacheConfig,
         seed: int,
-        process: CoreProcess,
-        start: Callable[[], Awaitable[Core]],
+        place: CachePlace | None = None,
     ) -> None:
         self._config = config
         self._model_path = model_path
+        self._cache_config = cache_config
         self._seed = seed
-        self._core_process = process
-        self._start = start
+        self._place = place or CachePlace()
+        self._process = self._new_process()
         self._starting = False
         self._parts: _Parts | None = None
 
+    @abstractmethod
+    def _new_process(self) -> CoreProcess:
+        """Make the process, which is not started yet."""
+
+    @abstractmethod
+    async def _start_core(self) -> Core:
+        """Start the process with policy version 0 and connect to it, or raise EngineError."""
+
     async def start(self) -> None:
         """Load the model and become ready. Raises EngineStartError, quoting the engine's log."""
-        process = self._core_process
+        process = self._process
         if self._starting or process.ended is not None:
             raise EngineStartError("the engine was started before; make a new one")
         self._starting = True
         try:
             shapes = await asyncio.to_thread(ModelShapes.of_path, self._model_path)
-            core, _ = await asyncio.gather(self._start(), asyncio.to_thread(warm_up))
-            self._parts = self._assemble(core, shapes)
+            core, _ = await asyncio.gather(self._start_core(), asyncio.to_thread(warm_up))
+            self._parts = _Parts(core, self._config, shapes, self._seed)
+            process.on_end = self._parts.streams.fail
         except EngineError as error:
             process.fail(error)
             await process.stop()
             if isinstance(error, EngineStartError):
                 raise
             raise EngineStartError(f"{process.name} could not be started: {error}") from error
-
-    def _assemble(self, core: Core, shapes: ModelShapes) -> _Parts:
-        config = self._config
-        limits = Limits(config.max_model_len, core.vocab_size, config.top_k_logprobs)
-        seeds = SeedStream(self._seed)
-        streams = Streams(core)
-        self._core_process.on_end = streams.fail
-        pausing = Pausing(core, streams)
-        longest = partial(longest_installation, at_least=self._core_process.call_seconds)
-        return _Parts(
-            core=core,
-            streams=streams,
-            generation=Generation(core, streams, limits, seeds),
-            scoring=Scoring(core, streams, limits, seeds),
-            pausing=pausing,
-            weights=WeightSwap(core, streams, pausing, shapes, longest),
-        )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Stream a response; closing the iterator aborts the request.
@@ -323,7 +314,7 @@ class RemoteEngine:
         """End a request; its stream reports all finished steps, then `abort`."""
         self._running().generation.interrupt(request_id)
 
-    def end_session(self, session: str) -> None:
+    def end_session(self, session: str) -> None:  # noqa: B027
         """Do nothing: prefix caches are not tied to sessions and evict by last use."""
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
@@ -387,15 +378,15 @@ class RemoteEngine:
 
     async def close(self) -> None:
         """End the core; running requests end with `finish_reason="abort"`. Idempotent."""
-        self._core_process.close()
+        self._process.close()
         if self._parts is not None:
             self._parts.streams.cut()
-        await self._core_process.stop()
+        await self._process.stop()
 
     def _running(self) -> _Parts:
-        """Raises EngineError if the engine was not started or has ended."""
-        if self._parts is None and self._core_process.ended is None:
+        """Return the parts, or raise EngineError if the engine was not started or has ended."""
+        if self._parts is None and self._process.ended is None:
             raise EngineError("the engine was not started")
-        self._core_process.check()
+        self._process.check()
         assert self._parts is not None  # noqa: S101 - for the type checker
         return self._parts

@@ -196,12 +196,8 @@ class Responses:
             return
         chunk = TokenChunk(
             request_id=request.request_id,
-            tokens=generated.tokens,
-            logprobs=generated.logprobs,
-            topk_ids=generated.topk_ids,
-            topk_logprobs=generated.topk_logprobs,
+            **generated._asdict(),
             noise_seeds=np.full(len(generated.tokens), response.noise_seed(self._policy_version)),
-            provenance=generated.provenance,
             policy_version=self._policy_version,
             finish_reason=reason,
         )

@@ -78,8 +78,7 @@ class Streams:
     ) -> AsyncGenerator[list[T], None]:
         if reader.interrupted:
             return
-        stream, inbox = self._new(new_inbox)
-        reader.stream = stream
+        stream, inbox = self._new(new_inbox, reader)
         try:
             await self._submit(stream, submitted)
             while not inbox.over:
@@ -92,8 +91,7 @@ class Streams:
                     # `restart_unstarted` may have come before the core knew it.
                     await self._core.abort([stream.request_id])
                     del self._open[stream.request_id]
-                    stream, inbox = self._new(new_inbox)
-                    reader.stream = stream
+                    stream, inbox = self._new(new_inbox, reader)
                     await self._submit(stream, submitted)
                     continue
                 if items:
@@ -102,29 +100,27 @@ class Streams:
             raise
         except Exception as error:
             # The engine put it into the inbox or raised it for this request: its core is gone.
-            raise self._core.failure(f"request {name!r} was lost: {error!r}") from error
+            raise self._core.process.failure(f"request {name!r} was lost: {error!r}") from error
         finally:
             self._open.pop(stream.request_id, None)
             stream.inbox.put(None)
-            if self._core.ended is None:
+            if self._core.process.ended is None:
                 await self._core.abort([stream.request_id])
                 if not self._open:
                     self._core.meter.idle()
 
     async def _submit(self, stream: _Stream, request: CoreRequest) -> None:
-        """Send it to the core; weights may change before the core has it."""
         await self._core.submit(stream.request_id, stream.inbox, request)
         stream.submitted = True
 
     async def _pass_on_interruption(self, reader: Reader, stream: _Stream) -> None:
-        """Ask the core, once, to end the request of an interrupted reader."""
         if reader.interrupted and not stream.interrupted:
             stream.interrupted = True
             await self._core.interrupt(stream.request_id)
 
-    def _new(self, new_inbox: Callable[[], Inbox[T]]) -> tuple[_Stream, Inbox[T]]:
+    def _new(self, new_inbox: Callable[[], Inbox[T]], reader: Reader) -> tuple[_Stream, Inbox[T]]:
         inbox = new_inbox()
-        stream = _Stream(f"r{next(self._numbers)}", inbox)
+        reader.stream = stream = _Stream(f"r{next(self._numbers)}", inbox)
         self._open[stream.request_id] = stream
         return stream, inbox
 

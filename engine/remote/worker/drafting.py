@@ -46,10 +46,7 @@ class Choice:
 
 
 class RowBook:
-    """The requests that draft, and the tokens that each has generated.
-
-    If `branching`, the source may propose trees instead of chains.
-    """
+    """The requests that draft and their tokens; if `branching`, the source may propose trees."""
 
     def __init__(self, source: RolloutCache, planner: Planner, *, branching: bool = False) -> None:
         self._source = source
@@ -254,14 +251,6 @@ def _new_tokens(
     return total
 
 
-def warm_up_rows() -> None:
-    """Compile what `RowBook.record` calls, or load the compiled code."""
-    index, table = np.zeros(1, np.int64), np.zeros((1, 1), np.int32)
-    _new_tokens(
-        index, index, index, table, index, table, index, np.zeros(1, np.bool_), index, table[0]
-    )
-
-
 class FixedBudget:
     """A `Planner` that fills every step up to a fixed number of tokens; learns nothing."""
 
@@ -319,6 +308,7 @@ class _Step:
     """0: no tokens were drawn in it."""
 
 
+@dataclass
 class StepTimer:
     """Reports to a planner how long steps took, with all that the engine does until the next one.
 
@@ -327,25 +317,16 @@ class StepTimer:
     before breaks, and a step that is followed by a gap longer than itself plus 2 ms is left out.
     """
 
-    def __init__(
-        self,
-        planner: Planner,
-        clock: Callable[[], float] = time.perf_counter,
-        *,
-        guess_breaks: bool = False,
-    ) -> None:
-        self.planner = planner
-        self.clock = clock
-        self._guess_breaks = guess_breaks
-        self._step: _Step | None = None
+    planner: Planner
+    clock: Callable[[], float] = time.perf_counter
+    guess_breaks: bool = False
+    _step: _Step | None = None
 
     def begin(self, now: float) -> None:
         """Begin a step, which ends the previous one."""
         last = self._step
-        if last is not None and self._guess_breaks:
-            gap = now - last.ended
-            if gap > last.ended - last.began + _GAP:
-                self._step = None
+        if last and self.guess_breaks and now - last.ended > last.ended - last.began + _GAP:
+            self._step = None
         self.rest(now)
 
     def rest(self, now: float) -> None:
@@ -395,6 +376,7 @@ def warm_up() -> None:
     row = cache.open("warm-up", context)
     cache.draft(np.array([row], np.int32), np.array([2], np.int32))
     cache.close(row)
-    warm_up_rows()
+    index, table, flag = np.zeros(1, np.int64), np.zeros((1, 1), np.int32), np.zeros(1, np.bool_)
+    _new_tokens(index, index, index, table, index, table, index, flag, index, table[0])
     warm_up_proposals()
     warm_up_step_times()

@@ -12,7 +12,7 @@ have to be drawn at one place, known only at the end. A preempted prompt begins 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from asyncrl.engine.remote.extras import Outcome, ScoreColumns
 from asyncrl.engine.remote.worker.entries import Entry
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.sampling.logits import (
-    LogitReading,
     distributions_of,
     read_from_logits,
     rows_at_once,
@@ -125,10 +124,10 @@ class ScoredRequest:
         ids, values = self.table()
         columns = ScoreColumns(self.k)
         if token >= 0:
-            renamed = verdict.renamed[row]
             ids[accepted, columns.own] = token
             values[accepted, columns.own] = verdict.logprob[row]
-            ids[accepted, columns.outcome] = Outcome.RENAMED if renamed else Outcome.DRAWN
+            outcome = Outcome.RENAMED if verdict.renamed[row] else Outcome.DRAWN
+            ids[accepted, columns.outcome] = outcome
         return ids[:count], values[:count]
 
 
@@ -142,29 +141,20 @@ def batch_of(requests: Sequence[ScoredRequest], k: int) -> KeptBatch:
     )
 
 
+@dataclass
 class Scorer:
-    """Reads and judges scored positions. All ranks make the same calls, with the same requests.
+    """Reads and judges scored positions. All ranks make the same calls, with the same requests."""
 
-    `compute_logits` is the output layer, `[n, H]` to `[n, >= V]`, in which all ranks take part.
-    Scoring holds at most `max_bytes` at once. `listed` is K of the engine, at least that of
-    reported lists.
-    """
-
-    def __init__(
-        self,
-        compute_logits: Callable[[torch.Tensor], torch.Tensor],
-        vocab_size: int,
-        ranks: Ranks,
-        max_bytes: int,
-        listed: int,
-    ) -> None:
-        self._compute_logits = compute_logits
-        self._vocab_size = vocab_size
-        self._ranks = ranks
-        self._max_bytes = max_bytes
-        self._listed = listed
-        self.requests: dict[str, ScoredRequest] = {}
-        """Requests whose prompts are being taken in."""
+    _compute_logits: Callable[[torch.Tensor], torch.Tensor]
+    """The output layer, `[n, H]` to `[n, >= V]`, in which all ranks take part."""
+    _vocab_size: int
+    _ranks: Ranks
+    _max_bytes: int
+    """Memory that scoring holds at once."""
+    _listed: int
+    """K of the engine, at least that of reported lists."""
+    requests: dict[str, ScoredRequest] = field(default_factory=dict)
+    """Requests whose prompts are being taken in."""
 
     def forget(self, alive: Container[str]) -> None:
         """Drop requests that are not `alive` any more; they may hold hidden states."""
@@ -222,15 +212,20 @@ class Scorer:
             part.request.keep_hidden(part.first, hidden[source])
         if not self._ranks.leads:
             return
+        sampling = SamplingColumns.of([part.request.entry.sampling for part in parts])
         found = read_from_logits(
             logits,
-            _sampling([part.request for part in parts], np.array(counts)),
+            sampling.at(np.repeat(np.arange(len(parts)), counts)),
             KeptColumns.concatenated([part.request.columns.part(part.span) for part in parts]),
             max(part.request.k if part.request.reports_top_k else 0 for part in parts),
             listed=self._listed,
         )
         for part, source in zip(parts, sources, strict=True):
-            _fill(part, found, source)
+            request = part.request
+            request.reading.fill(part.span, found.reading, source)
+            if request.reports_top_k and found.listed is not None:
+                ids, values = (one[source, : request.k].cpu().numpy() for one in found.listed)
+                request.ids[part.span], request.values[part.span] = ids, values
 
     def _tables(
         self, done: dict[str, ScoredRequest], policy_version: int
@@ -288,17 +283,3 @@ class Scorer:
 
     def _rows_at_once(self, sampling: SamplingColumns) -> int:
         return rows_at_once(self._vocab_size, sampling, self._max_bytes)
-
-
-def _sampling(requests: Sequence[ScoredRequest], counts: NDArray[np.int64]) -> SamplingColumns:
-    """Return the sampling parameters of scored positions, `counts` of each request."""
-    columns = SamplingColumns.of([request.entry.sampling for request in requests])
-    return columns.at(np.repeat(np.arange(len(requests)), counts))
-
-
-def _fill(part: ScoredPart, found: LogitReading, source: slice) -> None:
-    request = part.request
-    request.reading.fill(part.span, found.reading, source)
-    if request.reports_top_k and found.listed is not None:
-        ids, values = (one[source, : request.k] for one in found.listed)
-        request.ids[part.span], request.values[part.span] = ids.cpu().numpy(), values.cpu().numpy()

@@ -207,12 +207,8 @@ class Attributes:
     def changed(self) -> list[str]:
         """Return the names of what has changed, is new or is gone."""
         now = _noted(self._model)
-        names = dict.fromkeys([*now, *self._held])
-        return [
-            name
-            for name in names
-            if not (name in now and name in self._held and _is_same(now[name], self._held[name]))
-        ]
+        same = unchanged(self._held, now)
+        return [name for name in now | self._held if name not in same]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +247,6 @@ def _noted(model: nn.Module) -> dict[str, Any]:
 
 
 def _reached(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield the names and notes of a value and of its parts."""
     if isinstance(value, Tensor):
         yield path, _note_of(value)
     elif isinstance(value, (dict, list, tuple)) and depth:
@@ -314,10 +309,7 @@ def _bound(value: Any, twins: dict[int, Any]) -> Any:
 def _memory_for(
     model: nn.Module, device: torch.device
 ) -> tuple[Tensor, list[tuple[nn.Parameter, Tensor]]]:
-    """Allocate memory of the model's size; return it with each parameter's view of it.
-
-    Raises ValueError if a parameter is not contiguous in memory.
-    """
+    """Allocate memory of the model's size; return it with each parameter's view of it."""
     parameters = list(model.named_parameters())
     loose = [name for name, one in parameters if not one.is_contiguous()]
     if loose:

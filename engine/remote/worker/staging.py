@@ -44,18 +44,12 @@ class Loader(ABC):
 
     name: str
     """The engine's name in messages: "vLLM"."""
+    model: torch.nn.Module
+    """The model that decodes."""
+    model_path: str
+    """Directory that it was loaded from."""
     device: torch.device
     dtype: torch.dtype
-
-    @property
-    @abstractmethod
-    def model_path(self) -> str:
-        """Directory that the model was loaded from."""
-
-    @property
-    @abstractmethod
-    def model(self) -> torch.nn.Module:
-        """The model that decodes."""
 
     @abstractmethod
     def load(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -201,11 +195,6 @@ class WorkerWeights:
                 self._loader.load(self._loader.model, tensors)
         self._loader.installed(policy_version)
         return self._why_reloads
-
-    @property
-    def copies(self) -> bool:
-        """True if installing copies, which was proved equal to loading."""
-        return self._twin is not None
 
     def _forget(self, twin: ShadowModel) -> None:
         self._loader.forget(twin)

@@ -3,18 +3,16 @@
 import asyncio
 import itertools
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Concatenate
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.sharing.cache_setup import CachePlace, to_json
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError
-from asyncrl.engine.remote.client.core import Core, CoreRequest, Meter, P, T, W
+from asyncrl.engine.remote.client.core import Core, CoreRequest, Meter
 from asyncrl.engine.remote.client.engine import RemoteEngine
 from asyncrl.engine.remote.client.responses import Inbox, Response, Responses, Scored
 from asyncrl.engine.remote.extras import DrafterSettings, StepTable
@@ -30,9 +28,12 @@ from asyncrl.engine.sglang.messages import (
     Ready,
     ServerSettings,
     SglangWorker,
+    Step,
     ToClient,
     WorkerSettings,
 )
+from asyncrl.engine.sglang.messages import Scored as ScoredTable
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 _ID_LENGTH = 16
 """Length of all request ids: SGLang's abort takes every request whose id begins with the given one
@@ -71,17 +72,16 @@ class SglangCore(Core):
             self._ready.set_result(message)
 
     def _take_outputs(self, outputs: Outputs) -> None:
-        """Pass results to their inboxes; those of forgotten requests are dropped."""
         for step in outputs.steps:
             count = len(step.tickets) // 8
-            ids, logprobs = _table(step.ids, step.logprobs, step.width, count)
+            ids, logprobs = _table(step, count)
             tickets = np.frombuffer(step.tickets, "<i8", count)
             self.responses.record(StepTable(ids, logprobs, tickets), step.policy_version)
         for scored in outputs.scored:
             inbox = self._inboxes.pop(scored.request_id, None)
             if inbox is not None:
                 count = len(scored.ids) // (4 * scored.width)
-                ids, logprobs = _table(scored.ids, scored.logprobs, scored.width, count)
+                ids, logprobs = _table(scored, count)
                 inbox.push(Scored(ids, logprobs, scored.policy_version), last=True)
         for end in outputs.ends:
             inbox = self._inboxes.pop(end.request_id, None)
@@ -148,30 +148,25 @@ class SglangCore(Core):
     async def pause(self) -> None:
         """Stop, and return when all steps have been received; requests keep their state."""
         # The last steps came before the answer, by the same socket.
-        await self._call("pause", SglangWorker.asyncrl_pause)
+        await self._call(None, "pause", SglangWorker.asyncrl_pause)
         self.meter.idle()
 
     async def resume(self) -> None:
         """Resume drawing."""
-        await self._call("resume", SglangWorker.asyncrl_resume)
+        await self._call(None, "resume", SglangWorker.asyncrl_resume)
 
-    async def _call_within(
-        self,
-        limit: float | None,
-        what: str,
-        method: Callable[Concatenate[W, P], T],
-        *args: P.args,
-        **_none: P.kwargs,
-    ) -> list[T]:
+    async def _call_by_name(
+        self, limit: float | None, what: str, method: str, arguments: list[Any]
+    ) -> list[Any]:
         number = next(self._numbers)
         waiting = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            self.process.send(Call(number, method.__name__, list(args)))
+            self.process.send(Call(number, method, arguments))
             answer = await self.process.ask(waiting, what, limit=limit)
         finally:
             self._answers.pop(number, None)
         if answer.error:
-            raise self.failure(f"SGLang could not {what}: {answer.error}")
+            raise self.process.failure(f"SGLang could not {what}: {answer.error}")
         return [answer.result]
 
 
@@ -181,19 +176,15 @@ def _sent(request_id: str) -> str:
     return request_id.rjust(_ID_LENGTH, ".")
 
 
-def _table(
-    ids: bytes, logprobs: bytes, width: int, count: int
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    if not len(ids) == len(logprobs) == 4 * count * width:
+def _table(sent: Step | ScoredTable, count: int) -> tuple[IntArray, FloatArray]:
+    shape, nbytes = (count, sent.width), 4 * count * sent.width
+    if not len(sent.ids) == len(sent.logprobs) == nbytes:
         raise ValueError(
-            f"tables of {count} rows of {width} have {len(ids)} and {len(logprobs)} bytes, not "
-            f"{4 * count * width}"
+            f"tables of {count} rows of {sent.width} have {len(sent.ids)} and "
+            f"{len(sent.logprobs)} bytes, not {nbytes}"
         )
-    shape = count, width
-    return (
-        np.frombuffer(ids, "<i4").reshape(shape).view(np.int32),
-        np.frombuffer(logprobs, "<f4").reshape(shape).view(np.float32),
-    )
+    ids, logprobs = np.frombuffer(sent.ids, "<i4"), np.frombuffer(sent.logprobs, "<f4")
+    return ids.reshape(shape).view(np.int32), logprobs.reshape(shape).view(np.float32)
 
 
 _HEADROOM = 16
@@ -253,31 +244,24 @@ def worker_settings(
 class SglangEngine(RemoteEngine):
     """The generator on SGLang; see `RemoteEngine`."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        model_path: str,
-        *,
-        cache_config: CacheConfig,
-        seed: int,
-        place: CachePlace | None = None,
-    ) -> None:
-        self._process = process = SglangProcess(config.sglang)
+    _process: SglangProcess
 
-        async def start() -> SglangCore:
-            core = SglangCore(process, config.sglang.chunk_tokens)
-            folder = process.open(core.take)
-            worker = worker_settings(config, cache_config, place or CachePlace(), folder)
-            process.start(
-                path_of(config.sglang),
-                environment_of(config, folder) | worker.to_environment(),
-                server_settings(config, model_path, cache_config, seed, folder),
-            )
-            limit = config.sglang.start_limit
-            try:
-                await core.ready(limit)
-            except EngineError as error:
-                raise process.start_error(model_path, error, limit) from error
-            return core
+    def _new_process(self) -> SglangProcess:
+        return SglangProcess(self._config.sglang)
 
-        super().__init__(config, model_path, seed=seed, process=process, start=start)
+    async def _start_core(self) -> SglangCore:
+        config, process = self._config, self._process
+        core = SglangCore(process, config.sglang.chunk_tokens)
+        folder = process.open(core.take)
+        worker = worker_settings(config, self._cache_config, self._place, folder)
+        process.start(
+            path_of(config.sglang),
+            environment_of(config, folder) | worker.to_environment(),
+            server_settings(config, self._model_path, self._cache_config, self._seed, folder),
+        )
+        limit = config.sglang.start_limit
+        try:
+            await core.ready(limit)
+        except EngineError as error:
+            raise process.start_error(self._model_path, error, limit) from error
+        return core

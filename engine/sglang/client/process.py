@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import zmq
@@ -76,8 +76,6 @@ def environment_of(config: EngineConfig, folder: SglangFolder) -> dict[str, str]
 
 logger = logging.getLogger(__name__)
 
-AnySocket = TypeVar("AnySocket", bound=zmq.Socket[Any])
-
 
 class Link:
     """Sends `ToWorker` messages and passes on `ToClient` messages in order.
@@ -97,17 +95,14 @@ class Link:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder = msgspec.msgpack.Decoder(ToClient)
         plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context)
-        self._push = self._bind(plain.socket(zmq.PUSH), folder.requests)
-        self._pull = self._bind(self._context.socket(zmq.PULL), folder.outputs)
+        self._push, self._pull = plain.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        ends: list[tuple[zmq.Socket[Any], str]]
+        ends = [(self._push, folder.requests), (self._pull, folder.outputs)]
+        for socket, address in ends:
+            socket.set_hwm(0)  # nothing is dropped or held up: senders bound requests
+            socket.linger = 0
+            socket.bind(address)
         self._task = asyncio.create_task(self._receive(), name="asyncrl-sglang-outputs")
-
-    def _bind(self, socket: AnySocket, address: str) -> AnySocket:
-        # Nothing is dropped or held up: requests are bounded by their senders.
-        socket.set(zmq.SNDHWM, 0)
-        socket.set(zmq.RCVHWM, 0)
-        socket.set(zmq.LINGER, 0)
-        socket.bind(address)
-        return socket
 
     def send(self, message: ToWorker) -> None:
         """Queue a message, without yielding to other tasks, which could change the order.

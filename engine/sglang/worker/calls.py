@@ -2,7 +2,7 @@
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -90,25 +90,20 @@ class WorkerCalls(SglangWorker):
 
     def asyncrl_save_cache(self) -> int:
         """Write the snapshot of the rollout cache; return its bytes."""
-        written: int = self._scheduler.save_cache()
-        return written
+        return int(self._scheduler.save_cache())
 
 
 def answer(calls: object, call: Call, ranks: Ranks) -> Answer:
     """Make a call of `calls` in all ranks; report errors of any rank, or results of rank 0."""
     result, error = None, ""
     try:
-        result = _method(calls, call.method)(*call.arguments)
+        method = getattr(calls, call.method, None) if call.method.startswith("asyncrl_") else None
+        if method is None:
+            raise ValueError(f"the worker has no call {call.method!r}")
+        result = method(*call.arguments)
     except Exception as problem:  # noqa: BLE001 - it is reported to the caller
         traceback.print_exc()
         sys.stderr.flush()
         error = f"{type(problem).__name__}: {problem}"
     errors = ranks.gather(error)
     return Answer(call.number, result, next((one for one in errors if one), ""))
-
-
-def _method(calls: object, name: str) -> Callable[..., Any]:
-    method = getattr(calls, name, None) if name.startswith("asyncrl_") else None
-    if method is None:
-        raise ValueError(f"the worker has no call {name!r}")
-    return method  # type: ignore[no-any-return]

@@ -27,10 +27,7 @@ class StepDrawing:
     _max_bytes: int
 
     def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, StepOutput | None]:
-        """Return `[B]` int64 tokens and, in rank 0, the table.
-
-        May overwrite the logits `[B, V]`.
-        """
+        """Return `[B]` int64 tokens and, in rank 0, the table; may overwrite logits `[B, V]`."""
         batch, rows = self._batch, len(logits)
         if not self._ranks.leads:
             tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -39,7 +36,7 @@ class StepDrawing:
             logits,
             batch.sampling,
             batch.listed,
-            Streams(batch.seed, batch.lengths() - batch.start, batch.noise_seed),
+            Streams(batch.seed, batch.lengths - batch.start, batch.noise_seed),
             max_bytes=self._max_bytes,
         )
         output = output_of(drawn, batch, np.arange(rows), self._reporting)

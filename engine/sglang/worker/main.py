@@ -86,7 +86,6 @@ class Ranks:
         self._on_failure(signal.SIGQUIT, None)
 
     def _on_failure(self, _number: int, _frame: FrameType | None) -> None:
-        """Log which process failed, and how, and end."""
         ended = 0
         for rank, process in enumerate(self._processes):
             process.join(timeout=0.2)  # it may just be ending
@@ -116,10 +115,7 @@ class Ranks:
 
 
 def _prepare_device(device: str) -> bool:
-    """Choose the platform before SGLang is imported, which reads it then; True if it is a CPU.
-
-    Raises ValueError if the settings ask for a GPU that is not there.
-    """
+    """Choose the platform, before SGLang is imported and reads it; return True if it is a CPU."""
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
@@ -136,10 +132,7 @@ def _prepare_device(device: str) -> bool:
 
 
 def server_arguments(settings: ServerSettings, *, on_cpu: bool) -> dict[str, Any]:
-    """Return the arguments of SGLang's `ServerArgs`.
-
-    Raises ValueError if kv_cache_gib is too little, or batch_invariant is asked for on a CPU.
-    """
+    """Return the arguments of SGLang's `ServerArgs`, or raise ValueError for invalid settings."""
     config = settings.engine
     ours = config.sglang
     if config.batch_invariant and on_cpu:

@@ -62,8 +62,7 @@ class PrefillRequest(Req):
     def _compute_max_prefix_len(self, input_len: int) -> int:
         """Limit the prefix whose KV may be found: states of scored places are needed."""
         first = len(self.entry.context) - 1 - self.entry.extra.scored
-        found: int = super()._compute_max_prefix_len(input_len)
-        return min(found, first)
+        return min(int(super()._compute_max_prefix_len(input_len)), first)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -84,12 +83,7 @@ class EndStreamer(SchedulerOutputStreamer):
 
     report_end: Callable[[Any], None]
 
-    def stream_output(
-        self,
-        reqs: list[Any],
-        return_logprob: bool,  # noqa: ARG002
-        skip_req: Any = None,
-    ) -> None:
+    def stream_output(self, reqs: list[Any], return_logprob: bool, skip_req: Any = None) -> None:  # noqa: ARG002
         """Report the ends of requests after SGLang has processed a step of them."""
         for request in reqs:
             if request is not skip_req and request.finished() and not request.finished_output:

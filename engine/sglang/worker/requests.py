@@ -68,20 +68,17 @@ class SchedulerBatch(Batch):
     def __init__(self, requests: Requests, listed: int = UNREPORTED_K) -> None:
         super().__init__(listed)
         self._requests = requests
-        self._lengths: NDArray[np.int64] = np.empty(0, np.int64)
+        self.lengths: NDArray[np.int64] = np.empty(0, np.int64)
+        """`[B]` tokens of each row, including those being fed; drafts are not counted."""
 
     def begin(self, batch: Any) -> None:
         """Take over a `ScheduleBatch` whose forward pass comes next.
 
         SGLang has counted the tokens that are fed: a row's next token has the index of its length.
         """
-        self._lengths = batch.seq_lens_cpu.numpy().astype(np.int64)
+        self.lengths = batch.seq_lens_cpu.numpy().astype(np.int64)
         self.follow([request.rid for request in batch.reqs], self._requests.entries)
 
     def read(self, request_id: str) -> Entry:
         """Return the entry of a request."""
         return self._requests.entries[request_id]
-
-    def lengths(self) -> NDArray[np.int64]:
-        """Return `[B]` tokens of each row, including those being fed; drafts are not counted."""
-        return self._lengths

@@ -72,30 +72,26 @@ class OutputLayer:
                 "cannot be scored: use engine.kind: torch or vllm for this model"
             )
         self._processor = processors[0]
-        self._scoring: PrefillScoring | None = None
+        self.scoring: PrefillScoring | None = None
+        """Served from when it is set."""
         self._taken: tuple[torch.Tensor, Any, Any] | None = None
         self._processor.register_forward_pre_hook(self._take)
 
-    def serve(self, scoring: PrefillScoring) -> None:
-        """Serve this from now on."""
-        self._scoring = scoring
-
     def _take(self, _module: Any, arguments: tuple[Any, ...]) -> None:
-        if self._scoring is not None and self._scoring.wanted:
+        if self.scoring is not None and self.scoring.wanted:
             _, hidden, head, step, *_ = arguments
             self._taken = hidden, head, LogitsMetadata.from_forward_batch(step)
 
     def score(self) -> None:
         """Score what the last step took in, if required. Raises RuntimeError."""
-        scoring = self._scoring
-        if scoring is None or not scoring.wanted:
+        if self.scoring is None or not self.scoring.wanted:
             return
         if self._taken is None:
             raise RuntimeError(
                 "SGLang ran a prefill without calling its output layer, so nothing can be scored. "
                 "Start it with cuda_graph_backend_prefill=disabled"
             )
-        scoring.compute(self._taken[0])
+        self.scoring.compute(self._taken[0])
         self._taken = None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -150,8 +146,7 @@ class ClientScheduler(Scheduler):
         size = self.model_config.vocab_size
         listed = self.rows.listed
         scorer = Scorer(output_layer.logits, size, self.ranks, settings.logits_bytes, listed)
-        self.scoring = PrefillScoring(self.rows, scorer, self.reporting)
-        output_layer.serve(self.scoring)
+        self.scoring = output_layer.scoring = PrefillScoring(self.rows, scorer, self.reporting)
         parts = self.rows, self.ranks, self.reporting, settings.logits_bytes
         runner.sampler = DrawingSampler(StepDrawing(*parts), output_layer)
         if self.draft_worker is not None and settings.drafting is not None:
@@ -165,10 +160,7 @@ class ClientScheduler(Scheduler):
         self._delete_names()
 
     def _delete_names(self) -> None:
-        """Unlink SGLang's files in /dev/shm, which all ranks have opened by now.
-
-        It ends by signals, and would leave the files behind.
-        """
+        """Unlink SGLang's files in /dev/shm: all ranks have them open, and signals leave them."""
         if self.load_snapshot_writer is not None:
             Path(self.load_snapshot_writer.path).unlink(missing_ok=True)
         queue = get_parallel().tp_group.mq_broadcaster
@@ -186,8 +178,7 @@ class ClientScheduler(Scheduler):
 
     def init_idle_sleeper(self) -> None:
         """Wait for our messages when idle."""
-        sockets = [] if self.link is None else [self.link.requests]
-        self.idle_sleeper = IdleSleeper(sockets) if sockets else None
+        self.idle_sleeper = None if self.link is None else IdleSleeper([self.link.requests])
 
     def init_request_receiver(self) -> None:
         """Receive our messages."""
@@ -233,10 +224,7 @@ class ClientScheduler(Scheduler):
         self.handle_generate_request(generate_input(message, entry))
 
     def end(self, message: EndRequests) -> None:
-        """End requests before the next step.
-
-        SGLang ends a running request after one more step, whose token `StepOutput` drops.
-        """
+        """End requests; SGLang runs one more step of them, whose token `StepOutput` drops."""
         for name in message.request_ids:
             if self.requests.interrupt(name):
                 self.outbox.add_end(End(name, "abort", self._accepted(name)))

@@ -52,33 +52,21 @@ class Outbox:
         self._clock = clock
         self._began = 0.0
         self._waiting = 0
-        self._outputs = Outputs([], [], [])
+        self._outputs = Outputs()
         self.steps = 0
 
     def add_step(self, table: StepTable, policy_version: int) -> None:
         """Add the table of a step with the tokens that are kept; at most one table a step."""
-        step = Step(
-            policy_version=policy_version,
-            width=table.ids.shape[1],
-            ids=_bytes(table.ids, "<i4"),
-            logprobs=_bytes(table.logprobs, "<f4"),
-            tickets=_bytes(table.tickets, "<i8"),
-        )
+        ids, logprobs = _bytes(table.ids, "<i4"), _bytes(table.logprobs, "<f4")
+        step = Step(policy_version, table.ids.shape[1], ids, logprobs, _bytes(table.tickets, "<i8"))
         self._outputs.steps.append(step)
 
     def add_scored(
         self, request_id: str, ids: IntArray, logprobs: FloatArray, policy_version: int
     ) -> None:
         """Add the table `[n, width]` of a scored request; the current step is sent when it ends."""
-        self._outputs.scored.append(
-            Scored(
-                request_id,
-                policy_version,
-                ids.shape[1],
-                _bytes(ids, "<i4"),
-                _bytes(logprobs, "<f4"),
-            )
-        )
+        table = _bytes(ids, "<i4"), _bytes(logprobs, "<f4")
+        self._outputs.scored.append(Scored(request_id, policy_version, ids.shape[1], *table))
 
     def add_end(self, end: End) -> None:
         """Add the end of a request."""
@@ -100,7 +88,7 @@ class Outbox:
         outputs = self._outputs
         self._waiting = 0
         if outputs.steps or outputs.scored or outputs.ends:
-            self._outputs = Outputs([], [], [])
+            self._outputs = Outputs()
             self._send(Outputs(outputs.steps, outputs.scored, outputs.ends, self._gauges()))
 
 

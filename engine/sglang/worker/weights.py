@@ -79,21 +79,9 @@ class SglangLoader(Loader):
     name = "SGLang"
 
     def __init__(self, runner: Any) -> None:
-        self._runner = runner
-        first = next(runner.model.parameters())
-        self.device: torch.device = first.device
-        self.dtype: torch.dtype = runner.dtype
-
-    @property
-    def model_path(self) -> str:
-        """Directory that the model was loaded from."""
-        return str(self._runner.model_config.model_path)
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """The model that decodes."""
-        model: torch.nn.Module = self._runner.model
-        return model
+        self.model = runner.model
+        self.model_path = str(runner.model_config.model_path)
+        self.device, self.dtype = next(runner.model.parameters()).device, runner.dtype
 
     def load(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors, named as in the HF state dict, into the model or its twin, in place."""

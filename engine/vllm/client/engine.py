@@ -4,15 +4,13 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from copy import copy
 from dataclasses import replace
-from typing import Any, Concatenate
+from typing import Any
 
-from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.sharing.cache_setup import CachePlace
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.remote.client.core import Core, CoreRequest, P, T, W
+from asyncrl.engine.remote.client.core import Core, CoreRequest
 from asyncrl.engine.remote.client.engine import RemoteEngine
 from asyncrl.engine.remote.client.responses import Inbox
 from asyncrl.engine.vllm.client.process import VllmProcess
@@ -41,8 +39,7 @@ class VllmCore(Core):
     @property
     def unfinished(self) -> int:
         """Number of submitted requests that have not ended."""
-        unfinished: int = self.process.vllm.processor.get_num_unfinished_requests()
-        return unfinished
+        return int(self.process.vllm.processor.get_num_unfinished_requests())
 
     async def attach(self, config: EngineConfig, limit: float) -> None:
         """Put our drawing, scoring and drafting into vLLM's worker, within `limit` seconds."""
@@ -50,15 +47,9 @@ class VllmCore(Core):
             from asyncrl.engine.vllm.client.api import LoRARequest
 
             self._adapter = LoRARequest("policy", ADAPTER_ID, "never read")
-        await self._call_within(
-            limit,
-            "attach to its worker",
-            VllmWorker.asyncrl_attach,
-            os.getpid(),
-            config.top_k_logprobs,
-            config.logits_bytes,
-            config.weight_staging == "device",
-        )
+        attach, on_device = VllmWorker.asyncrl_attach, config.weight_staging == "device"
+        given = os.getpid(), config.top_k_logprobs, config.logits_bytes, on_device
+        await self._call(limit, "attach to its worker", attach, *given)
         llm = self.process.vllm.llm
         await self.process.ask(llm.update_weight_version("0"), "set its weight version")
         await self.process.ask(llm.get_supported_tasks(), "name its tasks")
@@ -130,26 +121,17 @@ class VllmCore(Core):
         await self.process.ask(version, "set its weight version")
         return why_reloaded
 
-    async def _call_within(
-        self,
-        limit: float | None,
-        what: str,
-        method: Callable[Concatenate[W, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> list[T]:
-        llm = self.process.vllm.llm
-        call = llm.collective_rpc(method.__name__, args=args, kwargs=kwargs)
+    async def _call_by_name(
+        self, limit: float | None, what: str, method: str, arguments: list[Any]
+    ) -> list[Any]:
+        call = self.process.vllm.llm.collective_rpc(method, args=tuple(arguments))
         return await self.process.ask(call, what, limit=limit)
 
 
 def _params(
     temperature: float, top_p: float, stop_tokens: tuple[int, ...], listed: int | None
 ) -> Any:
-    """Return vLLM's parameters for a kind of requests, without the token limit.
-
-    `listed` is K of the lists of scored tokens; None: it generates. We fill all lists ourselves.
-    """
+    """Return vLLM's parameters; `listed` is K of the lists of scored tokens, None to generate."""
     from asyncrl.engine.vllm.client.api import SamplingParams
 
     return SamplingParams(
@@ -192,27 +174,19 @@ _LOG = logging.getLogger(__name__)
 class VllmEngine(RemoteEngine):
     """The generator on vLLM; see `RemoteEngine`."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        model_path: str,
-        *,
-        cache_config: CacheConfig,
-        seed: int,
-        place: CachePlace | None = None,
-    ) -> None:
-        self._process = process = VllmProcess(
-            config, model_path, cache_config, seed, place or CachePlace()
+    _process: VllmProcess
+
+    def _new_process(self) -> VllmProcess:
+        return VllmProcess(
+            self._config, self._model_path, self._cache_config, self._seed, self._place
         )
 
-        async def start() -> VllmCore:
-            ends = time.monotonic() + config.vllm.start_limit
-            await process.start()
-            core = VllmCore(process)
-            await core.attach(config, max(1.0, ends - time.monotonic()))
-            return core
-
-        super().__init__(config, model_path, seed=seed, process=process, start=start)
+    async def _start_core(self) -> VllmCore:
+        ends = time.monotonic() + self._config.vllm.start_limit
+        await self._process.start()
+        core = VllmCore(self._process)
+        await core.attach(self._config, max(1.0, ends - time.monotonic()))
+        return core
 
     async def close(self) -> None:
         """End vLLM; running requests end with `finish_reason="abort"`. Idempotent."""

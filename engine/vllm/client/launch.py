@@ -188,9 +188,6 @@ def engine_args(
     on_cpu = current_platform.is_cpu()
     ours = config.vllm
     drafts = cache_config.draft_tokens if cache_config.enabled else 0
-    # Room for drafts, or for the token drawn after a scored text. Requests are held to our limit.
-    max_len = config.max_model_len + max(drafts, 1)
-    eager = ours.enforce_eager
     prefill = ours.max_prefill_tokens or (_CPU_PREFILL if on_cpu else _PREFILL)
     # With adapters vLLM refuses fewer tokens a step than all requests may draft.
     least = config.slots * (drafts + 1 if ours.lora_rank else 1)
@@ -200,12 +197,13 @@ def engine_args(
         "generation_config": "vllm",
         "dtype": config.weights_dtype(on_cpu=on_cpu),
         "seed": seed,
-        "max_model_len": max_len,
+        # Room for drafts, or for the token after a scored text. Requests are held to our limit.
+        "max_model_len": config.max_model_len + max(drafts, 1),
         "max_num_seqs": config.slots,
         "enable_chunked_prefill": True,
         "max_num_batched_tokens": max(prefill, least),
         "enable_prefix_caching": ours.enable_prefix_caching,
-        "enforce_eager": on_cpu if eager is None else eager,
+        "enforce_eager": on_cpu if ours.enforce_eager is None else ours.enforce_eager,
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": max(config.top_k_logprobs, _VLLM_MAX_LOGPROBS),
         "scheduling_policy": "priority",

@@ -89,13 +89,7 @@ def prepare(config: EngineConfig, log: LogFolder) -> None:
 
 _SHUTDOWN_SECONDS = 10.0
 """Longest wait for its end, which takes 2 to 4; then the process is killed."""
-_SOCKETS = (
-    "output_socket",
-    "input_socket",
-    "first_req_send_socket",
-    "first_req_rcv_socket",
-    "stats_update_socket",
-)
+_SOCKETS = ("output", "input", "first_req_send", "first_req_rcv", "stats_update")
 """Sockets of AsyncLLM's client. Its context can be terminated only when all are closed."""
 
 
@@ -127,10 +121,7 @@ class VllmProcess(CoreProcess):
         self._watch(process.pid for process in self._processes())
 
     def _launch(self) -> None:
-        """Launch in a thread, as vLLM's constructor blocks for 10 to 60 s.
-
-        Returns nothing, because the thread would keep the result alive.
-        """
+        """Block for 10 to 60 s; return nothing, as the thread would keep the result alive."""
         try:
             from asyncrl.engine.vllm.client.launch import launch
         except ImportError as error:
@@ -153,8 +144,7 @@ class VllmProcess(CoreProcess):
         return self._launched
 
     def _processes(self) -> list[Any]:
-        processes: list[Any] = self.vllm.llm.engine_core.resources.engine_manager.processes
-        return processes
+        return list(self.vllm.llm.engine_core.resources.engine_manager.processes)
 
     def _exit_code(self) -> int | None:
         codes: list[int] = []
@@ -184,7 +174,7 @@ async def shut_down(llm: AsyncLLM) -> None:
     if tasks:
         await asyncio.wait(tasks, timeout=_SHUTDOWN_SECONDS)
     for name in _SOCKETS:
-        socket = getattr(resources, name)
+        socket = getattr(resources, f"{name}_socket")
         if socket is not None:
             socket.close(linger=0)
     resources.ctx.term()

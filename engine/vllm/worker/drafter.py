@@ -181,7 +181,6 @@ class CacheDrafter:
         return {int(decode[at]): draft for at, draft in chosen.items()}
 
     def _follow(self, batch: RunnerBatch) -> None:
-        """Find each row's slot again when rows have changed."""
         batch.refresh()
         if batch.changes != self._changes:
             self._changes = batch.changes
@@ -203,8 +202,7 @@ class CacheDrafter:
             return 0
         table = self._runner.input_batch
         rest = table.num_prompt_tokens[waiting] - table.num_computed_tokens_cpu[waiting]
-        limit: int = self._runner.scheduler_config.max_num_batched_tokens
-        return min(int(rest.sum()), limit)
+        return int(min(rest.sum(), self._runner.scheduler_config.max_num_batched_tokens))
 
 
 def make_drafter(vllm_config: Any) -> CacheDrafter | FollowingDrafter:

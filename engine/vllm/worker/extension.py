@@ -54,7 +54,7 @@ class WorkerExtension(VllmWorker):
         batch = self._batch = RunnerBatch(runner, top_k or UNREPORTED_K)
         sampler = CoreSampler(runner, batch, ranks, logits_bytes)
         sampler.install()
-        CoreScorer(runner, batch, ranks, logits_bytes).install()
+        CoreScorer(runner, batch, ranks, logits_bytes)
         self._adapter = None if runner.lora_config is None else ServedAdapter(runner)
         if self._adapter is None:
             self._weights = WorkerWeights(VllmLoader(self), on_device=stage_on_device)
@@ -80,8 +80,7 @@ class WorkerExtension(VllmWorker):
 
     def asyncrl_staging(self) -> dict[str, Any]:
         """Return a `StagingReport` of the staging begun last."""
-        report: dict[str, Any] = msgspec.to_builtins(self._weights.report())
-        return report
+        return dict(msgspec.to_builtins(self._weights.report()))
 
     def asyncrl_install(self, policy_version: int) -> str:
         """Put the staged weights of this version in place, while generation is paused."""

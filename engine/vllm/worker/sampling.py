@@ -45,8 +45,7 @@ class RunnerBatch(Batch):
 
     def lengths(self) -> NDArray[np.int64]:
         """Return `[B]` tokens of each row, without drafts."""
-        lengths: NDArray[np.int64] = self.runner.input_batch.num_tokens_no_spec[: len(self.ids)]
-        return lengths.astype(np.int64)
+        return np.array(self.runner.input_batch.num_tokens_no_spec[: len(self.ids)], np.int64)
 
 
 def entry_of(request: Any) -> Entry:
@@ -153,7 +152,7 @@ class CoreSampler:
 
 
 class CoreScorer:
-    """Computes prompt log-probabilities for a model runner, in rank 0, within `max_bytes`."""
+    """Computes prompt log-probabilities for a model runner from now on, within `max_bytes`."""
 
     def __init__(self, runner: Any, batch: RunnerBatch, ranks: Ranks, max_bytes: int) -> None:
         self._runner = runner
@@ -165,10 +164,7 @@ class CoreScorer:
             max_bytes,
             batch.listed,
         )
-
-    def install(self) -> None:
-        """Replace the method on this runner."""
-        self._runner._get_prompt_logprobs_dict = self.compute  # noqa: SLF001
+        runner._get_prompt_logprobs_dict = self.compute  # noqa: SLF001
 
     @torch.inference_mode()
     def compute(self, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:

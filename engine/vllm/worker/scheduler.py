@@ -185,18 +185,10 @@ def _discarded(
     return [row for name, row in row_of.items() if name not in kept]
 
 
-class _StepScheduler(_WholeTables, Scheduler):
-    """Sends the tables of steps that follow each other."""
-
-
-class _AsyncStepScheduler(_WholeTables, AsyncScheduler):
-    """Sends the tables of steps that are scheduled while the one before is running."""
-
-
 def make_scheduler(vllm_config: Any, **rest: Any) -> Any:
     """Make the scheduler that vLLM would choose for this configuration, with our messages."""
-    overlapping = vllm_config.scheduler_config.async_scheduling
-    scheduler = (_AsyncStepScheduler if overlapping else _StepScheduler)(vllm_config, **rest)
+    theirs = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    scheduler = type("StepScheduler", (_WholeTables, theirs), {})(vllm_config, **rest)
     settings = CoreSettings.from_config(vllm_config.additional_config)
     scheduler.outbox = Outbox(settings.steps_per_message)
     return scheduler

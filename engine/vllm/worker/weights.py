@@ -11,7 +11,7 @@ the prefix cache's salt has the version (`Core`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,14 +33,6 @@ _SLOT = 0
 """Index in vLLM's room for adapters."""
 
 
-class _Place(NamedTuple):
-    """Location of a layer's pair in vLLM."""
-
-    module: str
-    part: int
-    """Index among the layers that the module stacks."""
-
-
 class ServedAdapter:
     """Writes A and B into vLLM's layers, and reads what they hold. At first B is 0."""
 
@@ -58,7 +50,8 @@ class ServedAdapter:
             if not isinstance(one, LogitsProcessorWithLoRA)
         }
         self._stacked: dict[str, list[str]] = manager.packed_modules_mapping
-        self._layers: dict[str, _Place] = {}
+        self._layers: dict[str, tuple[str, int]] = {}
+        """Module of each layer's pair in vLLM, and its index among those that the module stacks."""
         self._rank = 0
         self.write([])
         _leave_the_head(runner.get_model())
@@ -68,8 +61,8 @@ class ServedAdapter:
         pairs = {name.removesuffix(".weight"): one for name, one in pairs_of(tensors).items()}
         places = {layer: self._place(layer) for layer in pairs}
         by_module: dict[str, dict[int, Pair]] = {}
-        for layer, place in places.items():
-            by_module.setdefault(place.module, {})[place.part] = pairs[layer]
+        for layer, (path, part) in places.items():
+            by_module.setdefault(path, {})[part] = pairs[layer]
         for name, module in self._modules.items():
             given = by_module.get(name, {})
             if not given:
@@ -90,13 +83,13 @@ class ServedAdapter:
             b = module.lora_b_stacked[part][_SLOT, 0, :, :rank]
             yield from zip(names_of(layer), (a.contiguous(), b.contiguous()), strict=True)
 
-    def _place(self, layer: str) -> _Place:
+    def _place(self, layer: str) -> tuple[str, int]:
         if layer in self._modules:
-            return _Place(layer, 0)
+            return layer, 0
         parent, _, leaf = layer.rpartition(".")
         for name, parts in self._stacked.items():
             if leaf in parts and f"{parent}.{name}" in self._modules:
-                return _Place(f"{parent}.{name}", parts.index(leaf))
+                return f"{parent}.{name}", parts.index(leaf)
         raise WeightsError(
             f"vLLM does not support an adapter of layer {layer!r}; use trainer.lora.serve: merged, "
             "or other trainer.lora.targets"
@@ -205,7 +198,17 @@ class VllmHeldWeights(HeldWeights):
         is_packed = name.rpartition(".")[2] == "weight" and hasattr(module, "cpu_linear")
         if not is_packed or _looks_up(module, name):
             return None
-        return _sums_by_product(module, shard, shape)
+        # The probe of the block, exactly, by a product.
+        (rows, columns), (height, width) = shape, shard.shape
+        chosen, first = probes_within(columns, shard.column, width)
+        dtype = module.weight.dtype
+        units = torch.zeros(len(chosen), width, dtype=dtype)
+        units[torch.arange(len(chosen)), torch.tensor(chosen, dtype=torch.int64)] = 1
+        probe = MatrixSums(rows, len(probe_columns(columns)), units.device)
+        if chosen:
+            products = module.cpu_linear(units, module.weight, None)  # [P, N]
+            probe.add(products[:, shard.first : shard.first + height].t(), shard.row, first)
+        return TensorSums(name_of(dtype), None, probe.value * shard.factor)
 
 
 def _experts(runner: Any, leaf: str) -> torch.Tensor | None:
@@ -225,21 +228,6 @@ def _looks_up(module: Any, name: str) -> bool:
     return embeds and not isinstance(module, ParallelLMHead) and "lm_head" not in name
 
 
-def _sums_by_product(module: Any, shard: Shard, shape: Shape) -> TensorSums:
-    """Compute the probe of a packed weight's block, exactly, by a product."""
-    rows, columns = shape
-    height, width = shard.shape
-    chosen, first = probes_within(columns, shard.column, width)
-    dtype = module.weight.dtype
-    units = torch.zeros(len(chosen), width, dtype=dtype)
-    units[torch.arange(len(chosen)), torch.tensor(chosen, dtype=torch.int64)] = 1
-    probe = MatrixSums(rows, len(probe_columns(columns)), units.device)
-    if chosen:
-        products = module.cpu_linear(units, module.weight, None)  # [P, N]
-        probe.add(products[:, shard.first : shard.first + height].t(), shard.row, first)
-    return TensorSums(name_of(dtype), None, probe.value * shard.factor)
-
-
 class VllmLoader(Loader):
     """Loads by vLLM's `reload_weights`, which raises for tensors that it does not know."""
 
@@ -247,19 +235,9 @@ class VllmLoader(Loader):
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self.device: torch.device = worker.device
-        self.dtype: torch.dtype = worker.model_config.dtype
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """The model that decodes."""
-        model: torch.nn.Module = self._worker.model_runner.get_model()
-        return model
-
-    @property
-    def model_path(self) -> str:
-        """Directory that the model was loaded from."""
-        return str(self._worker.model_config.model)
+        self.model = worker.model_runner.get_model()
+        self.model_path = str(worker.model_config.model)
+        self.device, self.dtype = worker.device, worker.model_config.dtype
 
     def load(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors, named as in the HF state dict, into the model or its twin, in place."""
@@ -315,10 +293,7 @@ def _no_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_reloadable(model: torch.nn.Module) -> None:
-    """Raise WeightsError if vLLM cannot load new weights into this model.
-
-    On a CPU it packs the experts of a mixture after the first loading only (0.32.0).
-    """
+    """Raise WeightsError if vLLM (0.32.0) cannot load new weights into this model."""
     for name, layer in model.named_modules():
         backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
         if getattr(backend, "name", "") == "CPU":

@@ -23,7 +23,7 @@ def test_a_dead_core_reaches_every_consumer(served: Served) -> None:
         await anext(first)
         for pid in served.processes():
             os.kill(pid, signal.SIGKILL)
-        while engine._core_process.ended is None:
+        while engine._process.ended is None:
             await asyncio.wait(tasks, timeout=0.01)
         await first.aclose()
         return list(await asyncio.gather(*tasks, return_exceptions=True))

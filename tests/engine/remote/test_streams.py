@@ -33,7 +33,8 @@ class SlowCore:
     tokens: int = 3
 
     def __post_init__(self) -> None:
-        self.name, self.ended, self.failure = "a core", None, EngineError
+        self.name = "a core"
+        self.process = SimpleNamespace(ended=None, failure=EngineError)
         self.min_temperature = 0.0
         self.policy_version = 0
         self.responses = Responses(1)

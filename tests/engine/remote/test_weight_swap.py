@@ -30,7 +30,8 @@ class FakeCore:
     looked: asyncio.Event | None = None
 
     def __post_init__(self) -> None:
-        self.name, self.failure, self.fail = "vLLM", EngineError, self.failed.append
+        self.name = "vLLM"
+        self.process = SimpleNamespace(failure=EngineError, fail=self.failed.append)
         self.meter = SimpleNamespace(busy=lambda: self.calls.append("busy"))
         self.responses = SimpleNamespace(flush=lambda: self.calls.append("flush"))
 

@@ -21,7 +21,8 @@ def loader_of(words: int) -> SglangLoader:
     model.embed.shard_indices = SimpleNamespace(num_org_elements=words)
     model.norm = nn.LayerNorm(2)
     model.packed = nn.Parameter(torch.empty(0))
-    return SglangLoader(SimpleNamespace(model=model, dtype=torch.float32))
+    config = SimpleNamespace(model_path="")
+    return SglangLoader(SimpleNamespace(model=model, model_config=config, dtype=torch.float32))
 
 
 def test_a_parameter_without_new_weights_is_an_error() -> None:

@@ -123,10 +123,10 @@ def test_kv_of_an_accepted_path_ends_up_where_a_text_without_drafts_would_have_i
     path, counts = paths_of(walks, trees)
     feed = lay_out(trees, scene.last, scene.contexts, ragged=ragged)
     kv = [(int(row), int(place)) for row, place in zip(feed.row, feed.place, strict=True)]
-    found = moves(feed, path, counts)
-    assert len(set(found.target.tolist())) == len(found.target)
-    read = [kv[source] for source in found.source.tolist()]
-    for target, entry in zip(found.target.tolist(), read, strict=True):
+    sources, targets = (places.tolist() for places in moves(feed, path, counts))
+    assert len(set(targets)) == len(targets)
+    read = [kv[source] for source in sources]
+    for target, entry in zip(targets, read, strict=True):
         kv[target] = entry
     flags = accepted_nodes(trees, path, counts)
     emitted = iter(walks.emitted.tolist())

@@ -36,7 +36,7 @@ def test_compiling_what_draws_has_what_is_left_of_the_start() -> None:
         asked[what] = limit
 
     llm = SimpleNamespace(
-        collective_rpc=lambda name, args, kwargs: (name, args, kwargs),
+        collective_rpc=lambda name, args: (name, args),
         update_weight_version=lambda version: version,
         get_supported_tasks=list,
     )

@@ -137,7 +137,8 @@ class Client:
     """
 
     def __init__(self, core: Core) -> None:
-        self.responses, self.meter, self.ended = core.responses, Meter(), None
+        self.responses, self.meter = core.responses, Meter()
+        self.process = SimpleNamespace(ended=None)
         self._core = core
 
     async def submit(self, name: str, inbox: Any, _: Any) -> None:

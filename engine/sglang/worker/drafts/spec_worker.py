@@ -9,6 +9,7 @@ waits here for the tokens of that one, as SGLang's NGRAM does, because drafts fo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import numpy as np
@@ -67,23 +68,19 @@ class DraftInput(NgramVerifyInput):
             super().merge_batch(spec_info)
 
 
+@dataclass
 class _Step:
     """A step whose tokens are on their way to the host."""
 
-    def __init__(
-        self,
-        trees: TokenTrees | None,
-        rows: Index,
-        lengths: Index,
-        accepted: Accepted,
-        ready: Index | None,
-    ) -> None:
-        self.trees = trees
-        """None: it took in prompts."""
-        self.ready = ready
-        """Rows whose tokens count; None: all."""
-        self.rows = rows
-        self.lengths = lengths
+    trees: TokenTrees | None
+    """None: it took in prompts."""
+    rows: Index
+    lengths: Index
+    accepted: InitVar[Accepted]
+    ready: Index | None
+    """Rows whose tokens count; None: all."""
+
+    def __post_init__(self, accepted: Accepted) -> None:
         parts = accepted.tokens, accepted.counts, accepted.path
         self._parts = tuple(_to_host(part) for part in parts)
         self._ready: Any = None
@@ -178,10 +175,7 @@ class SpecWorker(BaseSpecWorker):
         on_publish: Callable[[torch.Tensor], None] | None = None,
         pp_proxy_tensors: Any = None,
     ) -> Any:
-        """Run a step, of prompts or of decoding rows.
-
-        If steps overlap, `on_publish` gets the rows' new lengths as soon as they are known.
-        """
+        """Run a step; if steps overlap, `on_publish` gets the rows' new lengths once known."""
         self._settle()
         began = self.now()  # if steps overlap, the previous one is over: its tokens have come
         if self._drafter is not None:
@@ -338,10 +332,9 @@ def _verify_input(batch: Any, trees: TokenTrees, feed: Feed, contexts: Index) ->
 def _move(pool: Any, slots: torch.Tensor, feed: Feed, accepted: Accepted) -> None:
     """Move the KV of accepted paths to where the rows' texts continue."""
     if slots.device.type == "cpu":
-        found = moves(feed, accepted.path.numpy(), accepted.counts.numpy())
-        if len(found.source):
-            source, target = torch.from_numpy(found.source), torch.from_numpy(found.target)
-            pool.move_kv_cache(slots[target], slots[source])
+        source, target = moves(feed, accepted.path.numpy(), accepted.counts.numpy())
+        if len(source):
+            pool.move_kv_cache(slots[torch.from_numpy(target)], slots[torch.from_numpy(source)])
         return
     # Without waiting for the device: places after the end of a path are moved onto themselves.
     step = torch.arange(accepted.path.shape[1], device=slots.device)

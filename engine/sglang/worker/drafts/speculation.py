@@ -13,6 +13,7 @@ with one number of tokens per row. Here a forward pass is described once, for al
 segments (`worker.segments`).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -60,52 +61,33 @@ class TreeAttention(TorchNativeAttnBackend):
         table = self.req_to_token_pool.req_to_token[rows, :longest]
         return segments_of(table, contexts, counts, masks)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-    ) -> torch.Tensor:
+    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Attend with all tokens of a forward pass, after their KV is in the pool."""
-        segments = self._segments
-        if segments is None or _special(layer):
-            if forward_batch.forward_mode.is_target_verify():
-                raise NotImplementedError(
-                    "drafts on a CPU are not possible with layers of a sliding window or an "
-                    "encoder; set cache.enabled: false"
-                )
-            extended: torch.Tensor = super().forward_extend(
-                q, k, v, layer, forward_batch, save_kv_cache
-            )
-            return extended
-        return self._attend(segments, q, k, v, layer, forward_batch, save_kv_cache)
+        return self._attend(super().forward_extend, *args, **kwargs)
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-    ) -> torch.Tensor:
+    def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Attend with a batch of one token per row, which SGLang runs without speculation."""
-        segments = self._segments
-        if segments is None or _special(layer):
-            decoded: torch.Tensor = super().forward_decode(
-                q, k, v, layer, forward_batch, save_kv_cache
-            )
-            return decoded
-        return self._attend(segments, q, k, v, layer, forward_batch, save_kv_cache)
+        return self._attend(super().forward_decode, *args, **kwargs)
 
     def _attend(
-        self, segments: Segments, q: Any, k: Any, v: Any, layer: Any, batch: Any, save: bool
+        self,
+        theirs: Callable[..., torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        batch: Any,
+        save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        pool = self.token_to_kv_pool
-        if save and k is not None:
+        segments, pool = self._segments, self.token_to_kv_pool
+        if segments is None or _special(layer):
+            if batch.forward_mode.is_target_verify():
+                raise NotImplementedError(
+                    "drafting on a CPU does not support sliding-window or encoder layers; set "
+                    "cache.enabled: false"
+                )
+            return theirs(q, k, v, layer, batch, save_kv_cache)
+        if save_kv_cache and k is not None:
             location = KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc)
             pool.set_kv_buffer(layer, location, k, v)
         heads, size = layer.tp_q_head_num, layer.qk_head_dim
@@ -115,7 +97,7 @@ class TreeAttention(TorchNativeAttnBackend):
         values = pool.get_value_buffer(layer.layer_id)
         if keys.dtype != query.dtype:
             raise NotImplementedError(
-                f"KV in {keys.dtype} with activations in {query.dtype} is not possible on a CPU"
+                f"KV in {keys.dtype} with activations in {query.dtype} is not supported on a CPU"
             )
         segments.attend(query, keys, values, layer.scaling, out)
         return out.view(len(query), -1)
@@ -123,11 +105,8 @@ class TreeAttention(TorchNativeAttnBackend):
 
 def _special(layer: Any) -> bool:
     window = layer.sliding_window_size
-    return (
-        layer.is_cross_attention
-        or layer.attn_type == AttentionType.ENCODER_ONLY
-        or (window is not None and window > -1)
-    )
+    encodes = layer.is_cross_attention or layer.attn_type == AttentionType.ENCODER_ONLY
+    return encodes or (window is not None and window > -1)
 
 
 def _drafted(
@@ -200,11 +179,7 @@ class Algorithm(CustomSpecAlgo):
         return 1
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Reserve KV for the places of a step only, not for chains of a draft model.
-
-        Raises ValueError if the most draft tokens are not set, or for another attention than
-        Triton's.
-        """
+        """Reserve KV for the places of a step only, or raise ValueError for invalid arguments."""
         if not server_args.speculative_num_draft_tokens:
             raise ValueError(f"speculative_algorithm={NAME} needs speculative_num_draft_tokens")
         server_args.speculative_eagle_topk = server_args.speculative_num_steps = 1
@@ -214,8 +189,8 @@ class Algorithm(CustomSpecAlgo):
             server_args.attention_backend = CPU_ATTENTION
         elif server_args.attention_backend not in (None, "triton"):
             raise ValueError(
-                f"attention_backend={server_args.attention_backend}: trees of drafts of any width "
-                "are verified with triton only; leave it out, or set cache.enabled: false"
+                f"attention_backend={server_args.attention_backend} cannot verify draft trees; "
+                "leave it out (triton), or set cache.enabled: false"
             )
         else:
             server_args.attention_backend = "triton"

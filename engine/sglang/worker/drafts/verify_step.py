@@ -69,16 +69,6 @@ def _places(counts: Index) -> tuple[Index, Index]:
     return row, np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
 
 
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """KV of M accepted nodes that does not lie where the row's text continues."""
-
-    source: Index
-    """`[M]` indices of fed tokens."""
-    target: Index
-    """`[M]` indices of fed tokens."""
-
-
 def roots(trees: TokenTrees) -> Index:
     """Return `[n]` indices of the rows' last tokens among all last tokens and nodes, in order."""
     found: Index = trees.offsets[:-1].astype(np.int64) + np.arange(trees.rows)
@@ -112,23 +102,21 @@ def accepted_nodes(trees: TokenTrees, path: Index, counts: Index) -> NDArray[np.
     return flags
 
 
-def moves(feed: Feed, path: Index, counts: Index) -> Moves:
-    """Return the moves after a step with forked trees; `path` and `counts` as of `paths_of`.
+def moves(feed: Feed, path: Index, counts: Index) -> tuple[Index, Index]:
+    """Return sources and targets of KV of accepted nodes that is not where a row's text continues.
 
-    All sources must be read before a target is written: targets are sources of other paths.
+    Both are `[M]` indices of fed tokens; `path` and `counts` are as of `paths_of`. All sources must
+    be read before a target is written: targets are sources of other paths.
     """
     row, step = np.nonzero(np.arange(path.shape[1]) < counts[:, None])
     place = path[row, step]
     start = (np.cumsum(feed.counts) - feed.counts)[row]
     apart = place != step
-    return Moves((start + place)[apart], (start + step)[apart])
+    return (start + place)[apart], (start + step)[apart]
 
 
 def hidden_places(trees: TokenTrees, feed: Feed) -> tuple[Index, Index]:
-    """Return pairs of fed tokens on different paths that a causal mask over places lets through.
-
-    Returns indices of fed tokens: of each query, and of the key that it must not attend to.
-    """
+    """Return `[M]` fed queries and keys on different paths, which a causal mask would not hide."""
     row, query, key = trees.hidden()
     start = np.cumsum(feed.counts) - feed.counts
     return start[row] + query, start[row] + key
