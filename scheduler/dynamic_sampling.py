@@ -30,8 +30,9 @@ that, a lost group is judged anew.
 
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands
-from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Outcome, Places
+from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Places
 from asyncrl.scheduler.errors import SchedulerError
+from asyncrl.scheduler.ledger import Outcome
 from asyncrl.scheduler.records import HELD, RUNNING, VERIFYING, Generator, Group, Verdict
 from asyncrl.scheduler.sample_transitions import Weights, Work
 from asyncrl.scheduler.state import SchedulerState

@@ -1,7 +1,8 @@
 """Recounts the state sample by sample and compares. O(in flight); for tests and idle moments."""
 
-from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Outcome
+from asyncrl.scheduler.dynamic_ledger import DynamicLedger
 from asyncrl.scheduler.errors import SchedulerError
+from asyncrl.scheduler.ledger import Outcome
 from asyncrl.scheduler.records import (
     DELIVERED,
     DELIVERING,

@@ -27,7 +27,7 @@ class SchedulerState:
     config: SchedulerConfig
     admission: Admission
     total_steps: int
-    ledger: Ledger | DynamicLedger
+    ledger: Ledger
     """The groups that were issued, arrived in the trainer, failed and were consumed (`Steps`)."""
     placement: Placement
     """The groups of each generator (`Work`)."""
@@ -81,7 +81,6 @@ class SchedulerState:
                 f"first_step {first_step} must be at least 0 and below total_steps {total_steps}"
             )
         placement = Placement(config.group_size)
-        ledger: Ledger | DynamicLedger
         ledger, places = Ledger(groups_per_step=config.groups_per_step, first_step=first_step), None
         if config.max_groups_of_step is not None:
             ledger = DynamicLedger(

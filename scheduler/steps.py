@@ -6,7 +6,6 @@ from asyncrl.rollout.trajectory import UNKNOWN_VERSION, SampleId
 from asyncrl.scheduler import commands, events
 from asyncrl.scheduler.commands import RunOutcome
 from asyncrl.scheduler.errors import ImpossibleEvent, LedgerError, SenderOutOfStep
-from asyncrl.scheduler.ledger import Ledger
 from asyncrl.scheduler.placement import prompt_key
 from asyncrl.scheduler.records import (
     DELIVERED,
@@ -193,9 +192,9 @@ class RunControl:
     def _withdraw_after(self, last: int) -> None:
         """Withdraw the groups of later steps; with dynamic sampling, only those not begun."""
         state, ledger = self._state, self._state.ledger
-        if isinstance(ledger, Ledger):
+        if state.places is None:
             self._work.discard([group for group in state.groups.values() if group.step > last])
-            ledger.withdraw_after(last)
+            ledger.withdraw_from(ledger.end_of(last))
             return
         end = ledger.next_group
         while end > ledger.first_group and (group := state.groups.get(end - 1)) is not None:
@@ -204,8 +203,7 @@ class RunControl:
             end -= 1
         self._work.discard([group for group in state.groups.values() if group.index >= end])
         ledger.withdraw_from(end)
-        if state.places is not None:
-            state.places.changed = True
+        state.places.changed = True
 
     def end_if_stuck(self) -> None:
         """End a stopping run without generators, rather than wait for one to join."""
