@@ -36,7 +36,7 @@ class SchedulerState:
     last_step: int
     """The last step to be trained; a stop request lowers it (`RunControl`)."""
     published: int
-    """Latest policy version that can be installed, once the trainer has joined (`Weights`)."""
+    """Latest policy version that can be installed, once the trainer has joined (`Scheduler`)."""
     next_undeclared: int
     """The first step whose membership is not declared yet (`Steps`)."""
     places: Places | None = None
@@ -127,10 +127,7 @@ class SchedulerState:
 
     @property
     def last_begun_step(self) -> int:
-        """The last step up to which every group has a started sample.
-
-        It is before the current step if no step is.
-        """
+        """The last step up to which every group has a started sample; before `step` if none is."""
         waiting = [one.place for one in self.groups.values() if one.untouched]
         first = min([*waiting, self.next_place])
         return max(first // self.config.groups_per_step, self.next_undeclared) - 1
@@ -146,10 +143,7 @@ class SchedulerState:
 
     @property
     def first_free_step(self) -> int:
-        """The first step of which no group was ever issued.
-
-        With dynamic sampling: in which no group that was ever issued can be.
-        """
+        """The first step of which no group can ever have been issued."""
         if isinstance(self.ledger, DynamicLedger):
             # Each step looks at groups_per_step groups at least.
             first = self.ledger.first_group_of(self.next_undeclared)
