@@ -20,8 +20,8 @@ import stat
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,8 +42,7 @@ LOOK_EVERY = 1.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Peer:
+class _Peer(NamedTuple):
     inode: int
     reader: RingReader
 
@@ -61,29 +60,15 @@ class Peers:
         receive: Callable[[bytes], None],
         clock: Callable[[], float],
     ) -> None:
-        self._directory = directory
-        self._own = own
-        self._own_inode = -1
-        self._receive = receive
-        self._clock = clock
+        self._directory, self._own, self._own_inode = directory, own, -1
+        self._receive, self._clock = receive, clock
         self._peers: dict[str, _Peer] = {}
         self._refused_files: dict[str, int] = {}  # inodes of files that are not rings: logged once
         self._next_look = 0.0
         self._turn = 0
-        self._overtaken = self._refused = 0  # of closed readers
 
     def __len__(self) -> int:
         return len(self._peers)
-
-    @property
-    def overtaken(self) -> int:
-        """Counter: bytes that were overwritten before they were read."""
-        return self._overtaken + sum(peer.reader.overtaken for peer in self._peers.values())
-
-    @property
-    def refused(self) -> int:
-        """Counter: places in a ring that hold no valid message."""
-        return self._refused + sum(peer.reader.refused for peer in self._peers.values())
 
     def own_ring_is_there(self) -> None:
         """Stop reading the file of this member's name, which is now its own ring."""
@@ -172,8 +157,6 @@ class Peers:
         peer = self._peers.pop(name, None)
         if peer is not None:
             peer.reader.leave()
-            self._overtaken += peer.reader.overtaken
-            self._refused += peer.reader.refused
 
 
 def make_private(directory: Path) -> None:

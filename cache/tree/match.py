@@ -103,12 +103,6 @@ def agreement(arena: IntArray, position: int, tokens: IntArray, stop: int, longe
 
 
 @kernel
-def version_weight(version: int, policy_version: int, weights: FloatArray) -> float:
-    """Return the weight of a vote of `version` under `policy_version`."""
-    return float(weights[min(abs(policy_version - version), len(weights) - 1)])
-
-
-@kernel
 def nearness(arena: IntArray, position: int, expected: int) -> float:
     """Return the weight of a candidate by its distance from the `expected` index."""
     if expected < UNKNOWN // 2:
@@ -163,8 +157,8 @@ def walk(
             if arena[block + SEQUENCE] != row.own:
                 positions[count] = position
                 lengths[count] = length
-                weight = version_weight(arena[block + VERSION], search.policy_version, aging)
-                weights[count] = weight * nearness(arena, position, expected)
+                age = min(abs(search.policy_version - arena[block + VERSION]), len(aging) - 1)
+                weights[count] = aging[age] * nearness(arena, position, expected)
                 longest = max(longest, length)
                 count += 1
             elif echo == 0:
