@@ -88,14 +88,12 @@ class ModelShapes:
             _refuse("an adapter that does not fit the model", mistakes)
             return
         _refuse("unexpected weights (not in the model)", [n for n in given if n not in self.shapes])
-        _refuse(
-            "weights of a wrong shape",
-            [
-                f"{name}: {shape} given, {self.shapes[name]} needed"
-                for name, shape in given.items()
-                if shape != self.shapes[name]
-            ],
-        )
+        wrong = [
+            f"{name}: {shape} given, {self.shapes[name]} needed"
+            for name, shape in given.items()
+            if shape != self.shapes[name]
+        ]
+        _refuse("weights of a wrong shape", wrong)
         _refuse("missing weights", sorted(self.needed - given.keys()))
 
 

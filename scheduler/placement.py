@@ -35,7 +35,7 @@ from asyncrl.scheduler.errors import SchedulerError
 from asyncrl.scheduler.records import Generator, Group
 
 ALIKE = 1.35
-"""Up to this factor from the mean, speeds count as equal."""
+"""Factor from the mean up to which speeds count as equal."""
 _WEIGHT = 0.3
 """Weight of a new measurement against earlier ones: few running samples are faster than many."""
 _STEP = 1.15

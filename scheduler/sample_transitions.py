@@ -70,9 +70,8 @@ class Work:
             return
         if generator.installing is not None and not self._config.partial_rollout:
             return  # the new weights would arrive in the middle of the sample
-        last_group = self._admission.last_group_to_start(generator.version)
-        if generator.kv_used >= self._config.runahead_kv_limit:
-            last_group = self._admission.last_due_group(generator.version)
+        has_space = generator.kv_used < self._config.runahead_kv_limit
+        last_group = self._admission.last_group(generator.version, ahead=has_space)
         for _ in range(room):
             group = self._placement.next_group(generator, last_group)
             if group is None:

@@ -362,7 +362,7 @@ class Scheduler:
             raise ImpossibleEvent(
                 f"generator {event.generator} joined before, with {known.slots} slots instead of "
                 f"{event.slots}; a restarted generator needs a new name, because late messages of "
-                "the old one would be taken for its own"
+                "the old one would be attributed to it"
             )
         if event.slots < 1 or event.policy_version > state.published:
             raise SenderOutOfStep(
@@ -432,7 +432,8 @@ class Scheduler:
         state = self.state
         if min(event.configs, default=0) < state.first_free_step:
             raise ImpossibleEvent(
-                f"the bounds of step {min(event.configs)} were changed, of which groups were issued"
+                f"cannot change the bounds of step {min(event.configs)}: some of its groups were "
+                "issued already"
             )
         for step, config in event.configs.items():
             state.admission.change(Bounds.of(config, step))

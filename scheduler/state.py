@@ -159,7 +159,7 @@ class SchedulerState:
             return self.step * per_step - 1
         # A version can be published before its StepFinished arrives: nothing opens until then.
         version = min(self.published, self.step)
-        last = self.admission.last_group_to_start(version)
+        last = self.admission.last_group(version, ahead=True)
         return min(last, (self.last_step + 1) * per_step - 1)
 
     def generator(self, name: str) -> Generator | None:

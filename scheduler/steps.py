@@ -320,7 +320,7 @@ class SampleEvents(EventHandlers):
         if not group.sent[sample] or unexpected:
             raise ImpossibleEvent(
                 f"sample {event.sample} was acknowledged by the trainer, but generator "
-                f"{event.generator} was not told to deliver it"
+                f"{event.generator} was not ordered to deliver it"
             )
         self._work.mark_delivered(group, sample, generator)
         if group.delivered == state.config.group_size:

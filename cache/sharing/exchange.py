@@ -27,8 +27,8 @@ import numpy as np
 
 from asyncrl.cache.config import MAX_MATCH_LIMIT, CacheConfig
 from asyncrl.cache.sharing.ring import ExchangeRefused, RingReader, RingWriter
+from asyncrl.cache.tree.arena import StoredRollouts, are_valid_tokens
 from asyncrl.cache.tree.rollout_tree import RolloutCache
-from asyncrl.cache.tree.sequences import StoredRollouts, are_valid_tokens
 from asyncrl.rollout.jit import INT32_MAX
 from asyncrl.rollout.trajectory import IntArray
 
@@ -165,7 +165,7 @@ def make_private(directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.lstat()
     except OSError as error:
-        raise ExchangeRefused(f"the exchange {directory} cannot be made: {error}") from error
+        raise ExchangeRefused(f"cannot create the exchange {directory}: {error}") from error
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:
         raise ExchangeRefused(
@@ -320,7 +320,9 @@ class SharedCache(RolloutCache):
             try:
                 size = self._ring.write(message)
             except OSError as error:
-                _log.warning("cannot write %s: %s; it publishes nothing more", self._file, error)
+                _log.warning(
+                    "cannot write %s: %s; no more rollouts are published", self._file, error
+                )
                 self._stop_publishing()
         self.published_bytes += size
         if size:

@@ -28,8 +28,8 @@ from typing import BinaryIO
 import numpy as np
 
 from asyncrl.cache.config import MAX_MATCH_LIMIT
+from asyncrl.cache.tree.arena import StoredRollouts, are_valid_tokens
 from asyncrl.cache.tree.rollout_tree import RolloutCache
-from asyncrl.cache.tree.sequences import StoredRollouts, are_valid_tokens
 from asyncrl.rollout.jit import INT32_MAX
 from asyncrl.rollout.trajectory import IntArray
 from asyncrl.wire.transport.atomic_files import replacing

@@ -35,22 +35,20 @@ BLEND = 0.1
 
 
 class Guesses(NamedTuple):
-    """Working space for one row: K guesses in order of creation, K candidates."""
+    """Working space for one row: `[K]` of K guesses in order of creation, and K candidates."""
 
     tokens: IntArray
-    """`[K]`"""
     parents: IntArray
-    """`[K]` the guess before it, -1 for the row's last token."""
+    """The guess before it, -1 for the row's last token."""
     nodes: IntArray
-    """`[K]` its index in the draft, once it has grown."""
+    """Its index in the draft, once it has grown."""
     starts: IntArray
-    """`[K]` its candidates are positions[starts[k] : stops[k]]."""
+    """Its candidates are positions[starts[k] : stops[k]]."""
     stops: IntArray
-    """`[K]`"""
     matches: IntArray
-    """`[K]` length of the longest match among them."""
+    """Length of the longest match among them."""
     paths: FloatArray
-    """`[K]` path probability."""
+    """Path probability."""
     queue: IntArray
     """`[max_draft_tokens]` guesses that may grow, likeliest last."""
     candidates: Candidates

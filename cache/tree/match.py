@@ -74,14 +74,13 @@ class RowState(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Working space for K candidates."""
+    """Working space for K candidates, `[K]` each."""
 
     positions: LongArray
-    """`[K]`"""
     lengths: IntArray
-    """`[K]` tokens of the match."""
+    """Tokens of the match."""
     weights: FloatArray
-    """`[K]` weight of the vote."""
+    """Weight of the vote."""
 
 
 def version_weights(half_life: float) -> FloatArray:

@@ -15,8 +15,7 @@ Example:
 `RolloutCache` serves one engine and is not thread-safe. Its methods are batched over the rows of a
 decode step, and compiled kernels do the work:
 
-    arena        layout: blocks and hash chains
-    sequences    stored rollouts
+    arena        stored rollouts: blocks and hash chains
     estimate     learning from outcomes
     match        earlier places of recent tokens
     draft        drafting chains and trees
@@ -32,12 +31,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from asyncrl.cache.config import RUN_RULES, CacheConfig, TreeRules
-from asyncrl.cache.tree import arena, estimate, sequences
-from asyncrl.cache.tree.arena import LongArray, hash_of
+from asyncrl.cache.tree import arena, estimate
+from asyncrl.cache.tree.arena import LongArray, StoredRollouts, hash_of
 from asyncrl.cache.tree.draft import draft
 from asyncrl.cache.tree.forest import Forest
 from asyncrl.cache.tree.match import Rules, version_weights
-from asyncrl.cache.tree.sequences import StoredRollouts
 from asyncrl.rollout.jit import check_offsets, int32_values
 from asyncrl.rollout.trajectory import FloatArray, IntArray
 
@@ -199,7 +197,7 @@ class RolloutCache:
         negative or above 2 ** 31 - 1; nothing was changed.
         """
         vectors = all(_is_int32_vector(one) for one in (rows, tokens, offsets))
-        if not vectors or not sequences.acceptable(self._rows.cursors, rows, tokens, offsets):
+        if not vectors or not arena.acceptable(self._rows.cursors, rows, tokens, offsets):
             rows = self._rows.require_open(rows)
             tokens = int32_values("tokens", tokens, minimum=0)
             offsets = int32_values("offsets", offsets, minimum=0)
@@ -309,15 +307,15 @@ class RolloutCache:
         state[arena.AT_ROW] = state[arena.AT_TOKEN] = 0
         grow = True
         while True:
-            code = sequences.extend(
+            code = arena.extend(
                 forest.arena, state, forest.trees, self._rows.cursors, self._rows.rings, rows,
                 tokens, offsets, self.config.min_match, forest.prompt_blocks, grow,
                 self._rows.experience, self.rules.calibrate,
             )  # fmt: skip
-            if code == sequences.DONE:
+            if code == arena.DONE:
                 return
             row = int(rows[state[arena.AT_ROW]])
-            if code == sequences.TREE_FULL:
+            if code == arena.TREE_FULL:
                 tree = int(self._rows.cursors[row, arena.TREE])
                 made = forest.trim(tree, forest.prompt_blocks // 2)
             else:

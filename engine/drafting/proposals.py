@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.cache.tree.rollout_tree import Drafts, RolloutCache
-from asyncrl.engine.sampling.verification import offsets_of
+from asyncrl.engine.sampling.verification import offsets_of, ranges_of
 from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray, IntArray
 
@@ -162,8 +162,7 @@ class Continuations:
 
 
 def _take(table: IntArray, rows: Index, columns: Index) -> IntArray:
-    taken: IntArray = table[rows[:, None], np.clip(columns, 0, table.shape[1] - 1)]
-    return taken
+    return np.asarray(table[rows[:, None], np.clip(columns, 0, table.shape[1] - 1)])
 
 
 NO_HANDLE = -1
@@ -225,18 +224,17 @@ class Proposer:
         tokens, parents = (np.empty(offsets[-1], np.int32) for _ in range(2))
         paths = np.empty(offsets[-1], np.float32)
         if found is not None:
-            at = _places(offsets, asked)
+            at = ranges_of(offsets[asked], lengths[asked])
             tokens[at], parents[at] = found.tokens, found.parents
             paths[at] = found.path_probabilities
         if len(following):
             width = int(lengths[following].max())
             inside = np.arange(width) < lengths[following, None]
-            at, step = _places(offsets, following), np.nonzero(inside)[1]
+            at, step = ranges_of(offsets[following], lengths[following]), np.nonzero(inside)[1]
             tokens[at] = self._continuations.propose(slots[following], width)[inside]
             parents[at] = step - 1
             paths[at] = estimates[step]
-        drafts = Drafts(tokens, parents, offsets, paths)
-        return _up_to_stops(drafts, stops)
+        return _up_to_stops(Drafts(tokens, parents, offsets, paths), stops)
 
 
 def _up_to_stops(drafts: Drafts, stops: NDArray[np.integer[Any]]) -> Drafts:
@@ -293,10 +291,3 @@ def warm_up() -> None:
     _up_to_stops(
         Drafts(one, one - 1, np.arange(2, dtype=np.int32), chance), np.zeros((1, 1), np.int64)
     )
-
-
-def _places(offsets: IntArray, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    lengths = offsets[rows + 1] - offsets[rows]
-    starts = np.cumsum(lengths) - lengths
-    shifts = np.repeat(offsets[rows] - starts, lengths)
-    return np.asarray(np.arange(len(shifts)) + shifts)

@@ -417,8 +417,7 @@ class DecodeCore:
             moved, source, target = moved_places(draws, paths, decoding)
             first = rows.kv_length[moved]
             self._model.cache.move(moved, first + source, first + target)
-        self._unreported.record(draws, paths, rows)
-        going, gone = self._unreported.advance(draws, paths, rows, self._settings.chunk_tokens)
+        going, gone = self._unreported.record(draws, paths, rows, self._settings.chunk_tokens)
         self._drafter.record(draws, paths)
         judged = draws.judged
         given = np.minimum(draws.accepted[judged], paths.kept[judged])

@@ -208,7 +208,7 @@ def test_a_directory_that_others_could_write_to_is_refused(tmp_path: Path) -> No
     with pytest.raises(ExchangeRefused, match="not lrwx"):
         SharedCache(CONFIG, tmp_path / "link", "a")
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(ExchangeRefused, match="cannot be made"):
+    with pytest.raises(ExchangeRefused, match="cannot create the exchange"):
         SharedCache(CONFIG, tmp_path / "file", "a")
 
 
