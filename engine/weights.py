@@ -116,13 +116,9 @@ def weights_of_model(model_path: str, dtype: torch.dtype) -> dict[str, Tensor]:
         model = load_causal_lm(model_path, dtype)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise wire.WeightsReadError(f"cannot load the model {model_path}: {error}") from error
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            found[name] = tensor.detach()
-    return found
+    state = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(state.items())}
+    return {name: one.detach() for name, one in state.items() if first[id(one)] == name}
 
 
 class Buffer(Protocol):

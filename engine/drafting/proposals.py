@@ -90,7 +90,8 @@ class Continuations:
         """
         if not self._active:
             return
-        mine = np.flatnonzero(self._lengths(slots) > 0)
+        mine = np.flatnonzero(slots < len(self._length))
+        mine = mine[self._length[slots[mine]] > 0]
         if not len(mine):
             return
         slots, grown, rows, ends = slots[mine], grown[mine], rows[mine], ends[mine]
@@ -141,10 +142,6 @@ class Continuations:
         # A cursor that is further past the end than the search reaches can find nothing more.
         for slot in slots[~found & (self._cursor[slots] - _REACH > self._length[slots])].tolist():
             self.end(slot)
-
-    def _lengths(self, slots: Index) -> NDArray[np.int64]:
-        inside = np.minimum(slots, len(self._length) - 1)
-        return np.where(slots < len(self._length), self._length[inside], 0)
 
     def _make_room(self, slots: int, width: int) -> None:
         have, wide = self._text.shape

@@ -180,12 +180,11 @@ def identify_elsewhere(
     """Do `identify` on any device, by the same operations as draws there: `[N]` int64."""
     device = logprobs.device
     at, listed = torch.from_numpy(rows).to(device), torch.from_numpy(ids).to(device)
-    names = torch.full_like(at, -1)
-    symbols = torch.full_like(at, ids.shape[1])
+    names = torch.empty_like(at)
     slab = max(1, _SLAB // logprobs.shape[1])
     for start in range(0, len(rows), slab):
         part = slice(start, start + slab)
-        names[part] = _name_tails(logprobs[at[part]], listed[part], keys[part], symbols[part])
+        names[part] = identify_by_tensors(logprobs[at[part]], listed[part], keys[part])
     return names
 
 

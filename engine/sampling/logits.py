@@ -66,7 +66,7 @@ class ProcessedRows:
         return top_k(self._logprobs, k, rows)
 
     def read(self, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
-        """Look up given tokens, `[N]`, and what names tokens outside their lists now."""
+        """Look up given tokens, `[N]`, and name those drawn outside their lists again."""
         tokens, ids = columns.tokens, columns.ids
         found = self._at(rows, np.concatenate([tokens[:, None], ids], axis=1))
         own, listed = found[:, 0].copy(), found[:, 1:]

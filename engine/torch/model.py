@@ -87,11 +87,6 @@ class SlotModel:
         AttentionInterface.register(name, self._attention)
         self.module.set_attn_implementation(name)
 
-    @property
-    def is_fused(self) -> bool:
-        """True if it computes in `asyncrl.engine.torch.cpu.fused_model`."""
-        return self._fused is not None
-
     def fuse(self) -> None:
         """Compute in `engine.torch.cpu.fused_model` from now on; the slots must be allocated."""
         self._fused = FusedDecoder(self.module, self.cache, batch_invariant=self._invariant)

@@ -52,7 +52,7 @@ class StepInputs:
     """`[sum(decode_counts)]` positions after the row's first new token if rows are token trees;
     None: chains, each token one position after the previous one."""
     hidden: Hidden | None = None
-    """Pairs of a row's new tokens on different paths of its tree, see `slots.decode_block`."""
+    """Pairs of a row's new tokens on different paths of its tree, see `attention.decode_block`."""
 
     @classmethod
     def of(cls, rows: Rows, trees: TokenTrees, new: NewRows) -> StepInputs:
