@@ -6,7 +6,7 @@ from functools import partial
 from transformers import AutoConfig
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.sharing.cache_setup import CachePlace
+from asyncrl.cache.sharing.cache_setup import CachePlace, open_at, save_at
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.protocol import Engine
@@ -31,7 +31,6 @@ def create_engine(
         place = dataclasses.replace(place, vocabulary=_vocabulary(model_path, place.vocabulary))
     place = place or CachePlace()
     if config.kind == "torch":
-        from asyncrl.cache.sharing.cache_setup import open_at, save_at
         from asyncrl.engine.torch.engine import TorchEngine
 
         drafts = cache_config.draft_tokens

@@ -88,14 +88,12 @@ class ModelShapes:
             _refuse("an adapter that does not fit the model", mistakes)
             return
         _refuse("unexpected weights (not in the model)", [n for n in given if n not in self.shapes])
-        _refuse(
-            "weights of a wrong shape",
-            [
-                f"{name}: {shape} given, {self.shapes[name]} needed"
-                for name, shape in given.items()
-                if shape != self.shapes[name]
-            ],
-        )
+        wrong = [
+            f"{name}: {shape} given, {self.shapes[name]} needed"
+            for name, shape in given.items()
+            if shape != self.shapes[name]
+        ]
+        _refuse("weights of a wrong shape", wrong)
         _refuse("missing weights", sorted(self.needed - given.keys()))
 
 
@@ -118,13 +116,9 @@ def weights_of_model(model_path: str, dtype: torch.dtype) -> dict[str, Tensor]:
         model = load_causal_lm(model_path, dtype)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise wire.WeightsReadError(f"cannot load the model {model_path}: {error}") from error
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            found[name] = tensor.detach()
-    return found
+    state = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(state.items())}
+    return {name: one.detach() for name, one in state.items() if first[id(one)] == name}
 
 
 class Buffer(Protocol):

@@ -116,7 +116,7 @@ class Admission:
     """Decides how far ahead groups may be started, and how old a token may be.
 
     >>> admission = Admission.of(SchedulerConfig(on_update="keep", groups_per_step=4))
-    >>> admission.last_group_to_start(policy_version=0)
+    >>> admission.last_group(policy_version=0, ahead=True)
     3
     >>> admission.min_version(step=2)
     2
@@ -124,7 +124,7 @@ class Admission:
     >>> admission.change(Bounds.of(one, first_step=2))
     >>> admission.min_version(step=1), admission.min_version(step=2)
     (1, 1)
-    >>> admission.last_group_to_start(policy_version=1)
+    >>> admission.last_group(policy_version=1, ahead=True)
     11
     """
 
@@ -163,13 +163,21 @@ class Admission:
         """Return the bounds of a step."""
         return next(one for one in reversed(self.bounds) if one.first_step <= step)
 
-    def last_group_to_start(self, policy_version: int) -> int:
-        """Return the last group whose samples may be started under this version."""
-        return self._last_group(policy_version, ahead=True)
+    def last_group(self, policy_version: int, *, ahead: bool) -> int:
+        """Return the last group that may start under this version, as all groups before it may.
 
-    def last_due_group(self, policy_version: int) -> int:
-        """Return the last group up to which tokens of this version need no verification."""
-        return self._last_group(policy_version, ahead=False)
+        Unless `ahead`, only groups count for which tokens of this version need no verification.
+        """
+        if len(self.bounds) == 1:
+            return self._limit(self.bounds[0], policy_version, ahead=ahead)
+        reached = -1
+        for one, last in self._with_last_groups():
+            first = one.first_step * self.groups_per_step
+            limit = self._limit(one, policy_version, ahead=ahead)
+            if limit < last:
+                return max(limit, first - 1)
+            reached = last
+        return reached
 
     def last_deliverable_group(self, policy_version: int) -> int:
         """Return a group such that no later one can have been delivered up to this version.
@@ -207,19 +215,6 @@ class Admission:
         """Return the last group that these bounds alone admit under this version."""
         groups = (version + bounds.max_off_policy_steps + 1) * self.groups_per_step - 1
         return groups + bounds.max_runahead_groups if ahead else groups
-
-    def _last_group(self, version: int, *, ahead: bool) -> int:
-        """Return the last group before the first one that its bounds do not admit."""
-        if len(self.bounds) == 1:
-            return self._limit(self.bounds[0], version, ahead=ahead)
-        reached = -1
-        for one, last in self._with_last_groups():
-            first = one.first_step * self.groups_per_step
-            limit = self._limit(one, version, ahead=ahead)
-            if limit < last:
-                return max(limit, first - 1)
-            reached = last
-        return reached
 
     def _with_last_groups(self) -> list[tuple[Bounds, int]]:
         following = [one.first_step * self.groups_per_step - 1 for one in self.bounds[1:]]

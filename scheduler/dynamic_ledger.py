@@ -35,29 +35,19 @@ the earliest. This bounds the groups that are issued.
 """
 
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from types import MappingProxyType
 
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.scheduler.errors import LedgerError
-from asyncrl.scheduler.ledger import LedgerCounts, checked_members
+from asyncrl.scheduler.ledger import Ledger, Outcome
 from asyncrl.scheduler.records import HELD, UNIT, Group, SignalShare, Verdict, has_signal
 
 
-class Outcome(Enum):
-    """The fate of a group."""
+class DynamicLedger(Ledger):
+    """A ledger whose steps take `groups_per_step` groups with signal, of at most `max_groups`.
 
-    ARRIVED = "arrived"
-    """The trainer has it: its step takes it."""
-    FAILED = "failed"
-    NO_SIGNAL = "no signal"
-
-
-class DynamicLedger:
-    """Records which groups were issued and settled, and which step took them.
-
-    A step takes `groups_per_step` groups with signal, of at most `max_groups`. `first_groups` has
-    the beginning of `first_step` and earlier ones; missing ones begin as without dynamic sampling.
+    `first_groups` has the beginning of `first_step` and earlier ones; missing ones begin as without
+    dynamic sampling.
     """
 
     def __init__(
@@ -68,22 +58,10 @@ class DynamicLedger:
         first_step: int,
         first_groups: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        self._per_step = groups_per_step
         self.max_groups = max_groups
         self._starts = {first_step: first_step * groups_per_step, **first_groups}
         """First group of each step whose beginning is decided; one number a step."""
-        # As in `Ledger`.
-        self._first = self.next_group = self.issued_below = self._starts[first_step]
-        self.next_step = first_step
-        self._settled: dict[int, Outcome] = {}
-        self._trained_in: dict[int, int] = {}
-        self._left_out: dict[int, tuple[int, int]] = {}
-        """Groups (failed, without signal) of each consumed step that it did not train on."""
-
-    @property
-    def first_group(self) -> int:
-        """Every group before this one is consumed or left out."""
-        return self._starts[self.next_step]
+        super().__init__(groups_per_step=groups_per_step, first_step=first_step)
 
     def first_group_of(self, step: int) -> int:
         """First group of a step. Raises LedgerError if the previous step is undecided."""
@@ -91,28 +69,12 @@ class DynamicLedger:
             raise LedgerError(f"the first group of step {step} is unknown: an earlier step is open")
         return self._starts[step]
 
-    def end_of(self, step: int) -> int:
-        """First group after a decided step."""
-        return self.first_group_of(step + 1)
-
-    def outcome(self, group: int) -> Outcome | None:
-        """The fate of a group that is not consumed, once settled."""
-        return self._settled.get(group)
-
-    def issue(self) -> int:
-        """Issue the next group in data order; return its index."""
-        group = self.next_group
-        self.next_group += 1
-        self.issued_below = max(self.issued_below, self.next_group)
-        return group
-
-    def arrive(self, group: int) -> None:
-        """Record that the trainer has the whole group. Raises LedgerError if it was settled."""
-        self._settle(group, Outcome.ARRIVED, "arrives")
-
-    def fail(self, group: int) -> None:
-        """Record that the group is left out. Raises LedgerError if it was settled."""
-        self._settle(group, Outcome.FAILED, "fails")
+    def groups_of(self, step: int) -> range:
+        """Groups that a step may take, or has taken; none while the previous step is undecided."""
+        start = self._starts.get(step)
+        if start is None:
+            return range(0)
+        return range(start, self._starts.get(step + 1, start + self.max_groups))
 
     def leave_out(self, group: int) -> None:
         """Record that the group carries no signal. Raises LedgerError if it was settled."""
@@ -123,12 +85,11 @@ class DynamicLedger:
 
         It is decided when every group up to its last one is settled.
         """
-        start = self._starts.get(step)
-        if start is None:
+        if step not in self._starts:
             return None
         members: list[int] = []
-        end = start + self.max_groups
-        for group in range(start, end):
+        end = self._starts[step] + self.max_groups
+        for group in range(self._starts[step], end):
             outcome = self._settled.get(group)
             if outcome is None:
                 return None
@@ -144,78 +105,14 @@ class DynamicLedger:
         """Groups (with signal, without) of a step that is decided and not consumed."""
         if step < self.next_step:
             return 0, 0
-        groups = range(self.first_group_of(step), self.end_of(step))
-        outcomes = [self._settled.get(group) for group in groups]
+        outcomes = [self._settled.get(group) for group in self.groups_of(step)]
         return outcomes.count(Outcome.ARRIVED), outcomes.count(Outcome.NO_SIGNAL)
-
-    def progress(self, step: int) -> tuple[int, int]:
-        """Groups (arrived, left out) so far of a step that is not trained yet."""
-        start = self._starts.get(step)
-        if start is None:
-            return 0, 0
-        end = self._starts.get(step + 1, start + self.max_groups)
-        outcomes = [one for group, one in self._settled.items() if start <= group < end]
-        arrived = outcomes.count(Outcome.ARRIVED)
-        return arrived, len(outcomes) - arrived
-
-    def consume(self, step: int, groups: tuple[int, ...]) -> None:
-        """Record that the next step was trained on exactly its groups; else raise LedgerError."""
-        members = checked_members(step, self.next_step, self.membership(step), groups)
-        settled = [self._settled.pop(one) for one in range(self._starts[step], self.end_of(step))]
-        failed = settled.count(Outcome.FAILED)
-        self._trained_in[step] = len(members)
-        if len(settled) > len(members):
-            self._left_out[step] = failed, len(settled) - len(members) - failed
-        self.next_step = step + 1
 
     def rewind(self, step: int) -> None:
         """Return to the state before this step. Raises LedgerError if that is ahead or unknown."""
-        if step > self.next_step:
-            raise LedgerError(
-                f"cannot return to step {step}: the next step to be consumed is {self.next_step}"
-            )
-        self.next_group = self.first_group_of(step)
-        for table in (self._trained_in, self._left_out):
-            for later in [one for one in table if one >= step]:
-                del table[later]
+        super().rewind(step)
         for later in [one for one in self._starts if one > step]:
             del self._starts[later]
-        self._settled.clear()
-        self.next_step = step
-        self._first = min(self._first, self.next_group)
-
-    def withdraw_from(self, group: int) -> None:
-        """Withdraw this group and all later ones; they may be issued again."""
-        self.next_group = min(self.next_group, group)
-        for later in [one for one in self._settled if one >= group]:
-            del self._settled[later]
-
-    def unsettled(self) -> Iterator[int]:
-        """Yield the groups that were issued and not settled, ascending."""
-        for group in range(self.first_group, self.next_group):
-            if group not in self._settled:
-                yield group
-
-    def counts(self) -> LedgerCounts:
-        """Totals. O(steps and settled groups)."""
-        outcomes = list(self._settled.values())
-        failed, without = map(sum, zip((0, 0), *self._left_out.values(), strict=True))
-        return LedgerCounts(
-            issued=self.next_group - self._first,
-            arrived=outcomes.count(Outcome.ARRIVED),
-            consumed=sum(self._trained_in.values()),
-            failed=failed + outcomes.count(Outcome.FAILED),
-            without_signal=without + outcomes.count(Outcome.NO_SIGNAL),
-        )
-
-    def _settle(self, group: int, outcome: Outcome, verb: str) -> None:
-        if group >= self.next_group or group < self._first:
-            raise LedgerError(f"group {group} {verb} but was never issued")
-        if group < self.first_group:
-            raise LedgerError(f"group {group} {verb} but its step was consumed already")
-        if group in self._settled:
-            raise LedgerError(f"group {group} {verb} but was settled already")
-        self._settled[group] = outcome
 
 
 class Places:

@@ -30,9 +30,10 @@ that, a lost group is judged anew.
 
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands
-from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Outcome, Places
+from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Places
 from asyncrl.scheduler.errors import SchedulerError
-from asyncrl.scheduler.records import HELD, RUNNING, VERIFYING, Generator, Group, Verdict
+from asyncrl.scheduler.ledger import Outcome
+from asyncrl.scheduler.records import HELD, RUNNING, VERIFYING, Group, Verdict
 from asyncrl.scheduler.sample_transitions import Weights, Work
 from asyncrl.scheduler.state import SchedulerState
 from asyncrl.scheduler.steps import Steps
@@ -111,11 +112,12 @@ class DynamicSampling:
 
     def _verify(self, group: Group, *, all_running: bool = False) -> None:
         """Verify samples that may be too old for the group's step, unless an install will."""
-        owner, signal = group.owner, group.signal
-        if owner is None or signal is None or not self._can_verify(owner):
+        state, owner, signal = self._state, group.owner, group.signal
+        if owner is None or signal is None or owner.rewinding or owner.leaving:
             return
-        least = self._state.admission.min_version(group.step)
-        if owner.version < least:
+        can_verify = state.config.partial_rollout or owner.installing is None
+        least = state.admission.min_version(group.step)
+        if not state.admission.verifies or not can_verify or owner.version < least:
             return
         samples = [
             sample
@@ -128,11 +130,6 @@ class DynamicSampling:
             samples = [one for one in samples if SampleId(group.index, one) not in owner.requested]
         if samples:
             self._work.verify(owner, group, samples, least)
-
-    def _can_verify(self, owner: Generator) -> bool:
-        if not self._state.admission.verifies or owner.rewinding or owner.leaving:
-            return False
-        return self._state.config.partial_rollout or owner.installing is None
 
     def _draw_again(self, group: Group) -> None:
         """Redraw samples that no later step can train on; only `verify` can use them."""

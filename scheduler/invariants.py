@@ -1,7 +1,8 @@
 """Recounts the state sample by sample and compares. O(in flight); for tests and idle moments."""
 
-from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Outcome
+from asyncrl.scheduler.dynamic_ledger import DynamicLedger
 from asyncrl.scheduler.errors import SchedulerError
+from asyncrl.scheduler.ledger import Outcome
 from asyncrl.scheduler.records import (
     DELIVERED,
     DELIVERING,
@@ -164,8 +165,7 @@ def _verdict(state: SchedulerState, group: Group) -> Verdict:
     rewards = [reward for reward in signal.rewards if reward is not None]
     is_complete = all(one == HELD for one in group.states) and 1 not in group.stale
     is_complete &= len(rewards) == len(signal.rewards)
-    stands_still = owner.rewinding or (owner.leaving and state.admission.verifies)
-    if stands_still:
+    if owner.rewinding or (owner.leaving and state.admission.verifies):
         return Verdict.OPEN
     expected = Verdict.OPEN
     if is_complete:

@@ -35,7 +35,7 @@ from asyncrl.scheduler.errors import SchedulerError
 from asyncrl.scheduler.records import Generator, Group
 
 ALIKE = 1.35
-"""Up to this factor from the mean, speeds count as equal."""
+"""Factor from the mean up to which speeds count as equal."""
 _WEIGHT = 0.3
 """Weight of a new measurement against earlier ones: few running samples are faster than many."""
 _STEP = 1.15
@@ -252,10 +252,10 @@ class Placement:
 
     def _choose(self, group: Group, least_loaded: Generator) -> Generator:
         """The previous generator of the group's prompt if it has room, else the least loaded."""
-        previous = self._previous(group)
-        if previous is None or previous is least_loaded:
-            return least_loaded
-        if previous.name not in self._candidates:
+        previous = None
+        if group.key is not None and group.key < len(self._last_place):
+            previous = self._by_number.get(self._last_place[group.key])
+        if previous is None or previous.name not in self._candidates:
             return least_loaded
         if previous.wanted >= previous.width and least_loaded.wanted < least_loaded.width:
             return least_loaded
@@ -264,11 +264,6 @@ class Placement:
         slack = max(2 * self._group_size, previous.slots // 4)
         scaled_load = least_loaded.load * previous.slots // least_loaded.slots
         return previous if previous.load <= scaled_load + slack else least_loaded
-
-    def _previous(self, group: Group) -> Generator | None:
-        if group.key is None or group.key >= len(self._last_place):
-            return None
-        return self._by_number.get(self._last_place[group.key])
 
     def _own(self, group: Group, generator: Generator) -> None:
         group.owner = generator

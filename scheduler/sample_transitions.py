@@ -70,9 +70,8 @@ class Work:
             return
         if generator.installing is not None and not self._config.partial_rollout:
             return  # the new weights would arrive in the middle of the sample
-        last_group = self._admission.last_group_to_start(generator.version)
-        if generator.kv_used >= self._config.runahead_kv_limit:
-            last_group = self._admission.last_due_group(generator.version)
+        has_space = generator.kv_used < self._config.runahead_kv_limit
+        last_group = self._admission.last_group(generator.version, ahead=has_space)
         for _ in range(room):
             group = self._placement.next_group(generator, last_group)
             if group is None:
@@ -355,17 +354,6 @@ class Weights:
         self._state = state
         self._work = work
 
-    def publish(self, version: int) -> None:
-        """Make all generators install a version. Raises SenderOutOfStep if it cannot exist yet."""
-        state = self._state
-        if not state.had_trainer or version > state.next_undeclared:
-            raise SenderOutOfStep(
-                f"weights of policy version {version} were published, but step {version - 1} "
-                "cannot have been trained yet"
-            )
-        state.published = version
-        self.update_all()
-
     def update_all(self) -> None:
         """Update every generator."""
         for generator in self._state.generators.values():
@@ -380,9 +368,8 @@ class Weights:
         if not state.trainer_joined or generator.rewinding or self._work.gives_away(generator):
             return
         if generator.installing is None and generator.version < state.published:
-            busy = generator.running + generator.verifying
-            stands_still = generator.version < 0  # its weights are of a policy that is gone
-            waits = bool(busy) and not stands_still
+            # Below version 0 its weights are of a policy that is gone: it generates nothing.
+            waits = generator.running + generator.verifying > 0 and generator.version >= 0
             generator.draining = waits and not state.config.partial_rollout
             if not generator.draining:
                 self._work.install(generator, state.published)

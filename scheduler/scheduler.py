@@ -98,18 +98,12 @@ from asyncrl.scheduler.events import Event
 from asyncrl.scheduler.records import DELIVERED, DELIVERING, STARTED, Generator
 from asyncrl.scheduler.sample_transitions import Weights, Work
 from asyncrl.scheduler.state import SchedulerState
-from asyncrl.scheduler.steps import RunControl, SampleEvents, Steps
+from asyncrl.scheduler.steps import EventHandlers, RunControl, SampleEvents, Steps
 from asyncrl.scheduler.view import SchedulerView, view_of
 
 
-class Rewind:
+class Rewind(EventHandlers):
     """Handles the events of trainers: the first one, lost ones, and those that replace them."""
-
-    def __init__(self, state: SchedulerState, work: Work, steps: Steps, weights: Weights) -> None:
-        self._state = state
-        self._work = work
-        self._steps = steps
-        self._weights = weights
 
     def on_trainer_joined(self, event: events.TrainerJoined) -> None:
         """Begin, or return to the version of a trainer that replaces a lost one."""
@@ -205,9 +199,7 @@ class Leaving:
     """Takes the work of leaving generators away, and ends those that have none left."""
 
     def __init__(self, state: SchedulerState, work: Work, run_control: RunControl) -> None:
-        self._state = state
-        self._work = work
-        self._run_control = run_control
+        self._state, self._work, self._run_control = state, work, run_control
 
     def on_leaves(self, event: events.GeneratorLeaves) -> None:
         """Withdraw untouched groups; release the rest, if tokens can be verified."""
@@ -303,7 +295,6 @@ class Scheduler:
         self._sessions = sessions
         self.state = SchedulerState.new(config, first_step, total_steps, changes, first_groups)
         """Read-only."""
-        self._commands = self.state.commands
         self._work = Work(self.state)
         self._steps = Steps(self.state, self._work, group_key)
         self._weights = Weights(self.state, self._work)
@@ -342,9 +333,8 @@ class Scheduler:
 
     def on_event(self, event: Event) -> list[Command]:
         """Record a fact and decide what follows; commands are in the order of execution."""
-        issued = self._commands
-        if issued:
-            issued.clear()
+        issued = self.state.commands
+        issued.clear()
         self._handlers[type(event)](event)
         if self._dynamic is not None:
             self._dynamic.settle()
@@ -372,7 +362,7 @@ class Scheduler:
             raise ImpossibleEvent(
                 f"generator {event.generator} joined before, with {known.slots} slots instead of "
                 f"{event.slots}; a restarted generator needs a new name, because late messages of "
-                "the old one would be taken for its own"
+                "the old one would be attributed to it"
             )
         if event.slots < 1 or event.policy_version > state.published:
             raise SenderOutOfStep(
@@ -442,7 +432,8 @@ class Scheduler:
         state = self.state
         if min(event.configs, default=0) < state.first_free_step:
             raise ImpossibleEvent(
-                f"the bounds of step {min(event.configs)} were changed, of which groups were issued"
+                f"cannot change the bounds of step {min(event.configs)}: some of its groups were "
+                "issued already"
             )
         for step, config in event.configs.items():
             state.admission.change(Bounds.of(config, step))
@@ -450,6 +441,14 @@ class Scheduler:
         self._work.place_waiting()
 
     def _on_weights_published(self, event: events.WeightsPublished) -> None:
-        if event.policy_version > self.state.published:
-            self._weights.publish(event.policy_version)
-            self._steps.open()
+        state, version = self.state, event.policy_version
+        if version <= state.published:
+            return
+        if not state.had_trainer or version > state.next_undeclared:
+            raise SenderOutOfStep(
+                f"weights of policy version {version} were published, but step {version - 1} "
+                "cannot have been trained yet"
+            )
+        state.published = version
+        self._weights.update_all()
+        self._steps.open()

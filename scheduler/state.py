@@ -27,7 +27,7 @@ class SchedulerState:
     config: SchedulerConfig
     admission: Admission
     total_steps: int
-    ledger: Ledger | DynamicLedger
+    ledger: Ledger
     """The groups that were issued, arrived in the trainer, failed and were consumed (`Steps`)."""
     placement: Placement
     """The groups of each generator (`Work`)."""
@@ -36,7 +36,7 @@ class SchedulerState:
     last_step: int
     """The last step to be trained; a stop request lowers it (`RunControl`)."""
     published: int
-    """Latest policy version that can be installed, once the trainer has joined (`Weights`)."""
+    """Latest policy version that can be installed, once the trainer has joined (`Scheduler`)."""
     next_undeclared: int
     """The first step whose membership is not declared yet (`Steps`)."""
     places: Places | None = None
@@ -81,7 +81,6 @@ class SchedulerState:
                 f"first_step {first_step} must be at least 0 and below total_steps {total_steps}"
             )
         placement = Placement(config.group_size)
-        ledger: Ledger | DynamicLedger
         ledger, places = Ledger(groups_per_step=config.groups_per_step, first_step=first_step), None
         if config.max_groups_of_step is not None:
             ledger = DynamicLedger(
@@ -128,10 +127,7 @@ class SchedulerState:
 
     @property
     def last_begun_step(self) -> int:
-        """The last step up to which every group has a started sample.
-
-        It is before the current step if no step is.
-        """
+        """The last step up to which every group has a started sample; before `step` if none is."""
         waiting = [one.place for one in self.groups.values() if one.untouched]
         first = min([*waiting, self.next_place])
         return max(first // self.config.groups_per_step, self.next_undeclared) - 1
@@ -147,10 +143,7 @@ class SchedulerState:
 
     @property
     def first_free_step(self) -> int:
-        """The first step of which no group was ever issued.
-
-        With dynamic sampling: in which no group that was ever issued can be.
-        """
+        """The first step of which no group can ever have been issued."""
         if isinstance(self.ledger, DynamicLedger):
             # Each step looks at groups_per_step groups at least.
             first = self.ledger.first_group_of(self.next_undeclared)
@@ -166,7 +159,7 @@ class SchedulerState:
             return self.step * per_step - 1
         # A version can be published before its StepFinished arrives: nothing opens until then.
         version = min(self.published, self.step)
-        last = self.admission.last_group_to_start(version)
+        last = self.admission.last_group(version, ahead=True)
         return min(last, (self.last_step + 1) * per_step - 1)
 
     def generator(self, name: str) -> Generator | None:

@@ -6,7 +6,6 @@ from asyncrl.rollout.trajectory import UNKNOWN_VERSION, SampleId
 from asyncrl.scheduler import commands, events
 from asyncrl.scheduler.commands import RunOutcome
 from asyncrl.scheduler.errors import ImpossibleEvent, LedgerError, SenderOutOfStep
-from asyncrl.scheduler.ledger import Ledger
 from asyncrl.scheduler.placement import prompt_key
 from asyncrl.scheduler.records import (
     DELIVERED,
@@ -130,14 +129,16 @@ class Steps:
         state.commands.append(state.finished)
 
 
-class RunControl:
-    """Pauses, resumes and stops a run; `asyncrl.scheduler.scheduler` describes what a stop does."""
+class EventHandlers:
+    """Handlers of some events, with the parts of the scheduler that they act on."""
 
     def __init__(self, state: SchedulerState, work: Work, steps: Steps, weights: Weights) -> None:
-        self._state = state
-        self._work = work
-        self._steps = steps
-        self._weights = weights
+        self._state, self._work = state, work
+        self._steps, self._weights = steps, weights
+
+
+class RunControl(EventHandlers):
+    """Pauses, resumes and stops a run; `asyncrl.scheduler.scheduler` describes what a stop does."""
 
     def on_pause(self, _: events.PauseRequested) -> None:
         """Pause every generator."""
@@ -147,9 +148,15 @@ class RunControl:
         state.paused = True
         state.commands.extend(commands.PauseGenerator(name) for name in state.generators)
 
-    def on_resume(self, _: events.ResumeRequested) -> None:
+    def on_resume(self, _: events.ResumeRequested | None = None) -> None:
         """Resume every generator and start samples in its free slots."""
-        self._resume()
+        state = self._state
+        if not state.paused:
+            return
+        state.paused = False
+        for generator in list(state.generators.values()):
+            state.commands.append(commands.ResumeGenerator(generator.name))
+            self._work.start(generator)
 
     def on_stop(self, _: events.StopRequested) -> None:
         """Withdraw the steps that need not be trained, and finish the current one."""
@@ -185,7 +192,7 @@ class RunControl:
         if not settled and all(group.untouched for group in state.groups.values()):
             self._steps.end_run(RunOutcome.STOPPED)
             return
-        self._resume()
+        self.on_resume()
         for generator in list(state.generators.values()):
             self._weights.refill(generator)
         self.end_if_stuck()
@@ -193,9 +200,9 @@ class RunControl:
     def _withdraw_after(self, last: int) -> None:
         """Withdraw the groups of later steps; with dynamic sampling, only those not begun."""
         state, ledger = self._state, self._state.ledger
-        if isinstance(ledger, Ledger):
+        if state.places is None:
             self._work.discard([group for group in state.groups.values() if group.step > last])
-            ledger.withdraw_after(last)
+            ledger.withdraw_from(ledger.end_of(last))
             return
         end = ledger.next_group
         while end > ledger.first_group and (group := state.groups.get(end - 1)) is not None:
@@ -204,8 +211,7 @@ class RunControl:
             end -= 1
         self._work.discard([group for group in state.groups.values() if group.index >= end])
         ledger.withdraw_from(end)
-        if state.places is not None:
-            state.places.changed = True
+        state.places.changed = True
 
     def end_if_stuck(self) -> None:
         """End a stopping run without generators, rather than wait for one to join."""
@@ -218,51 +224,33 @@ class RunControl:
                 f"{len(state.groups)} of its groups",
             )
 
-    def _resume(self) -> None:
-        state = self._state
-        if not state.paused:
-            return
-        state.paused = False
-        for generator in list(state.generators.values()):
-            state.commands.append(commands.ResumeGenerator(generator.name))
-            self._work.start(generator)
 
-
-class SampleEvents:
+class SampleEvents(EventHandlers):
     """Handles the events of samples. Late and repeated ones change nothing."""
-
-    def __init__(self, state: SchedulerState, work: Work, steps: Steps, weights: Weights) -> None:
-        self._state = state
-        self._admission = state.admission
-        self._work = work
-        self._steps = steps
-        self._weights = weights
 
     def on_finished(self, event: events.SampleFinished) -> None:
         """Hold the sample, verify it if it is too old, deliver its group if that is complete."""
-        state = self._state
+        state, admission = self._state, self._state.admission
         generator = state.generator(event.generator)
         group = state.group(event.sample)
-        sample = event.sample.sample
+        sample, oldest = event.sample.sample, event.oldest_version
         if generator is None or group is None or group.owner is not generator:
             return
-        oldest = event.oldest_version
-        too_old = oldest < self._admission.min_version(group.step)
+        too_old = oldest < admission.min_version(group.step)
         if group.signal is not None:
             too_old |= oldest < generator.will_verify(event.sample)
         if not self._awaits(generator, group, event.sample, oldest, too_old=too_old):
             return
-        if generator.rewinding and self._admission.verifies:
+        if generator.rewinding and admission.verifies:
             # Sent before the rewind: the version may be one that is gone. It is verified when due.
             oldest, too_old = UNKNOWN_VERSION, True
         # With dynamic sampling, a group may be in a later step than it was begun for.
-        may_be_old = self._admission.verifies or group.signal is not None
+        may_be_old = admission.verifies or group.signal is not None
         if (too_old and not may_be_old) or oldest > state.published:
             raise SenderOutOfStep(
                 f"sample {event.sample} of {generator.name} has tokens of policy version "
                 f"{oldest}, but is for step {group.step}, which allows none below "
-                f"{self._admission.min_version(group.step)}, with version {state.published} "
-                "published"
+                f"{admission.min_version(group.step)}, with version {state.published} published"
             )
         if group.signal is not None:
             group.signal.forget(sample, oldest)
@@ -276,9 +264,9 @@ class SampleEvents:
         state, signal = group.states[sample.sample], group.signal
         if state == RUNNING:
             # Redrawn samples are too old for every later step.
-            least = self._admission.min_version(self._state.next_undeclared)
-            is_late = signal is not None and not self._admission.verifies and oldest < least
-            return not is_late
+            admission = self._state.admission
+            least = admission.min_version(self._state.next_undeclared)
+            return signal is None or admission.verifies or oldest >= least
         # A sample may be verified before its generator has reported the weights as installed.
         is_early = bool(group.stale[sample.sample]) and sample in generator.requested
         if signal is None:
@@ -332,7 +320,7 @@ class SampleEvents:
         if not group.sent[sample] or unexpected:
             raise ImpossibleEvent(
                 f"sample {event.sample} was acknowledged by the trainer, but generator "
-                f"{event.generator} was not told to deliver it"
+                f"{event.generator} was not ordered to deliver it"
             )
         self._work.mark_delivered(group, sample, generator)
         if group.delivered == state.config.group_size:

@@ -171,21 +171,20 @@ def _counted(n: int, noun: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerView:
-    """The state in numbers. Cost: O(generators + groups of the current step)."""
+    """The state in numbers; groups are counted from the start of this process.
+
+    Cost: O(generators + groups of the current step).
+    """
 
     groups_issued: int
-    """Groups issued and not withdrawn since this process began."""
+    """Issued and not withdrawn."""
     groups_waiting: int
-    """Groups that are complete in the trainer and not trained on yet."""
+    """Complete in the trainer and not trained on yet."""
     groups_consumed: int
-    """Groups trained on since this process began."""
     groups_failed: int
-    """Groups reported failed since this process began."""
     groups_without_signal: int
-    """Groups left out because they carry no signal, since this process began."""
     groups_left_over: int
-    """Times that a group was begun for a step and belongs to a later one, since this process began;
-    0 without dynamic sampling."""
+    """Times that a group was begun for a step and belongs to a later one (dynamic sampling)."""
     samples_running: int
     """Samples started and not finished."""
     samples_held: int

@@ -48,7 +48,7 @@ def open_at(config: CacheConfig, place: CachePlace) -> RolloutCache:
         except ExchangeRefused as error:
             _log.warning("this generator shares no rollouts with others: %s", error)
     cache = cache or RolloutCache(config)
-    path = _path(place.snapshot)
+    path = None if place.snapshot is None else Path(place.snapshot)
     if path is not None and path.exists() and config.enabled:
         try:
             tokens = restore(path, cache, place.fingerprint, vocabulary=place.vocabulary)
@@ -61,9 +61,9 @@ def open_at(config: CacheConfig, place: CachePlace) -> RolloutCache:
 
 def save_at(cache: RolloutCache, place: CachePlace) -> int:
     """Write the snapshot, if the place names a file; return its bytes, 0 if none was written."""
-    path = _path(place.snapshot)
-    if path is None or not cache.config.enabled:
+    if place.snapshot is None or not cache.config.enabled:
         return 0
+    path = Path(place.snapshot)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return save(cache, path, place.fingerprint)
@@ -80,7 +80,3 @@ def to_json(place: CachePlace) -> str:
 def from_json(text: str) -> CachePlace:
     """Decode the place from `to_json`."""
     return msgspec.json.decode(text, type=CachePlace)
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)

@@ -20,15 +20,15 @@ import stat
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from asyncrl.cache.config import MAX_MATCH_LIMIT, CacheConfig
 from asyncrl.cache.sharing.ring import ExchangeRefused, RingReader, RingWriter
+from asyncrl.cache.tree.arena import StoredRollouts, are_valid_tokens
 from asyncrl.cache.tree.rollout_tree import RolloutCache
-from asyncrl.cache.tree.sequences import StoredRollouts, are_valid_tokens
 from asyncrl.rollout.jit import INT32_MAX
 from asyncrl.rollout.trajectory import IntArray
 
@@ -42,8 +42,7 @@ LOOK_EVERY = 1.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Peer:
+class _Peer(NamedTuple):
     inode: int
     reader: RingReader
 
@@ -61,29 +60,15 @@ class Peers:
         receive: Callable[[bytes], None],
         clock: Callable[[], float],
     ) -> None:
-        self._directory = directory
-        self._own = own
-        self._own_inode = -1
-        self._receive = receive
-        self._clock = clock
+        self._directory, self._own, self._own_inode = directory, own, -1
+        self._receive, self._clock = receive, clock
         self._peers: dict[str, _Peer] = {}
         self._refused_files: dict[str, int] = {}  # inodes of files that are not rings: logged once
         self._next_look = 0.0
         self._turn = 0
-        self._overtaken = self._refused = 0  # of closed readers
 
     def __len__(self) -> int:
         return len(self._peers)
-
-    @property
-    def overtaken(self) -> int:
-        """Counter: bytes that were overwritten before they were read."""
-        return self._overtaken + sum(peer.reader.overtaken for peer in self._peers.values())
-
-    @property
-    def refused(self) -> int:
-        """Counter: places in a ring that hold no valid message."""
-        return self._refused + sum(peer.reader.refused for peer in self._peers.values())
 
     def own_ring_is_there(self) -> None:
         """Stop reading the file of this member's name, which is now its own ring."""
@@ -172,8 +157,6 @@ class Peers:
         peer = self._peers.pop(name, None)
         if peer is not None:
             peer.reader.leave()
-            self._overtaken += peer.reader.overtaken
-            self._refused += peer.reader.refused
 
 
 def make_private(directory: Path) -> None:
@@ -182,7 +165,7 @@ def make_private(directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.lstat()
     except OSError as error:
-        raise ExchangeRefused(f"the exchange {directory} cannot be made: {error}") from error
+        raise ExchangeRefused(f"cannot create the exchange {directory}: {error}") from error
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:
         raise ExchangeRefused(
@@ -337,7 +320,9 @@ class SharedCache(RolloutCache):
             try:
                 size = self._ring.write(message)
             except OSError as error:
-                _log.warning("cannot write %s: %s; it publishes nothing more", self._file, error)
+                _log.warning(
+                    "cannot write %s: %s; no more rollouts are published", self._file, error
+                )
                 self._stop_publishing()
         self.published_bytes += size
         if size:

@@ -38,11 +38,6 @@ class ExchangeRefused(Exception):  # noqa: N818 - named for what was decided
     """An unusable directory of an exchange, or a file that is not a ring."""
 
 
-def _marks(oldest: int, end: int) -> bytes:
-    crc = zlib.crc32(struct.pack("<QQ", oldest, end))
-    return _MARKS.pack(oldest, end, crc)
-
-
 def _crc(position: int, content: bytes) -> int:
     return zlib.crc32(content, zlib.crc32(struct.pack("<QI", position, len(content))))
 
@@ -106,7 +101,8 @@ class RingWriter:
         return size
 
     def _publish(self) -> None:
-        os.pwrite(self._file, _marks(self._oldest, self._end), _START.size)
+        marks = struct.pack("<QQ", self._oldest, self._end)
+        os.pwrite(self._file, marks + struct.pack("<I", zlib.crc32(marks)), _START.size)
 
 
 class RingReader:

@@ -28,8 +28,8 @@ from typing import BinaryIO
 import numpy as np
 
 from asyncrl.cache.config import MAX_MATCH_LIMIT
+from asyncrl.cache.tree.arena import StoredRollouts, are_valid_tokens
 from asyncrl.cache.tree.rollout_tree import RolloutCache
-from asyncrl.cache.tree.sequences import StoredRollouts, are_valid_tokens
 from asyncrl.rollout.jit import INT32_MAX
 from asyncrl.rollout.trajectory import IntArray
 from asyncrl.wire.transport.atomic_files import replacing
@@ -93,8 +93,7 @@ def restore(
         if found != mark:
             raise SnapshotRefused(
                 f"snapshot {path} has the fingerprint {found.decode(errors='replace')!r}, this run "
-                f"has {fingerprint!r}: "
-                "load one that was saved with the same model and tokenizer"
+                f"has {fingerprint!r}: load one that was saved with the same model and tokenizer"
             )
         total = 0
         for stored in reader.rollouts(head, prompts, vocabulary):
@@ -110,9 +109,7 @@ class _Reader:
     """Reads one open snapshot; every refusal names the file and the reason."""
 
     def __init__(self, file: BinaryIO, path: str, size: int) -> None:
-        self._file = file
-        self._path = path
-        self._size = size
+        self._file, self._path, self._size = file, path, size
         self._left = 0
 
     def verified_header(self) -> tuple[bytes, int, int]:

@@ -35,22 +35,20 @@ BLEND = 0.1
 
 
 class Guesses(NamedTuple):
-    """Working space for one row: K guesses in order of creation, K candidates."""
+    """Working space for one row: `[K]` of K guesses in order of creation, and K candidates."""
 
     tokens: IntArray
-    """`[K]`"""
     parents: IntArray
-    """`[K]` the guess before it, -1 for the row's last token."""
+    """The guess before it, -1 for the row's last token."""
     nodes: IntArray
-    """`[K]` its index in the draft, once it has grown."""
+    """Its index in the draft, once it has grown."""
     starts: IntArray
-    """`[K]` its candidates are positions[starts[k] : stops[k]]."""
+    """Its candidates are positions[starts[k] : stops[k]]."""
     stops: IntArray
-    """`[K]`"""
     matches: IntArray
-    """`[K]` length of the longest match among them."""
+    """Length of the longest match among them."""
     paths: FloatArray
-    """`[K]` path probability."""
+    """Path probability."""
     queue: IntArray
     """`[max_draft_tokens]` guesses that may grow, likeliest last."""
     candidates: Candidates
@@ -208,9 +206,7 @@ def draft_tree(
     probabilities: FloatArray,
 ) -> int:
     """Draft up to `budget` nodes after past[:max_match]; return their number."""
-    positions = guesses.candidates.positions
-    lengths = guesses.candidates.lengths
-    weights = guesses.candidates.weights
+    positions, lengths, weights = guesses.candidates
     drafted = made = waiting = top = 0
     parent = -1
     start = stop = matched = 0
@@ -244,11 +240,8 @@ def draft_tree(
         drafted += 1
         if drafted == budget:
             return drafted
-        start, stop, matched = (
-            guesses.starts[parent],
-            guesses.stops[parent],
-            guesses.matches[parent],
-        )
+        start, stop = guesses.starts[parent], guesses.stops[parent]
+        matched = guesses.matches[parent]
 
 
 @kernel
@@ -302,14 +295,10 @@ def draft_chain(
 
     `past` `[max_match + max_draft_tokens]` is filled with the draft as it grows.
     """
-    arena = search.arena
-    max_match = search.rules.max_match
-    positions = candidates.positions
-    weights = candidates.weights
-    guessed = experience.tokens[row.row]
-    guess_parents = experience.parents[row.row]
-    bases = experience.bases[row.row]
-    kinds = experience.kinds[row.row]
+    arena, max_match = search.arena, search.rules.max_match
+    positions, weights = candidates.positions, candidates.weights
+    guessed, guess_parents = experience.tokens[row.row], experience.parents[row.row]
+    bases, kinds = experience.bases[row.row], experience.kinds[row.row]
     drafted = 0
     path = 1.0
     while drafted < budget:
@@ -376,11 +365,8 @@ def draft(
     past = np.empty(rules.max_match + rules.max_draft_tokens, np.int32)
     recent = np.empty(rules.max_match, np.int32)
     guesses = working_space(rules)
-    candidates = Candidates(
-        guesses.candidates.positions[: rules.max_candidates],
-        guesses.candidates.lengths[: rules.max_candidates],
-        guesses.candidates.weights[: rules.max_candidates],
-    )
+    space, wanted = guesses.candidates, slice(rules.max_candidates)
+    candidates = Candidates(space.positions[wanted], space.lengths[wanted], space.weights[wanted])
     total = 0
     offsets[0] = 0
     for item in range(len(rows)):

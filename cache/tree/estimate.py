@@ -104,8 +104,7 @@ def kind_of(weight: float, total: float, matched: int, max_match: int) -> int:
 @kernel
 def base_of(weight: float, total: float, doubt: float) -> float:
     """Return the first estimate, from the votes alone."""
-    base = weight / (total + doubt)
-    return min(SURE, base)
+    return min(SURE, weight / (total + doubt))
 
 
 @kernel

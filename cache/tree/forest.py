@@ -6,9 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from asyncrl.cache.config import CacheConfig, TreeRules
-from asyncrl.cache.tree import arena, sequences
-from asyncrl.cache.tree.arena import LongArray
-from asyncrl.cache.tree.sequences import StoredRollouts
+from asyncrl.cache.tree import arena
+from asyncrl.cache.tree.arena import LongArray, StoredRollouts
 from asyncrl.rollout.trajectory import IntArray
 
 BLOCK_BYTES = 4 * arena.BLOCK
@@ -104,7 +103,7 @@ class Forest:
 
     def trim(self, tree: int, target: int) -> bool:
         """Drop oldest finished rollouts to at most `target` blocks; False if none was dropped."""
-        dropped = sequences.trim_tree(
+        dropped = arena.trim_tree(
             self.arena, self.state, self.trees, tree, target,
             self._config.min_match, self._rules.max_match,
         )  # fmt: skip
@@ -113,19 +112,19 @@ class Forest:
 
     def rollout(self, tree: int, first: int) -> StoredRollouts:
         """Copy the tree's sequence named `first`, finished or not."""
-        tokens = np.empty(sequences.length(self.arena, first), np.int32)
-        length, version = sequences.copy(self.arena, first, tokens)
+        tokens = np.empty(arena.length(self.arena, first), np.int32)
+        length, version = arena.copy(self.arena, first, tokens)
         one = np.array([[length], [version]], np.int32)
         return StoredRollouts(self._key_of[tree], one[0], one[1], tokens)
 
     def finished_rollouts(self) -> Iterator[StoredRollouts]:
         """Yield copies of all finished sequences, the least recently used prompt first."""
         for key, tree in self._keys.items():
-            count, total = sequences.count(self.arena, self.trees, tree)
+            count, total = arena.count(self.arena, self.trees, tree)
             if count:
                 lengths, versions = np.empty((2, count), np.int32)
                 tokens = np.empty(total, np.int32)
-                sequences.finished(self.arena, self.trees, tree, lengths, versions, tokens)
+                arena.finished(self.arena, self.trees, tree, lengths, versions, tokens)
                 yield StoredRollouts(key, lengths, versions, tokens)
 
     def _drop(self, key: str) -> None:

@@ -74,14 +74,13 @@ class RowState(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Working space for K candidates."""
+    """Working space for K candidates, `[K]` each."""
 
     positions: LongArray
-    """`[K]`"""
     lengths: IntArray
-    """`[K]` tokens of the match."""
+    """Tokens of the match."""
     weights: FloatArray
-    """`[K]` weight of the vote."""
+    """Weight of the vote."""
 
 
 def version_weights(half_life: float) -> FloatArray:
@@ -100,12 +99,6 @@ def agreement(arena: IntArray, position: int, tokens: IntArray, stop: int, longe
         if length + 1 < longest:
             position = previous_position(arena, position)
     return longest
-
-
-@kernel
-def version_weight(version: int, policy_version: int, weights: FloatArray) -> float:
-    """Return the weight of a vote of `version` under `policy_version`."""
-    return float(weights[min(abs(policy_version - version), len(weights) - 1)])
 
 
 @kernel
@@ -163,8 +156,8 @@ def walk(
             if arena[block + SEQUENCE] != row.own:
                 positions[count] = position
                 lengths[count] = length
-                weight = version_weight(arena[block + VERSION], search.policy_version, aging)
-                weights[count] = weight * nearness(arena, position, expected)
+                age = min(abs(search.policy_version - arena[block + VERSION]), len(aging) - 1)
+                weights[count] = aging[age] * nearness(arena, position, expected)
                 longest = max(longest, length)
                 count += 1
             elif echo == 0:

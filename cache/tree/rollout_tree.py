@@ -15,8 +15,7 @@ Example:
 `RolloutCache` serves one engine and is not thread-safe. Its methods are batched over the rows of a
 decode step, and compiled kernels do the work:
 
-    arena        layout: blocks and hash chains
-    sequences    stored rollouts
+    arena        stored rollouts: blocks and hash chains
     estimate     learning from outcomes
     match        earlier places of recent tokens
     draft        drafting chains and trees
@@ -32,12 +31,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from asyncrl.cache.config import RUN_RULES, CacheConfig, TreeRules
-from asyncrl.cache.tree import arena, estimate, sequences
-from asyncrl.cache.tree.arena import LongArray, hash_of
+from asyncrl.cache.tree import arena, estimate
+from asyncrl.cache.tree.arena import LongArray, StoredRollouts, hash_of
 from asyncrl.cache.tree.draft import draft
 from asyncrl.cache.tree.forest import Forest
 from asyncrl.cache.tree.match import Rules, version_weights
-from asyncrl.cache.tree.sequences import StoredRollouts
 from asyncrl.rollout.jit import check_offsets, int32_values
 from asyncrl.rollout.trajectory import FloatArray, IntArray
 
@@ -97,13 +95,9 @@ class OpenRows:
         """Return `rows` as an int32 vector. Raises ValueError if one of them is not open."""
         handles = int32_values("rows", rows)
         known = (handles >= 0) & (handles < len(self.cursors))
-        if not known.all() or (self.cursors[handles, arena.TREE] == arena.CLOSED).any():
-            bad = [
-                int(row)
-                for row, ok in zip(handles, known, strict=True)
-                if not ok or self.cursors[row, arena.TREE] == arena.CLOSED
-            ]
-            raise ValueError(f"rows {bad} are not open")
+        known[known] = self.cursors[handles[known], arena.TREE] != arena.CLOSED
+        if not known.all():
+            raise ValueError(f"rows {handles[~known].tolist()} are not open")
         return handles
 
 
@@ -203,8 +197,15 @@ class RolloutCache:
         negative or above 2 ** 31 - 1; nothing was changed.
         """
         vectors = all(_is_int32_vector(one) for one in (rows, tokens, offsets))
-        if not vectors or not sequences.acceptable(self._rows.cursors, rows, tokens, offsets):
-            rows, tokens, offsets = self._checked(rows, tokens, offsets)
+        if not vectors or not arena.acceptable(self._rows.cursors, rows, tokens, offsets):
+            rows = self._rows.require_open(rows)
+            tokens = int32_values("tokens", tokens, minimum=0)
+            offsets = int32_values("offsets", offsets, minimum=0)
+            if len(offsets) != len(rows) + 1:
+                raise ValueError(
+                    f"{len(rows)} rows need {len(rows) + 1} offsets, not {len(offsets)}"
+                )
+            check_offsets("extend", offsets, len(tokens))
         self._inserted += len(tokens)
         self._store(rows, tokens, offsets)
 
@@ -228,8 +229,7 @@ class RolloutCache:
             raise ValueError(f"{len(rows)} rows need as many budgets, not {len(budgets)}")
         room = int(np.minimum(budgets, self.config.draft_tokens).sum(dtype=np.int64))
         offsets = np.zeros(len(rows) + 1, np.int32)
-        tokens = np.empty(room, np.int32)
-        parents = np.empty(room, np.int32)
+        tokens, parents = np.empty(room, np.int32), np.empty(room, np.int32)
         probabilities = np.empty(room, np.float32)
         total = draft(
             self._forest.arena, self._forest.trees, self._rows.cursors, self._rows.rings, rows,
@@ -301,48 +301,32 @@ class RolloutCache:
             drafted=self._drafted,
         )
 
-    def _checked(
-        self, rows: IntArray, tokens: IntArray, offsets: IntArray
-    ) -> tuple[IntArray, IntArray, IntArray]:
-        """Check the arguments of `extend`; return them as int32 vectors."""
-        rows = self._rows.require_open(rows)
-        tokens = int32_values("tokens", tokens, minimum=0)
-        offsets = int32_values("offsets", offsets, minimum=0)
-        if len(offsets) != len(rows) + 1:
-            raise ValueError(f"{len(rows)} rows need {len(rows) + 1} offsets, not {len(offsets)}")
-        check_offsets("extend", offsets, len(tokens))
-        return rows, tokens, offsets
-
     def _store(self, rows: IntArray, tokens: IntArray, offsets: IntArray) -> None:
         """Run the kernel. When it needs room, make some, or stop storing that row's tokens."""
         forest, state = self._forest, self._forest.state
         state[arena.AT_ROW] = state[arena.AT_TOKEN] = 0
         grow = True
         while True:
-            code = sequences.extend(
+            code = arena.extend(
                 forest.arena, state, forest.trees, self._rows.cursors, self._rows.rings, rows,
                 tokens, offsets, self.config.min_match, forest.prompt_blocks, grow,
                 self._rows.experience, self.rules.calibrate,
             )  # fmt: skip
-            if code == sequences.DONE:
+            if code == arena.DONE:
                 return
             row = int(rows[state[arena.AT_ROW]])
-            if code == sequences.TREE_FULL:
+            if code == arena.TREE_FULL:
                 tree = int(self._rows.cursors[row, arena.TREE])
                 made = forest.trim(tree, forest.prompt_blocks // 2)
             else:
                 made = forest.make_room(int(state[arena.NEEDED]))
             if not made and grow:
                 grow = False  # perhaps it only needed a larger index
-            elif not made:
-                self._mute(row)
-
-    def _mute(self, row: int) -> None:
-        """Stop storing a row's tokens. It still drafts, and what it stored stays."""
-        own = int(self._rows.cursors[row, arena.OWN])
-        if own > 0:
-            self._forest.arena[own + arena.SEQ_OPEN] = 0
-        self._rows.cursors[row, arena.OWN] = arena.MUTED
+            elif not made:  # the row still drafts, and what it has stored stays
+                own = int(self._rows.cursors[row, arena.OWN])
+                if own > 0:
+                    forest.arena[own + arena.SEQ_OPEN] = 0
+                self._rows.cursors[row, arena.OWN] = arena.MUTED
 
 
 def _is_int32_vector(array: object) -> bool:

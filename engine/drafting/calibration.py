@@ -76,24 +76,16 @@ class Calibration:
 
     def apply(self, estimates: NDArray[np.floating]) -> Floats:
         """Map estimates to observed acceptance rates `[N]` in [0, 1]."""
-        at, value = self._curve()
-        mapped: Floats = np.interp(estimates, at, value)
-        return mapped
+        return np.asarray(np.interp(estimates, *self._curve()))
 
     def optimistic(self, estimates: NDArray[np.floating]) -> Floats:
         """Do `apply`, but never return less than the estimate: an optimism to explore with."""
-        higher: Floats = np.maximum(self.apply(estimates), estimates)
-        return higher
+        return np.asarray(np.maximum(self.apply(estimates), estimates))
 
     def _learn(self, estimates: NDArray[np.floating], accepted: NDArray[np.bool_]) -> None:
         bins = np.searchsorted(EDGES, estimates, side="right")
-        new = np.stack(
-            (
-                np.bincount(bins, minlength=BINS),
-                np.bincount(bins, weights=estimates, minlength=BINS),
-                np.bincount(bins, weights=accepted, minlength=BINS),
-            )
-        )
+        weights = None, estimates, accepted
+        new = np.stack([np.bincount(bins, weights=one, minlength=BINS) for one in weights])
         self._sums *= FADE
         for sums, window in (self._sums, WINDOW), (self._recent, RECENT):
             sums *= np.maximum(1.0 - new[0] / window, 0.1)

@@ -275,8 +275,7 @@ class DraftPlanner:
 
 def _yields(rows: int, probabilities: Floats) -> Floats:
     """Expected tokens of steps that feed the first 0, 1, .. nodes: `[m+1]`."""
-    yields = np.empty(len(probabilities) + 1)
-    yields[0] = 0.0
+    yields = np.zeros(len(probabilities) + 1)
     np.cumsum(probabilities, out=yields[1:])
     yields += rows
     return yields
@@ -311,5 +310,4 @@ def _prefixes(keys: Floats, ranked: Floats, count: int, offsets: IntArray, limit
 def _per_row(flags: NDArray[np.bool_], offsets: IntArray) -> NDArray[np.int64]:
     total = np.zeros(len(flags) + 1, np.int64)
     np.cumsum(flags, out=total[1:])
-    flagged: NDArray[np.int64] = total[offsets[1:]] - total[offsets[:-1]]
-    return flagged
+    return np.asarray(total[offsets[1:]] - total[offsets[:-1]])

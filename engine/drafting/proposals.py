@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.cache.tree.rollout_tree import Drafts, RolloutCache
-from asyncrl.engine.sampling.verification import offsets_of
+from asyncrl.engine.sampling.verification import offsets_of, ranges_of
 from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray, IntArray
 
@@ -90,7 +90,8 @@ class Continuations:
         """
         if not self._active:
             return
-        mine = np.flatnonzero(self._lengths(slots) > 0)
+        mine = np.flatnonzero(slots < len(self._length))
+        mine = mine[self._length[slots[mine]] > 0]
         if not len(mine):
             return
         slots, grown, rows, ends = slots[mine], grown[mine], rows[mine], ends[mine]
@@ -142,10 +143,6 @@ class Continuations:
         for slot in slots[~found & (self._cursor[slots] - _REACH > self._length[slots])].tolist():
             self.end(slot)
 
-    def _lengths(self, slots: Index) -> NDArray[np.int64]:
-        inside = np.minimum(slots, len(self._length) - 1)
-        return np.where(slots < len(self._length), self._length[inside], 0)
-
     def _make_room(self, slots: int, width: int) -> None:
         have, wide = self._text.shape
         if slots > have or width > wide:
@@ -162,8 +159,7 @@ class Continuations:
 
 
 def _take(table: IntArray, rows: Index, columns: Index) -> IntArray:
-    taken: IntArray = table[rows[:, None], np.clip(columns, 0, table.shape[1] - 1)]
-    return taken
+    return np.asarray(table[rows[:, None], np.clip(columns, 0, table.shape[1] - 1)])
 
 
 NO_HANDLE = -1
@@ -225,18 +221,17 @@ class Proposer:
         tokens, parents = (np.empty(offsets[-1], np.int32) for _ in range(2))
         paths = np.empty(offsets[-1], np.float32)
         if found is not None:
-            at = _places(offsets, asked)
+            at = ranges_of(offsets[asked], lengths[asked])
             tokens[at], parents[at] = found.tokens, found.parents
             paths[at] = found.path_probabilities
         if len(following):
             width = int(lengths[following].max())
             inside = np.arange(width) < lengths[following, None]
-            at, step = _places(offsets, following), np.nonzero(inside)[1]
+            at, step = ranges_of(offsets[following], lengths[following]), np.nonzero(inside)[1]
             tokens[at] = self._continuations.propose(slots[following], width)[inside]
             parents[at] = step - 1
             paths[at] = estimates[step]
-        drafts = Drafts(tokens, parents, offsets, paths)
-        return _up_to_stops(drafts, stops)
+        return _up_to_stops(Drafts(tokens, parents, offsets, paths), stops)
 
 
 def _up_to_stops(drafts: Drafts, stops: NDArray[np.integer[Any]]) -> Drafts:
@@ -293,10 +288,3 @@ def warm_up() -> None:
     _up_to_stops(
         Drafts(one, one - 1, np.arange(2, dtype=np.int32), chance), np.zeros((1, 1), np.int64)
     )
-
-
-def _places(offsets: IntArray, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    lengths = offsets[rows + 1] - offsets[rows]
-    starts = np.cumsum(lengths) - lengths
-    shifts = np.repeat(offsets[rows] - starts, lengths)
-    return np.asarray(np.arange(len(shifts)) + shifts)

@@ -47,7 +47,7 @@ PLAIN, ASKED = 0, 1
 """Kinds of steps: rows of the table."""
 
 _EXACT = 32
-"""Up to this many tokens each number has its own cell."""
+"""Largest number of tokens that has a separate cell."""
 _MEMORY = 24.0
 """Steps that a cell's mean remembers."""
 _HALF_LIFE = 2000.0

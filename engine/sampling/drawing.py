@@ -73,11 +73,16 @@ def draw(
     logprobs: torch.Tensor, k: int, streams: Streams, rows: NDArray[np.int64] | None = None
 ) -> Drawn:
     """Draw a token from each of N distributions, `rows` (None: all) of `[R, V]` float32."""
-    if logprobs.device.type == "cpu":
-        return _draw_on_cpu(logprobs, k, streams, rows)
-    if rows is not None:
-        logprobs = logprobs[torch.from_numpy(rows).to(logprobs.device)]
-    return draw_by_tensors(logprobs, k, streams)
+    if logprobs.device.type != "cpu":
+        if rows is not None:
+            logprobs = logprobs[torch.from_numpy(rows).to(logprobs.device)]
+        return draw_by_tensors(logprobs, k, streams)
+    table, rows = _on_cpu(logprobs, rows)
+    tokens, own = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
+    ids, values = _lists(len(rows), k)
+    draw_rows(table, rows, *streams, tokens, own, ids, values)
+    listed = TopK(torch.from_numpy(ids), torch.from_numpy(values))
+    return Drawn(torch.from_numpy(tokens), listed, torch.from_numpy(own))
 
 
 def top_k(logprobs: torch.Tensor, k: int, rows: NDArray[np.int64] | None = None) -> TopK:
@@ -122,18 +127,6 @@ def warm_up() -> None:
     listed = draw(even, 2, streams).listed
     top_k(even, 2)
     identify(even, none, listed.ids.numpy(), none, streams.noise_seeds)
-
-
-def _draw_on_cpu(
-    logprobs: torch.Tensor, k: int, streams: Streams, rows: NDArray[np.int64] | None
-) -> Drawn:
-    table, rows = _on_cpu(logprobs, rows)
-    tokens = np.empty(len(rows), np.int64)
-    own = np.empty(len(rows), np.float32)
-    ids, values = _lists(len(rows), k)
-    draw_rows(table, rows, *streams, tokens, own, ids, values)
-    listed = TopK(torch.from_numpy(ids), torch.from_numpy(values))
-    return Drawn(torch.from_numpy(tokens), listed, torch.from_numpy(own))
 
 
 def _on_cpu(
@@ -187,12 +180,11 @@ def identify_elsewhere(
     """Do `identify` on any device, by the same operations as draws there: `[N]` int64."""
     device = logprobs.device
     at, listed = torch.from_numpy(rows).to(device), torch.from_numpy(ids).to(device)
-    names = torch.full_like(at, -1)
-    symbols = torch.full_like(at, ids.shape[1])
+    names = torch.empty_like(at)
     slab = max(1, _SLAB // logprobs.shape[1])
     for start in range(0, len(rows), slab):
         part = slice(start, start + slab)
-        names[part] = _name_tails(logprobs[at[part]], listed[part], keys[part], symbols[part])
+        names[part] = identify_by_tensors(logprobs[at[part]], listed[part], keys[part])
     return names
 
 

@@ -14,17 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.engine.protocol import SamplingParams
-from asyncrl.engine.sampling.drawing import Drawn, Streams, TopK, draw, top_k
+from asyncrl.engine.sampling.drawing import Drawn, Streams, TopK, draw, identify, top_k
 from asyncrl.engine.sampling.drawing import warm_up as warm_up_drawing
 from asyncrl.engine.sampling.truncation import SamplingColumns, processed_logprobs
-from asyncrl.engine.sampling.verification import (
-    KeptBatch,
-    KeptColumns,
-    Reading,
-    Verdict,
-    name_tokens,
-    read,
-)
+from asyncrl.engine.sampling.verification import KeptBatch, KeptColumns, Reading, Verdict
+from asyncrl.rollout.trajectory import FloatArray
 
 BYTES_PER_LOGIT = 12
 """Most bytes held per logit while its row is processed: a float32 copy, the log-probability, and
@@ -72,8 +66,18 @@ class ProcessedRows:
         return top_k(self._logprobs, k, rows)
 
     def read(self, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
-        """Look up given tokens, `[N]`."""
-        return read(self._logprobs, rows, columns)
+        """Look up given tokens, `[N]`, and name those drawn outside their lists again."""
+        tokens, ids = columns.tokens, columns.ids
+        found = self._at(rows, np.concatenate([tokens[:, None], ids], axis=1))
+        own, listed = found[:, 0].copy(), found[:, 1:]
+        names, name_logprobs = tokens.astype(np.int64), own.copy()
+        tail = np.flatnonzero(columns.outside())
+        if len(tail):
+            seeds = columns.noise_seeds[tail]
+            named = identify(self._logprobs, rows[tail], ids[tail], columns.positions[tail], seeds)
+            names[tail] = named
+            name_logprobs[tail] = self._at(rows[tail], named[:, None])[:, 0]
+        return Reading(own, listed, names, name_logprobs).given(columns)
 
     def name_tokens(
         self,
@@ -82,17 +86,31 @@ class ProcessedRows:
         unnamed: NDArray[np.int64],
         rows: NDArray[np.int64],
     ) -> None:
-        """See `asyncrl.engine.sampling.verification.name_tokens`."""
-        name_tokens(batch, verdict, unnamed, self._logprobs, rows)
+        """Name tokens of the `unnamed` rows of the verdict, by fresh noise.
+
+        A token stays -1 if nothing is outside its list after all: the residual was rounding (about
+        1e-7). `rows` are those at `Verdict.place` of each.
+        """
+        if len(unnamed):
+            outside = verdict.outside(batch, unnamed)
+            where = outside.positions, outside.noise_seeds
+            tokens = identify(self._logprobs, rows, outside.ids, *where)
+            verdict.set_names(unnamed, tokens, self._at(rows, tokens[:, None])[:, 0])
+
+    def _at(self, rows: NDArray[np.int64], ids: NDArray[np.integer]) -> FloatArray:
+        """Return `[N, C]` log-probabilities of the ids `[N, C]`; -inf for id -1."""
+        columns = ids.astype(np.int64).clip(min=0)
+        where = torch.from_numpy(np.stack([np.broadcast_to(rows[:, None], columns.shape), columns]))
+        row, column = where.to(self._logprobs.device)
+        values: FloatArray = self._logprobs[row, column].float().cpu().numpy()
+        return np.where(ids >= 0, values, np.float32(-np.inf))
 
 
 class FusedRows:
     """Distributions computed from `[R, V]` logits at each call, by kernels for lists of `k`."""
 
     def __init__(self, logits: torch.Tensor, sampling: SamplingColumns, k: int = 1) -> None:
-        self._logits = logits
-        self._sampling = sampling
-        self._k = k
+        self._logits, self._sampling, self._k = logits, sampling, k
 
     def draw(self, k: int, streams: Streams, rows: NDArray[np.int64] | None = None) -> Drawn:
         """See `ProcessedRows`. K is 1 to `MAX_FUSED_K`."""
@@ -104,8 +122,7 @@ class FusedRows:
 
     def top_k(self, k: int, rows: NDArray[np.int64] | None = None) -> TopK:
         """See `ProcessedRows`."""
-        n = len(self._logits) if rows is None else len(rows)
-        zeros = np.zeros(n, np.int64)
+        zeros = np.zeros(len(self._logits) if rows is None else len(rows), np.int64)
         streams = Streams(zeros.astype(np.uint64), zeros, zeros.astype(np.uint64))
         listed = self.draw(max(k, self._k), streams, rows).listed  # the draw is not used
         return TopK(listed.ids[:, :k], listed.logprobs[:, :k])
@@ -135,9 +152,8 @@ class FusedRows:
         """See `ProcessedRows`."""
         from asyncrl.engine.sampling.logits_triton import look_up_rows
 
-        columns = verdict.outside(batch, unnamed)
-        everyone = np.ones(len(unnamed), np.bool_)
-        found = look_up_rows(self._logits, self._sampling.at(rows), columns, everyone, rows)
+        columns, every = verdict.outside(batch, unnamed), np.ones(len(unnamed), np.bool_)
+        found = look_up_rows(self._logits, self._sampling.at(rows), columns, every, rows)
         names = found.names.cpu().numpy()
         values = np.where(names >= 0, found.name_values.cpu().numpy(), np.float32(-np.inf))
         verdict.set_names(unnamed, names, values)
@@ -240,9 +256,9 @@ def process_all(
     logits: torch.Tensor, sampling: SamplingColumns, max_bytes: int | None
 ) -> torch.Tensor:
     """Return `[N, V]` log-probabilities that are drawn from; overwrites float32 logits."""
-    if max_bytes is None:
-        return processed_logprobs(logits, sampling)
-    at_once = rows_at_once(logits.shape[1], sampling, max_bytes)
+    at_once = len(logits)
+    if max_bytes is not None:
+        at_once = rows_at_once(logits.shape[1], sampling, max_bytes)
     if len(logits) <= at_once:
         return processed_logprobs(logits, sampling)
     for part in slabs(len(logits), at_once):
@@ -252,8 +268,7 @@ def process_all(
 
 def rows_at_once(vocabulary: int, sampling: SamplingColumns, max_bytes: int) -> int:
     """Return the number of rows that may be processed at once; at least 1."""
-    cut = bool(sampling.truncated.any())
-    each = BYTES_PER_TRUNCATED_LOGIT if cut else BYTES_PER_LOGIT
+    each = BYTES_PER_TRUNCATED_LOGIT if sampling.truncated.any() else BYTES_PER_LOGIT
     return max(1, max_bytes // (each * vocabulary))
 
 

@@ -75,11 +75,9 @@ def draw_rows(
     columns = _pack(sampling, device, streams, np.arange(n) if places is None else places, rows)
     parts = _summarise_all(logits, columns, sampling, k)
     tokens = torch.empty(n, dtype=torch.int64, device=device)
-    ids = torch.empty((table_rows, 1 + k), dtype=torch.int32, device=device)
-    values = torch.empty((table_rows, 1 + k), dtype=torch.float32, device=device)
-    if table_rows != n:
-        ids.zero_()
-        values.zero_()
+    table = torch.empty if table_rows == n else torch.zeros
+    ids = table((table_rows, 1 + k), dtype=torch.int32, device=device)
+    values = table((table_rows, 1 + k), dtype=torch.float32, device=device)
     if n:
         draw_kernel[(n,)](
             *parts[:-1], tokens, ids, values, n, logits.shape[1], parts.logits.stride(0),

@@ -1,10 +1,11 @@
 """The verdict on kept tokens, given the current policy at each of them. All engines use it.
 
-An engine runs the kept tokens through its model. `read` looks up what the rules need in the current
-distributions, which may come in parts; a token that was drawn outside its list is named again, by
-the same noise. `judge` accepts a prefix of each row and draws the symbol after it. If that is the
-tail, `name_tokens` draws the token from the distribution at its position. Both distributions have
-all mass on an observed token, so a rule always accepts it with the token before it.
+An engine runs the kept tokens through its model. `read` of `engine.sampling.logits` looks up what
+the rules need in the current distributions, which may come in parts; a token that was drawn outside
+its list is named again, by the same noise. `judge` accepts a prefix of each row and draws the
+symbol after it. If that is the tail, `name_tokens` draws the token from the distribution at its
+position. Both distributions have all mass on an observed token, so a rule always accepts it with
+the token before it.
 
 Random numbers are a function of (seed of the request, policy version, position), from separate
 streams. What follows a fully accepted row, or `lenient` tokens, is drawn freely by the engine from
@@ -18,10 +19,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from asyncrl.engine.sampling.drawing import identify, noise_seeds
+from asyncrl.engine.sampling.drawing import noise_seeds
 from asyncrl.engine.sampling.truncation import Purpose, forked, uniforms
 from asyncrl.rollout.acceptance import accept_lenient, symbols_of, verify_kept
 from asyncrl.rollout.contexts import stacked
@@ -58,8 +58,8 @@ class KeptColumns(NamedTuple):
 
     def outside(self) -> NDArray[np.bool_]:
         """Return `[N]` whether the exact rule judges a token that was drawn outside its list."""
-        outside: NDArray[np.bool_] = symbols_of(self.tokens, self.ids) == self.ids.shape[1]
-        return self.exact & ~self.observed & outside
+        in_tail = symbols_of(self.tokens, self.ids) == self.ids.shape[1]
+        return np.asarray(self.exact & ~self.observed & in_tail)
 
     def part(self, part: slice | NDArray[np.int64]) -> KeptColumns:
         """Return some of them; a slice gives views."""
@@ -86,13 +86,8 @@ class Reading(NamedTuple):
     @classmethod
     def empty(cls, n: int, k: int) -> Self:
         """Return arrays to be filled in parts."""
-        values = np.full((n, k), np.nan, np.float32)
-        return cls(
-            np.full(n, np.nan, np.float32),
-            values,
-            np.full(n, -1, np.int64),
-            np.full(n, np.nan, np.float32),
-        )
+        own, listed, named = (np.full(shape, np.nan, np.float32) for shape in (n, (n, k), n))
+        return cls(own, listed, np.full(n, -1, np.int64), named)
 
     def fill(self, part: slice, other: Reading, source: slice) -> None:
         """Copy a part of another reading, whose lists may be longer, into these arrays."""
@@ -118,8 +113,7 @@ class Reading(NamedTuple):
 
     def not_finite(self) -> NDArray[np.bool_]:
         """Return `[N]` whether the distribution is not finite."""
-        wrong: NDArray[np.bool_] = np.isnan(self.own) | np.isnan(self.listed).any(axis=1)
-        return wrong
+        return np.asarray(np.isnan(self.own) | np.isnan(self.listed).any(axis=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +189,7 @@ class Verdict:
 
     def place(self, batch: KeptBatch, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the index among the N kept tokens of each row's first that does not stay."""
-        place: NDArray[np.int64] = (batch.offsets[rows] + self.accepted[rows]).astype(np.int64)
-        return place
+        return np.asarray(batch.offsets[rows] + self.accepted[rows], np.int64)
 
     def outside(self, batch: KeptBatch, unnamed: NDArray[np.int64]) -> KeptColumns:
         """Return the lists, positions and noise that name the tokens of unnamed rows."""
@@ -209,22 +202,6 @@ class Verdict:
         """Set the tokens of unnamed rows, and their current log-probabilities."""
         self.token[unnamed], self.logprob[unnamed] = tokens, logprobs
         self.unnamed[unnamed] = False
-
-
-def read(logprobs: torch.Tensor, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
-    """Look up what the verdict needs, at `rows` `[N]` of processed `logprobs` `[R, V]`."""
-    tokens, ids = columns.tokens, columns.ids
-    found = _at(logprobs, rows, np.concatenate([tokens[:, None], ids], axis=1))
-    own, listed = found[:, 0].copy(), found[:, 1:]
-    names, name_logprobs = tokens.astype(np.int64), own.copy()
-    tail = np.flatnonzero(columns.outside())
-    if len(tail):
-        named = identify(
-            logprobs, rows[tail], ids[tail], columns.positions[tail], columns.noise_seeds[tail]
-        )
-        names[tail] = named
-        name_logprobs[tail] = _at(logprobs, rows[tail], named[:, None])[:, 0]
-    return Reading(own, listed, names, name_logprobs).given(columns)
 
 
 def judge(batch: KeptBatch, reading: Reading, policy_version: int) -> Verdict:
@@ -285,36 +262,16 @@ def _judge_symbols(
     verdict.noise_seed[rows] = columns.noise_seeds[at]
 
 
-def name_tokens(
-    batch: KeptBatch,
-    verdict: Verdict,
-    unnamed: NDArray[np.int64],
-    logprobs: torch.Tensor,
-    rows: NDArray[np.int64],
-) -> None:
-    """Name tokens of the `unnamed` rows of the verdict, by fresh noise.
-
-    A token stays -1 if nothing is outside its list after all: the residual was rounding (about
-    1e-7). `rows` are those of processed `logprobs` `[R, V]` at `Verdict.place` of each.
-    """
-    if not len(unnamed):
-        return
-    outside = verdict.outside(batch, unnamed)
-    tokens = identify(logprobs, rows, outside.ids, outside.positions, outside.noise_seeds)
-    verdict.set_names(unnamed, tokens, _at(logprobs, rows, tokens[:, None])[:, 0])
-
-
-def _at(logprobs: torch.Tensor, rows: NDArray[np.int64], ids: NDArray[np.integer]) -> FloatArray:
-    """Return `[N, C]` log-probabilities at some rows of the ids `[N, C]`; -inf for id -1."""
-    columns = ids.astype(np.int64).clip(min=0)
-    where = torch.from_numpy(np.stack([np.broadcast_to(rows[:, None], columns.shape), columns]))
-    row, column = where.to(logprobs.device)
-    values: FloatArray = logprobs[row, column].float().cpu().numpy()
-    return np.where(ids >= 0, values, np.float32(-np.inf))
-
-
 def offsets_of(lengths: NDArray[np.integer[Any]]) -> IntArray:
     """Return `[n + 1]` offsets of a ragged array with rows of these lengths."""
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
+
+
+def ranges_of(
+    starts: NDArray[np.integer[Any]], lengths: NDArray[np.integer[Any]]
+) -> NDArray[np.int64]:
+    """Return `[sum(lengths)]` numbers: `lengths[i]` from `starts[i]` on, row after row."""
+    before = np.cumsum(lengths, dtype=np.int64) - lengths
+    return np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)

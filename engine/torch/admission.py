@@ -46,9 +46,6 @@ class RetainedSlots:
         self._held: dict[str, Parked] = {}
         """Keys are sessions, the longest waiting first."""
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def clear(self) -> None:
         """Forget everything, as the weights have changed."""
         self._held.clear()
@@ -104,7 +101,7 @@ class RetainedSlots:
         slots = sorted(one.slot for one in self._held.values())
         inside = all(self._rows.n <= slot < self._cache.slots for slot in slots)
         if not inside or len(set(slots)) != len(slots):
-            raise EngineError(f"parked KV in slots {slots}, with {self._rows.n} rows running")
+            raise EngineError(f"parked KV needs separate slots from {self._rows.n} on, not {slots}")
 
 
 class Admission:

@@ -7,7 +7,8 @@ several times as long.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,21 +18,17 @@ from torch.nn.functional import scaled_dot_product_attention
 from asyncrl.rollout.model_parts import capped, weights_of
 from asyncrl.rollout.trajectory import IntArray
 
-BoolArray = NDArray[np.bool_]
 Hidden = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 """Row, query and key of masked pairs among a row's new tokens, both counted from its first one."""
 SCORE_BUDGET = 1 << 25
 """Scores (numbers) of a fresh context in memory at once, if they are written out or masked."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttendedKeys:
-    """The keys of each of T packed tokens: `first` to `last` of its slot but the hidden ones."""
+class AttendedKeys(NamedTuple):
+    """The keys of T packed tokens: `first` to `last` `[T]` of `slot` `[T]` but the hidden ones."""
 
     slot: NDArray[np.int64]
-    """`[T]`"""
     first: NDArray[np.int64]
-    """`[T]`"""
     last: NDArray[np.int64]
     """`[T]` the token's place."""
     base: NDArray[np.int64]
@@ -84,7 +81,7 @@ class AttendedKeys:
             columns = np.minimum(row[:, None] + np.arange(hidden.shape[1]), len(positions) - 1)
             hidden = hidden.copy()
             hidden[in_tree] |= positions[columns] < oldest[in_tree, None]
-        return replace(self, first=first, hidden=hidden)
+        return self._replace(first=first, hidden=hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +121,8 @@ def attend(
     sinks = rule.sinks
     if sinks is not None:
         groups = len(sinks) // kv_heads
-        sinks = sinks.view(kv_heads, groups).repeat_interleave(folded // groups, 1)[
-            None, :, :, None
-        ]
+        sinks = sinks.view(kv_heads, groups).repeat_interleave(folded // groups, 1)
+        sinks = sinks[None, :, :, None]
     return weights_of(scores, sinks).to(value.dtype) @ value
 
 
@@ -217,25 +213,23 @@ class Block:
     _grouped: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def grouped_mask(self, groups: int, window: int | None = None) -> torch.Tensor:
-        """Return the mask `[rows, 1, G * Q, L]` for G query heads per key head folded into Q."""
-        if self.mask is None:
+        """Return the mask `[rows, 1, G * Q, L]` for G query heads per key head folded into Q.
+
+        Keys that are `window` positions or more before their query are masked, too.
+        """
+        if self.mask is None or self.decoding is None:
             raise ValueError("a causal block has no mask")
         if (groups, window) not in self._grouped:
-            mask = self.mask if window is None else self._within(window)
+            mask = self.mask
+            if window is not None:
+                queries, keys = self.decoding.positions(*mask.shape[2:])
+                if queries.max(initial=0) >= window:
+                    far = torch.from_numpy(keys[:, None, :] <= queries[:, :, None] - window)
+                    mask = mask.masked_fill(far[:, None].to(mask.device), float("-inf"))
             m, _, q, length = mask.shape
             wide = mask.unsqueeze(2).expand(m, 1, groups, q, length)
             self._grouped[groups, window] = wide.reshape(m, 1, groups * q, length)
         return self._grouped[groups, window]
-
-    def _within(self, window: int) -> torch.Tensor:
-        """Return the mask without keys that are `window` positions or more before their query."""
-        if self.mask is None or self.decoding is None:
-            raise ValueError("the positions of the block's keys are not known")
-        queries, keys = self.decoding.positions(*self.mask.shape[2:])
-        if not (queries.max(initial=0) >= window):
-            return self.mask
-        far = torch.from_numpy(keys[:, None, :] <= queries[:, :, None] - window)
-        return self.mask.masked_fill(far[:, None].to(self.mask.device), float("-inf"))
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
         """`[tokens, heads, D]` to `[rows, Q, heads, D]`."""

@@ -29,7 +29,7 @@ from asyncrl.engine.requests import Limits, SeedStream
 from asyncrl.engine.sampling.drawing import UNREPORTED_K
 from asyncrl.engine.sampling.logits import distributions_of
 from asyncrl.engine.sampling.truncation import SamplingColumns
-from asyncrl.engine.sampling.verification import KeptColumns
+from asyncrl.engine.sampling.verification import KeptColumns, ranges_of
 from asyncrl.engine.torch.admission import Admission
 from asyncrl.engine.torch.drafting import Drafter
 from asyncrl.engine.torch.model import SlotModel
@@ -46,84 +46,8 @@ from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 from asyncrl.wire.weights.reader import WeightBuffer
 
 
-def score_all(
-    model: SlotModel,
-    requests: Sequence[ScoreRequest],
-    *,
-    max_tokens: int,
-    max_bytes: int,
-    listed: int,
-    policy_version: int,
-) -> list[Score]:
-    """Score requests, in their order; contexts go through the model packed, sorted by length.
-
-    One pass has at most `max_tokens` tokens and `max_bytes` of float32 logits, and as much to
-    process them; a single longer request runs alone. The model's slots are not used. `listed` is K
-    of the engine, at least that of each request.
-    """
-    order = sorted(range(len(requests)), key=lambda i: _length(requests[i]))
-    scores: dict[int, Score] = {}
-    batch: list[int] = []
-    tokens = logits = 0
-    for i in order:
-        wanted = len(requests[i].tokens) * model.vocab_size
-        full = tokens + _length(requests[i]) > max_tokens or 4 * (logits + wanted) > max_bytes
-        if batch and full:
-            scores |= _score_batch(model, requests, batch, max_bytes, listed, policy_version)
-            batch, tokens, logits = [], 0, 0
-        batch.append(i)
-        tokens += _length(requests[i])
-        logits += wanted
-    if batch:
-        scores |= _score_batch(model, requests, batch, max_bytes, listed, policy_version)
-    return [scores[i] for i in range(len(requests))]
-
-
 def _length(request: ScoreRequest) -> int:
     return len(request.prompt_tokens) + len(request.tokens)
-
-
-def _score_batch(
-    model: SlotModel,
-    requests: Sequence[ScoreRequest],
-    batch: list[int],
-    max_bytes: int,
-    listed: int,
-    policy_version: int,
-) -> dict[int, Score]:
-    chosen = [requests[i] for i in batch]
-    lengths = np.array([_length(r) for r in chosen], np.int32)
-    counts = np.array([len(r.tokens) for r in chosen], np.int64)
-    ends = np.cumsum(lengths, dtype=np.int64)
-    # The logits of a token are those of the position before it.
-    wanted = np.concatenate(
-        [np.arange(end - n, end) - 1 for end, n in zip(ends, counts, strict=True)]
-    )
-    parts = [part for r in chosen for part in (r.prompt_tokens, r.tokens)]
-    packed = np.concatenate(parts).astype(np.int32)
-    k = max(1, *(r.sampling.top_k_logprobs for r in chosen))
-    sampling = SamplingColumns.of([r.sampling for r in chosen])
-    distributions = distributions_of(
-        model.forward_fresh(packed, lengths, wanted),
-        sampling.at(np.repeat(np.arange(len(chosen)), counts)),
-        listed,
-        max_bytes,
-    )
-    targets = KeptColumns.only_tokens(packed[wanted + 1], 0)
-    picked = distributions.read(np.arange(len(wanted)), targets).own
-    lists = distributions.top_k(k)
-    ids, values = lists.ids.cpu().numpy(), lists.logprobs.cpu().numpy()
-    spans = [slice(end - n, end) for end, n in zip(np.cumsum(counts), counts, strict=True)]
-    return {
-        i: Score(
-            request_id=request.request_id,
-            logprobs=picked[span].copy(),
-            topk_ids=ids[span, : request.sampling.top_k_logprobs].copy(),
-            topk_logprobs=values[span, : request.sampling.top_k_logprobs].copy(),
-            policy_version=policy_version,
-        )
-        for i, request, span in zip(batch, chosen, spans, strict=True)
-    }
 
 
 class ModuleWeights:
@@ -309,17 +233,61 @@ class DecodeCore:
 
     @torch.inference_mode()
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """Score given tokens under the current weights. Raises RequestError."""
+        """Score given tokens under the current weights. Raises RequestError.
+
+        Contexts go through the model packed, sorted by length. One pass has at most
+        `max_prefill_tokens` and `logits_bytes` of float32 logits, and as much to process them; a
+        single longer request runs alone. The model's slots are not used.
+        """
         for request in requests:
             self._limits.check_score(request)
-        return score_all(
-            self._model,
-            requests,
-            max_tokens=self._settings.max_prefill_tokens,
-            max_bytes=self._settings.logits_bytes,
-            listed=self._settings.listed,
-            policy_version=self.policy_version,
+        scores: dict[int, Score] = {}
+        batch: list[int] = []
+        tokens = logits = 0
+        for i in sorted(range(len(requests)), key=lambda i: _length(requests[i])):
+            wanted = 4 * len(requests[i].tokens) * self._model.vocab_size
+            full = tokens + _length(requests[i]) > self._settings.max_prefill_tokens
+            if batch and (full or logits + wanted > self._settings.logits_bytes):
+                scores |= self._score_batch(requests, batch)
+                batch, tokens, logits = [], 0, 0
+            batch.append(i)
+            tokens += _length(requests[i])
+            logits += wanted
+        if batch:
+            scores |= self._score_batch(requests, batch)
+        return [scores[i] for i in range(len(requests))]
+
+    def _score_batch(self, requests: Sequence[ScoreRequest], batch: list[int]) -> dict[int, Score]:
+        chosen = [requests[i] for i in batch]
+        lengths = np.array([_length(r) for r in chosen], np.int32)
+        counts = np.array([len(r.tokens) for r in chosen], np.int64)
+        # The logits of a token are those of the position before it.
+        wanted = ranges_of(np.cumsum(lengths, dtype=np.int64) - counts - 1, counts)
+        parts = [part for r in chosen for part in (r.prompt_tokens, r.tokens)]
+        packed = np.concatenate(parts).astype(np.int32)
+        k = max(1, *(r.sampling.top_k_logprobs for r in chosen))
+        sampling = SamplingColumns.of([r.sampling for r in chosen])
+        distributions = distributions_of(
+            self._model.forward_fresh(packed, lengths, wanted),
+            sampling.at(np.repeat(np.arange(len(chosen)), counts)),
+            self._settings.listed,
+            self._settings.logits_bytes,
         )
+        targets = KeptColumns.only_tokens(packed[wanted + 1], 0)
+        picked = distributions.read(np.arange(len(wanted)), targets).own
+        lists = distributions.top_k(k)
+        ids, values = lists.ids.cpu().numpy(), lists.logprobs.cpu().numpy()
+        spans = [slice(end - n, end) for end, n in zip(np.cumsum(counts), counts, strict=True)]
+        return {
+            i: Score(
+                request_id=request.request_id,
+                logprobs=picked[span].copy(),
+                topk_ids=ids[span, : request.sampling.top_k_logprobs].copy(),
+                topk_logprobs=values[span, : request.sampling.top_k_logprobs].copy(),
+                policy_version=self.policy_version,
+            )
+            for i, request, span in zip(batch, chosen, spans, strict=True)
+        }
 
     def stage_weights(self, manifest: WeightManifest) -> None:
         """Copy published weights into staging memory, as `StagedWeights.stage`, during steps."""
@@ -417,8 +385,7 @@ class DecodeCore:
             moved, source, target = moved_places(draws, paths, decoding)
             first = rows.kv_length[moved]
             self._model.cache.move(moved, first + source, first + target)
-        self._unreported.record(draws, paths, rows)
-        going, gone = self._unreported.advance(draws, paths, rows, self._settings.chunk_tokens)
+        going, gone = self._unreported.record(draws, paths, rows, self._settings.chunk_tokens)
         self._drafter.record(draws, paths)
         judged = draws.judged
         given = np.minimum(draws.accepted[judged], paths.kept[judged])

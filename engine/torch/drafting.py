@@ -45,9 +45,7 @@ class Drafter:
         self._handles[row] = NO_HANDLE
         if self._source is not None and request.cache_key:
             self._handles[row] = self._source.open(request.cache_key, context_of(request))
-        earlier = request.draft_tokens
-        if request.kept is not None:
-            earlier = request.kept.tokens
+        earlier = request.draft_tokens if request.kept is None else request.kept.tokens
         self._continuations.begin(row, earlier[: self._rows.tokens.shape[1]])
 
     def end(self, row: int) -> None:

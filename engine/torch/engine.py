@@ -62,11 +62,8 @@ class DecodeThread:
         failed: Callable[[Exception], None],
         prepare: Callable[[], None],
     ) -> None:
-        self._step = step
-        self._may_step = may_step
-        self._deliver = deliver
-        self._failed = failed
-        self._prepare = prepare
+        self._step, self._may_step, self._prepare = step, may_step, prepare
+        self._deliver, self._failed = deliver, failed
         self._loop = asyncio.get_running_loop()
         self._jobs: deque[_Job] = deque()
         self._wake = threading.Event()
@@ -204,12 +201,9 @@ class TorchEngine:
         save: Callable[[], int] = lambda: 0,
         batch_invariant: bool = False,
     ) -> None:
-        self._save = save
-        self._config = config
-        self._model_path = model_path
-        self._source = source
-        self._max_draft_tokens = max_draft_tokens
-        self._seed = seed
+        self._config, self._model_path = config, model_path
+        self._source, self._save = source, save
+        self._max_draft_tokens, self._seed = max_draft_tokens, seed
         self._batch_invariant = batch_invariant
         self._core: DecodeCore | None = None
         self._thread: DecodeThread | None = None
@@ -264,11 +258,20 @@ class TorchEngine:
         """
         core, thread = self._running()
         name, reader = request.request_id, _Reader()
-        thread.post(
-            partial(_add, core, request, reader),
-            done=lambda _: self._begin_reading(name, reader),
-            failed=reader.deliveries.put_nowait,
-        )
+
+        def add() -> None:
+            core.add(request)
+            reader.is_served = True
+
+        def abort() -> None:
+            if reader.is_served:  # else it was refused because its id was in use
+                core.abort(name)
+
+        def begin(_: None) -> None:
+            if not reader.has_left:  # an earlier request may have had the same id
+                self._readers[name] = reader
+
+        thread.post(add, done=begin, failed=reader.deliveries.put_nowait)
         ended = False
         try:
             while not ended:
@@ -282,13 +285,7 @@ class TorchEngine:
             if self._readers.get(name) is reader:
                 del self._readers[name]
             if not ended and self._ended is None:
-                abort = partial(_abort, core, name, reader)
                 thread.post(abort, done=lambda _: None, failed=self._step_failed)
-
-    def _begin_reading(self, request_id: str, reader: _Reader) -> None:
-        """Deliver later chunks to this reader; an earlier request may have had the same id."""
-        if not reader.has_left:
-            self._readers[request_id] = reader
 
     def interrupt(self, request_id: str) -> None:
         """End a request before the next step; its stream reports all tokens drawn, then `abort`."""
@@ -375,17 +372,6 @@ class TorchEngine:
         self._ended.__cause__ = failure
         for reader in self._readers.values():
             reader.deliveries.put_nowait(self._ended)
-
-
-def _add(core: DecodeCore, request: GenerateRequest, reader: _Reader) -> None:
-    core.add(request)
-    reader.is_served = True
-
-
-def _abort(core: DecodeCore, request_id: str, reader: _Reader) -> None:
-    """Abort the reader's request, unless it was refused because its id was in use."""
-    if reader.is_served:
-        core.abort(request_id)
 
 
 def _use_threads(threads: int | None) -> None:

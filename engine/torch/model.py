@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface
 
 from asyncrl.engine.errors import EngineError, EngineStartError
+from asyncrl.engine.sampling.verification import ranges_of
 from asyncrl.engine.torch.attention import (
     AttendedKeys,
     Block,
@@ -52,9 +53,7 @@ class _Tokens:
         counts = np.concatenate([feed.decode_counts, feed.new_lengths])
         starts = np.zeros(r, np.int32) if feed.new_starts is None else feed.new_starts
         first = np.concatenate([feed.decode_lengths, starts])
-        rows = np.repeat(np.arange(m + r), counts)
-        starts = np.cumsum(counts) - counts
-        places = np.arange(len(rows)) - np.repeat(starts - first, counts)
+        rows, places = np.repeat(np.arange(m + r), counts), ranges_of(first, counts)
         positions = places
         if feed.decode_depths is not None:
             nodes = np.repeat(feed.decode_lengths, feed.decode_counts) + feed.decode_depths
@@ -88,11 +87,6 @@ class SlotModel:
         AttentionInterface.register(name, self._attention)
         self.module.set_attn_implementation(name)
 
-    @property
-    def is_fused(self) -> bool:
-        """True if it computes in `asyncrl.engine.torch.cpu.fused_model`."""
-        return self._fused is not None
-
     def fuse(self) -> None:
         """Compute in `engine.torch.cpu.fused_model` from now on; the slots must be allocated."""
         self._fused = FusedDecoder(self.module, self.cache, batch_invariant=self._invariant)
@@ -102,7 +96,7 @@ class SlotModel:
         decoding = len(feed.decode_tokens)
         ends = decoding + np.cumsum(feed.new_lengths, dtype=np.int64) - 1
         if feed.new_wanted is not None and (feed.new_wanted != 1).any():
-            ends = last_places(ends + 1, feed.new_wanted)
+            ends = ranges_of(ends + 1 - feed.new_wanted, feed.new_wanted)
         wanted = np.concatenate([np.arange(decoding), ends])
         tokens = _Tokens.of(feed)
         reach = None
@@ -191,13 +185,6 @@ class SlotModel:
             return logits[:count].float()
 
 
-def last_places(ends: NDArray[np.int64], counts: IntArray) -> NDArray[np.int64]:
-    """Return the last `counts[i]` places before each of `ends`, row after row."""
-    before = np.cumsum(counts, dtype=np.int64) - counts
-    shifts = np.repeat(ends - counts - before, counts)
-    return np.asarray(np.arange(len(shifts)) + shifts)
-
-
 def load_model(
     path: str,
     *,
@@ -246,10 +233,8 @@ def _widen_logits(model: Any) -> None:
 
 def _refuse_by_config(model: Any, path: str, max_len: int) -> None:
     config = model.config.get_text_config()
-    other = set(getattr(config, "layer_types", None) or ()) - {
-        "full_attention",
-        "sliding_attention",
-    }
+    known = {"full_attention", "sliding_attention"}
+    other = set(getattr(config, "layer_types", None) or ()) - known
     if model._is_stateful or other:  # noqa: SLF001  (transformers has no public name for it)
         what = f"layers of type {sorted(other)}" if other else "a recurrent state"
         raise EngineStartError(

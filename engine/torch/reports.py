@@ -126,13 +126,17 @@ class Unreported:
         for buffer in self._buffers:
             buffer[target] = buffer[source]
 
-    def record(self, draws: Draws, paths: AppendedDraws, rows: Rows) -> None:
-        """Append the tokens of a step, here and to the rows' contexts.
+    def record(
+        self, draws: Draws, paths: AppendedDraws, rows: Rows, chunk_tokens: int
+    ) -> tuple[list[int], list[int]]:
+        """Append the tokens of a step, here and to `rows`, and count them.
 
-        Rows whose kept tokens were judged may have more tokens than the buffers hold and must be
-        reported (`chunks`) before the next step. `advance` counts these tokens.
+        Returns rows that report and continue, as they have `chunk_tokens` tokens to report, and
+        rows that have ended, from the last one down. Rows whose kept tokens were judged may have
+        more tokens than the buffers hold and must be reported (`chunks`) before the next step.
         """
-        judged = np.zeros(len(paths.kept), np.bool_)
+        n = len(paths.kept)
+        judged = np.zeros(n, np.bool_)
         judged[draws.judged] = True
         append_draws(
             paths.chosen, paths.row, paths.step, paths.accepted, judged,
@@ -141,18 +145,6 @@ class Unreported:
         )  # fmt: skip
         for row in draws.judged.tolist():
             self._long[row] = _judged(draws, row, int(paths.kept[row]), rows.requests[row].kept)
-
-    def advance(
-        self, draws: Draws, paths: AppendedDraws, rows: Rows, chunk_tokens: int
-    ) -> tuple[list[int], list[int]]:
-        """Count the tokens that `record` has appended; update `total` and `kv_length` of the rows.
-
-        A row with `chunk_tokens` tokens to report reports. Returns rows that report and continue,
-        and rows that have ended, from the last one down.
-        """
-        n = len(paths.kept)
-        judged = np.zeros(n, np.bool_)
-        judged[draws.judged] = True
         due, ended = np.empty(n, np.int64), np.empty(n, np.int64)
         dues, ends = advance_rows(
             paths.kept, paths.stopped, judged, rows.total, rows.limit, rows.kv_length,

@@ -52,7 +52,7 @@ class StepInputs:
     """`[sum(decode_counts)]` positions after the row's first new token if rows are token trees;
     None: chains, each token one position after the previous one."""
     hidden: Hidden | None = None
-    """Pairs of a row's new tokens on different paths of its tree, see `slots.decode_block`."""
+    """Pairs of a row's new tokens on different paths of its tree, see `attention.decode_block`."""
 
     @classmethod
     def of(cls, rows: Rows, trees: TokenTrees, new: NewRows) -> StepInputs:
@@ -253,19 +253,13 @@ class SlotAttention:
         """
         layer = self._cache.current_layer
         rows = slice(block.first_row, block.first_row + block.rows)
-        length = 0 if block.mask is None else block.mask.shape[-1]
-        k = self._cache.keys[layer][rows, :, :length]
-        v = self._cache.values[layer][rows, :, :length]
+        k, v = self._cache.keys[layer][rows], self._cache.values[layer][rows]
         m, queries, heads, size = q.shape
         kv_heads = k.shape[1]
         groups = heads // kv_heads
+        mask = block.grouped_mask(groups, rule.window)
+        k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]
         folded = q.view(m, queries, kv_heads, groups, size).permute(0, 2, 3, 1, 4)
-        out = attend(
-            folded.reshape(m, kv_heads, groups * queries, size),
-            k,
-            v,
-            block.grouped_mask(groups, rule.window),
-            rule,
-        )
+        out = attend(folded.reshape(m, kv_heads, groups * queries, size), k, v, mask, rule)
         out = out.view(m, kv_heads, groups, queries, -1).permute(0, 3, 1, 2, 4)
         return out.reshape(m, queries, heads, -1)

@@ -32,20 +32,17 @@ _DRAFTED, _SAMPLED = int(Provenance.DRAFTED), int(Provenance.SAMPLED)
 
 
 class GeneratedTokens(NamedTuple):
-    """M tokens with everything that is reported about them; as a buffer B for each of S rows."""
+    """Values that are reported about M tokens: `[M]`, lists `[M, K]`.
+
+    In a buffer of B tokens for each of S rows: `[S, B]`, lists `[S, B, K]`.
+    """
 
     tokens: IntArray
-    """`[M]`; in a buffer `[S, B]`."""
     logprobs: FloatArray
-    """`[M]`"""
     topk_ids: IntArray
-    """`[M, K]`"""
     topk_logprobs: FloatArray
-    """`[M, K]`"""
     noise_seeds: SeedArray
-    """`[M]`"""
     provenance: ByteArray
-    """`[M]`"""
 
     @classmethod
     def empty(cls, *shape: int, top_k: int) -> GeneratedTokens:

@@ -17,7 +17,8 @@ from scipy.stats import chi2
 
 from asyncrl.engine.protocol import turn_end, turn_start
 from asyncrl.engine.sampling.drawing import Streams, draw, noise_seeds
-from asyncrl.engine.sampling.verification import KeptBatch, Reading, judge, name_tokens, read
+from asyncrl.engine.sampling.logits import ProcessedRows
+from asyncrl.engine.sampling.verification import KeptBatch, Reading, judge
 from asyncrl.rollout.trajectory import IntArray, KeptTokens
 
 CLAIMS = Claims(__file__)
@@ -81,9 +82,9 @@ def verified(old: torch.Tensor, new: torch.Tensor, mutant: str = "") -> IntArray
     seeds = (np.arange(N) + (3 << 32)).astype(np.uint64)
     batch = KeptBatch.of(kept, seeds, np.zeros(N, np.int64), K)
     rows = np.stack([np.full(N, START), first.tokens, said], axis=1).reshape(-1).astype(np.int64)
-    verdict = judge(batch, read(new, rows, batch.columns), 1)
+    verdict = judge(batch, ProcessedRows(new).read(rows, batch.columns), 1)
     unnamed = np.flatnonzero(verdict.unnamed)
-    name_tokens(batch, verdict, unnamed, new, rows[verdict.place(batch, unnamed)])
+    ProcessedRows(new).name_tokens(batch, verdict, unnamed, rows[verdict.place(batch, unnamed)])
     out, accepted = tokens.copy(), verdict.accepted
     if not mutant:
         assert not (accepted == 1).any(), "a turn ends with its answer"

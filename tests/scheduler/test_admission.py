@@ -8,7 +8,7 @@ from asyncrl.scheduler.config import SchedulerConfig
 def test_how_far_each_mode_runs_ahead():
     def last_group(version, **settings):
         settings = {"on_update": "keep", "groups_per_step": 4} | settings
-        return Admission.of(SchedulerConfig(**settings)).last_group_to_start(version)
+        return Admission.of(SchedulerConfig(**settings)).last_group(version, ahead=True)
 
     assert [last_group(v, max_off_policy_steps=0) for v in (0, 3)] == [3, 15]
     assert [last_group(v, max_off_policy_steps=2) for v in (0, 3)] == [11, 23]
@@ -35,8 +35,12 @@ def test_a_group_that_needs_no_verification_is_within_the_staleness_bound(
     )
     step = group // per_step
     for version in range(step + 1):
-        is_due = group <= admission.last_due_group(version)
+        is_due = group <= admission.last_group(version, ahead=False)
         assert is_due == (step - version <= bound) == (version >= admission.min_version(step))
         assert is_due == (admission.versions_ahead(step, version) == 0)
     first = admission.first_version_to_start(group)
-    assert admission.last_group_to_start(first - 1) < group <= admission.last_group_to_start(first)
+    assert (
+        admission.last_group(first - 1, ahead=True)
+        < group
+        <= admission.last_group(first, ahead=True)
+    )

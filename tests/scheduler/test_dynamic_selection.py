@@ -23,8 +23,9 @@ from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import dynamic_sampling, state
 from asyncrl.scheduler.commands import RunOutcome
 from asyncrl.scheduler.config import DynamicSamplingConfig, SchedulerConfig
-from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Outcome
+from asyncrl.scheduler.dynamic_ledger import DynamicLedger
 from asyncrl.scheduler.dynamic_sampling import DynamicSampling
+from asyncrl.scheduler.ledger import Outcome
 from asyncrl.scheduler.records import HELD, Verdict, has_signal
 
 WRONG, RIGHT, SLOW = range(3)

@@ -48,7 +48,7 @@ def test_a_group_is_settled_once_and_only_if_issued():
 def test_withdrawn_groups_are_issued_again_and_count_as_issued():
     ledger, groups = filled(steps=3)
     ledger.fail(5)
-    ledger.withdraw_after(0)
+    ledger.withdraw_from(ledger.end_of(0))
     assert ledger.next_group == 2
     assert ledger.issued_below == len(groups)
     assert ledger.counts().failed == 1
@@ -60,11 +60,11 @@ def test_memory_is_what_is_in_flight_and_counts_add_up(data, per_step, first_ste
     ledger = Ledger(groups_per_step=per_step, first_step=first_step)
     for step in range(first_step, first_step + 6):
         groups = [ledger.issue() for _ in range(per_step)]
-        assert [ledger.step_of(g) for g in groups] == [step] * per_step
+        assert groups == list(ledger.groups_of(step))
         for group in data.draw(st.permutations(groups)):
             assert ledger.membership(step) is None
             (ledger.fail if data.draw(st.booleans()) else ledger.arrive)(group)
         ledger.consume(step, ledger.membership(step))
-        assert len(ledger._steps) == 0
+        assert not ledger._settled
         counts = ledger.counts()
         assert counts.issued == counts.consumed + counts.failed

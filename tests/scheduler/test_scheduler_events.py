@@ -248,7 +248,7 @@ def test_what_each_wait_waits_for():
         (SampleFinished("a", SampleId(0, 2), 1, 0), "groups have 2 samples"),
         (SampleFinished("a", SampleId(0, 0), 1, -1), "tokens of policy version -1"),
         (SampleFinished("a", SampleId(0, 0), 1, 1), "tokens of policy version 1"),
-        (SampleDelivered("a", SampleId(0, 0)), "was not told to deliver"),
+        (SampleDelivered("a", SampleId(0, 0)), "was not ordered to deliver"),
         (GeneratorJoined("a", 9, 0), "needs a new name"),
         (GeneratorJoined("b", 0, 0), "0 slots"),
         (GeneratorJoined("b", 1, 1), "latest published version is 0"),

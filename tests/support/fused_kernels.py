@@ -47,7 +47,7 @@ from asyncrl.engine.sampling.logits import (
     read_from_logits,
 )
 from asyncrl.engine.sampling.truncation import SamplingColumns, processed_logprobs, stream_bits
-from asyncrl.engine.sampling.verification import KeptColumns, read
+from asyncrl.engine.sampling.verification import KeptColumns
 from asyncrl.rollout.trajectory import Provenance
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _same_reading(logits: torch.Tensor, k: int, sampling: SamplingColumns) -> in
         np.arange(rows), streams_of(rows).seeds, np.arange(rows) % 4 > 0, np.arange(rows) % 7 == 5,
     )  # fmt: skip
     logprobs = processed_logprobs(logits.float().clone(), sampling)
-    right = read(logprobs, np.arange(rows), columns)
+    right = ProcessedRows(logprobs).read(np.arange(rows), columns)
     found = read_from_logits(logits, sampling, columns, 3)
     for mine, theirs in zip(found.reading, right, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)

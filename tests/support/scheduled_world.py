@@ -235,7 +235,7 @@ class World(Orders):
     def _do_start_sample(self, c):
         g, step = self.generators[c.generator], c.sample.group // self.config.groups_per_step
         assert self.finished is None
-        assert c.sample.group <= self.scheduler.state.admission.last_group_to_start(g.version)
+        assert c.sample.group <= self.scheduler.state.admission.last_group(g.version, ahead=True)
         bound = self.of_step(step).max_off_policy_steps
         assert c.priority == max(0, step - bound - g.reported)
         mode = self.of_step(step).on_update

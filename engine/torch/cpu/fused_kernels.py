@@ -50,8 +50,7 @@ def _sgemm(
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         where, m, n, k, a, b, beta, c = args
         number, real, letter = ir.IntType(32), ir.FloatType(), ir.IntType(8)
-        pointers = [number.as_pointer(), real.as_pointer(), letter.as_pointer()]
-        int_p, real_p, letter_p = pointers
+        int_p, real_p, letter_p = (one.as_pointer() for one in (number, real, letter))
         signature = [letter_p] * 2 + [int_p] * 3 + [real_p] * 2 + [int_p, real_p, int_p]
         signature += [real_p] * 2 + [int_p]
         function = ir.FunctionType(ir.VoidType(), signature)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from asyncrl.engine.errors import EngineError
-from asyncrl.engine.torch.attention import AttendedKeys, BoolArray
+from asyncrl.engine.torch.attention import AttendedKeys
 from asyncrl.engine.torch.cpu.fused_kernels import (
     add_and_norm,
     attend,
@@ -78,17 +78,6 @@ class Weights(NamedTuple):
     """H."""
 
 
-class Places(NamedTuple):
-    """Places of a pass's tokens and of their keys (`engine.torch.attention`)."""
-
-    position: LongArray
-    slot: LongArray
-    first: LongArray
-    last: LongArray
-    base: LongArray
-    hidden: BoolArray
-
-
 class Buffers(NamedTuple):
     """Memory of a pass: at least as many rows as are fed. What no kernel writes is finite."""
 
@@ -111,7 +100,8 @@ def forward(
     sgemm: int,
     weights: Weights,
     ids: LongArray,
-    places: Places,
+    positions: LongArray,
+    reach: AttendedKeys,
     wanted: LongArray,
     fed: int,
     keys: FloatArray,
@@ -121,11 +111,11 @@ def forward(
 ) -> None:
     """Compute the logits after the wanted tokens; the KV of all tokens is written to its places.
 
-    `sgemm` is `fused_kernels.sgemm_address`; `ids` are `[T]`. `wanted` `[W]` are ascending indices
-    into them: the last layer computes only these. `fed` rows, at least T, go through the products;
-    the rest is padding. `keys` and `values` are `[N, S, J, L, D]`; `[1, ...]`: not kept, each layer
-    overwrites those before. `buffers` have at least `fed` rows, and as many as `logits` `[W or
-    more, V]`.
+    `sgemm` is `fused_kernels.sgemm_address`; `ids` and `positions` are `[T]`, `wanted` `[W]`
+    ascending indices into them: the last layer computes only these. `fed` rows, at least T, go
+    through the products; the rest is padding. `keys` and `values` are `[N, S, J, L, D]`; with N = 1
+    they are not kept: each layer overwrites those before. `buffers` have at least `fed` rows, and
+    as many as `logits` `[W or more, V]`.
     """
     w, count = weights, len(weights.qkv)
     states, change = buffers.states[: len(ids)], buffers.change[:fed]
@@ -136,7 +126,7 @@ def forward(
         multiply(sgemm, change, w.qkv[layer], w.qkv_bias[layer], packed)
         rotate_and_store(
             packed, w.heads, w.of_queries[layer], w.of_keys[layer], w.epsilon, w.cosines, w.sines,
-            places.position, places.slot, places.last, keys[at], values[at],
+            positions, reach.slot, reach.last, keys[at], values[at],
         )  # fmt: skip
         norm_after = w.last_norm
         if layer + 1 < count:
@@ -149,7 +139,7 @@ def forward(
         attended = buffers.attended[:fed]
         attend(
             packed, w.heads, chosen, keys[at], values[at],
-            places.slot, places.first, places.last, places.base, places.hidden, w.scale, attended,
+            reach.slot, reach.first, reach.last, reach.base, reach.hidden, w.scale, attended,
         )  # fmt: skip
         multiply(sgemm, attended, w.output[layer], w.output_bias[layer], change)
         add_and_norm(states, change, w.before_mlp[layer], w.epsilon)
@@ -206,9 +196,8 @@ class FusedDecoder:
             keys, values = np.empty(shape, np.float32), np.empty(shape, np.float32)
         logits = torch.empty(last, len(weights.head))
         forward(
-            self._sgemm, weights, ids,
-            Places(positions, reach.slot, reach.first, reach.last, reach.base, reach.hidden),
-            wanted, fed, keys, values, self._buffers, logits.numpy(),
+            self._sgemm, weights, ids, positions, reach, wanted, fed, keys, values,
+            self._buffers, logits.numpy(),
         )  # fmt: skip
         return logits[: len(wanted)]
 

@@ -81,7 +81,7 @@ def attend(
     """Compute softmax attention of the first T queries, one after the other.
 
     `queries` are `[T or more, H, D]`, the rest padding; `keys` `[S, J, L, D]`; `values` `[S, J, L,
-    E]`; `slot` to `hidden` as in `Reach`; `softcap` 0 for none; `sinks` `[H]` scores of keys
+    E]`; `slot` to `hidden` as in `AttendedKeys`; `softcap` 0 for none; `sinks` `[H]` scores of keys
     without values, or `[0]`; `out` `[T or more, H, E]` zeros, which receives the results.
     """
     heads, size, width = queries.shape[1], queries.shape[2], values.shape[3]

@@ -5,7 +5,7 @@ import pytest
 from cache_check import CacheCorrupt, check
 from rollout_caches import cache_of
 
-from asyncrl.cache.tree import arena, sequences
+from asyncrl.cache.tree import arena
 from asyncrl.cache.tree.arena import hash_of
 from asyncrl.cache.tree.draft import draft
 from asyncrl.cache.tree.rollout_tree import RolloutCache, warm_up
@@ -159,7 +159,7 @@ def test_the_empty_key_and_a_disabled_cache_store_and_draft_nothing() -> None:
 
 def test_warm_up_leaves_nothing_to_compile() -> None:
     warm_up()
-    kernels = (sequences.extend, draft, hash_of, sequences.trim_tree)
+    kernels = (arena.extend, draft, hash_of, arena.trim_tree)
     before = [len(f.signatures) for f in kernels]
     cache = make(max_bytes=1 << 14)
     for index in range(30):

@@ -23,14 +23,13 @@ from numpy.typing import NDArray
 from scipy.stats import chi2
 
 from asyncrl.engine.sampling.drawing import Streams, draw, noise_seeds, top_k
+from asyncrl.engine.sampling.logits import ProcessedRows
 from asyncrl.engine.sampling.truncation import Purpose, forked, uniforms
 from asyncrl.engine.sampling.verification import (
     KeptBatch,
     KeptColumns,
     Reading,
     judge,
-    name_tokens,
-    read,
 )
 from asyncrl.rollout.acceptance import symbols_of, verify_kept
 from asyncrl.rollout.trajectory import FloatArray, IntArray, KeptTokens, SeedArray
@@ -124,11 +123,11 @@ def verified(
     seeds = (np.arange(n) + (version << 40)).astype(np.uint64)
     batch = KeptBatch.of(texts.kept(length), seeds, np.zeros(n, np.int64), K)
     rows = texts.rows()[:, :length].reshape(-1)
-    right = read(table, rows, batch.columns)
+    right = ProcessedRows(table).read(rows, batch.columns)
     verdict = judge(batch, rule.reading(batch, right), version)
     unnamed = np.flatnonzero(verdict.unnamed)
     at = verdict.place(batch, unnamed)
-    name_tokens(batch, verdict, unnamed, table, rows[at])
+    ProcessedRows(table).name_tokens(batch, verdict, unnamed, rows[at])
     out = empty(n)
     stays = np.arange(length) < verdict.accepted[:, None]
     names = right.names.reshape(n, length) if rule.not_cut else texts.tokens[:, :length]
@@ -218,9 +217,12 @@ def test_parts_and_batches_change_nothing() -> None:
     kept[3], kept[7] = (replace(kept[i], lenience=1.5) for i in (3, 7))
     seeds, first = np.arange(40).astype(np.uint64), np.arange(40) % 3
     batch, rows = KeptBatch.of(kept, seeds, first, K), texts.rows().reshape(-1)
-    whole = read(new, rows, batch.columns)
+    whole = ProcessedRows(new).read(rows, batch.columns)
     columns = [batch.columns.part(slice(at, at + 23)) for at in range(0, 160, 23)]
-    parts = [read(new, rows[at * 23 : at * 23 + 23], part) for at, part in enumerate(columns)]
+    parts = [
+        ProcessedRows(new).read(rows[at * 23 : at * 23 + 23], part)
+        for at, part in enumerate(columns)
+    ]
     for one, other in zip(Reading.concatenated(parts), whole, strict=True):
         np.testing.assert_array_equal(one, other)
     for one, other in zip(KeptColumns.concatenated(columns), batch.columns, strict=True):
@@ -230,7 +232,7 @@ def test_parts_and_batches_change_nothing() -> None:
     for i in range(40):
         # Also with room for longer lists than there are.
         alone = KeptBatch.of(kept[i : i + 1], seeds[i : i + 1], first[i : i + 1], K + i % 2)
-        single = judge(alone, read(new, texts.rows()[i], alone.columns), 5)
+        single = judge(alone, ProcessedRows(new).read(texts.rows()[i], alone.columns), 5)
         for name in ("accepted", "token", "logprob", "noise_seed", "renamed", "unnamed"):
             assert getattr(single, name)[0] == pytest.approx(
                 getattr(verdict, name)[i], nan_ok=True
@@ -242,10 +244,10 @@ def test_a_verdict_says_what_its_token_is() -> None:
     new, texts = policy(2), drawn_by(policy(1), 2000)
     seeds = (np.arange(2000) + (1 << 40)).astype(np.uint64)
     batch, rows = KeptBatch.of(texts.kept(), seeds, np.zeros(2000, np.int64), K), texts.rows()
-    verdict = judge(batch, read(new, rows.reshape(-1), batch.columns), 1)
+    verdict = judge(batch, ProcessedRows(new).read(rows.reshape(-1), batch.columns), 1)
     unnamed = verdict.unnamed.copy()
     at = verdict.place(batch, np.flatnonzero(unnamed))
-    name_tokens(batch, verdict, np.flatnonzero(unnamed), new, rows.reshape(-1)[at])
+    ProcessedRows(new).name_tokens(batch, verdict, np.flatnonzero(unnamed), rows.reshape(-1)[at])
     assert not verdict.unnamed.any()
     drawn = np.flatnonzero(verdict.token >= 0)
     place = verdict.accepted[drawn]
@@ -270,7 +272,7 @@ def test_a_verdict_is_drawn_with_the_numbers_of_its_purposes_and_positions() -> 
     batch = KeptBatch.of(texts.kept(), seeds, first, K)
     places = np.arange(L) + first[:, None]
     np.testing.assert_array_equal(batch.columns.positions, places.reshape(-1))
-    reading = read(new, texts.rows().reshape(-1), batch.columns)
+    reading = ProcessedRows(new).read(texts.rows().reshape(-1), batch.columns)
     numbers = [
         uniforms(np.repeat(forked(seeds, purpose, 1), L), places.reshape(-1))
         for purpose in (Purpose.ACCEPT, Purpose.RESIDUAL)
@@ -297,6 +299,6 @@ def test_what_is_not_finite_is_named() -> None:
     table, texts = policy(1), drawn_by(policy(1), 3)
     table[int(texts.tokens[1, 0])] = torch.nan
     batch = KeptBatch.of(texts.kept(), np.zeros(3, np.uint64), np.zeros(3, np.int64), K)
-    wrong = read(table, texts.rows().reshape(-1), batch.columns).not_finite()
+    wrong = ProcessedRows(table).read(texts.rows().reshape(-1), batch.columns).not_finite()
     assert wrong[L + 1]
     np.testing.assert_array_equal(wrong.reshape(3, L), texts.rows() == int(texts.tokens[1, 0]))

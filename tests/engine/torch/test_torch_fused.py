@@ -66,7 +66,7 @@ def test_the_fused_pass_gives_transformers_numbers(family: str, tmp_path: Path) 
     """Prefills, siblings, decoding, chains and trees, and weights installed under the requests."""
     path = save(make(*FUSED[family]), tmp_path / "old")
     model = load(path)
-    assert model.is_fused
+    assert model._fused is not None
     core = core_of(model, RandomTrees(VOCAB))
     plain = transformers.AutoModelForCausalLM.from_pretrained(path)
     asked = mixed_requests(12)
@@ -86,7 +86,7 @@ def test_other_models_run_through_transformers(
     path = save(make(family, changes), tmp_path)
     with caplog.at_level("INFO", "asyncrl.engine.torch.model"):
         model = load(path)
-    assert not model.is_fused
+    assert model._fused is None
     assert reason in caplog.text
     plain = transformers.AutoModelForCausalLM.from_pretrained(path)
     asked = mixed_requests(6)
@@ -98,14 +98,14 @@ def test_other_models_run_through_transformers(
 
 def test_fused_or_not_the_tokens_are_the_same(tiny_qwen3: str) -> None:
     quick, plain = load(tiny_qwen3), load(tiny_qwen3, fused=False)
-    assert (quick.is_fused, plain.is_fused) == (True, False)
+    assert (quick._fused is None, plain._fused is None) == (False, True)
     asked = mixed_requests(12)
     texts = [texts_of(run(core_of(m, RandomTrees(VOCAB)), asked)) for m in (quick, plain)]
     assert texts[0] == texts[1]
 
 
 def test_large_layers_are_left_to_several_threads(tiny_llama: str) -> None:
-    assert load(tiny_llama, threads=2).is_fused
+    assert load(tiny_llama, threads=2)._fused is not None
     config = transformers.LlamaConfig(
         **(sizes() | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1})
     )

@@ -55,7 +55,7 @@ def model(request: pytest.FixtureRequest) -> SlotModel:
     """Batch-invariant, by the fused forward pass and by transformers'."""
     path, fused = request.param
     out = load(request.getfixturevalue(path), slots=12, batch_invariant=True, fused=fused)
-    assert out.is_fused == fused
+    assert (out._fused is not None) == fused
     return out
 
 
@@ -86,7 +86,11 @@ def test_the_batch_changes_no_bit(model: SlotModel, alone: Numbers) -> None:
     assert numbers_of(run(core, in_another_order(requests(), 1))) == alone
     assert arriving_late(core, in_another_order(requests(), 2)) == alone
     few = load(
-        model.module.name_or_path, slots=3, max_len=80, batch_invariant=True, fused=model.is_fused
+        model.module.name_or_path,
+        slots=3,
+        max_len=80,
+        batch_invariant=True,
+        fused=model._fused is not None,
     )
     assert numbers_of(run(core_of(few, max_draft_tokens=0), requests())) == alone
 

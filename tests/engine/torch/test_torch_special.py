@@ -63,7 +63,7 @@ def test_what_is_drawn_drafted_verified_and_scored_has_the_models_probabilities(
 ) -> None:
     path, plain = special
     model = load(path)
-    assert not model.is_fused
+    assert model._fused is None
     asked = requests()
     first = run(core_of(model, max_draft_tokens=0), asked)
     texts = texts_of(first)
