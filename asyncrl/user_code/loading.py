@@ -22,7 +22,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import UserError
+from asyncrl.errors import RewardError, UserError
 from asyncrl.suggestions import looked_from, nearest
 from asyncrl.user_code.streams import last_lines
 
@@ -43,7 +43,7 @@ class FunctionKind:
     signature: str
     """Call signature, for error messages."""
     arguments: tuple[Any, ...]
-    error: type[UserError]
+    error: type[UserError] = RewardError
 
 
 def check_name(kind: FunctionKind, name: str) -> None:
