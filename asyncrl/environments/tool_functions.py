@@ -52,16 +52,11 @@ class FunctionTool:
                 )
             default = ... if parameter.default is parameter.empty else parameter.default
             about = described.get(parameter.name)
-            # Pydantic field names may not begin with an underscore or hide a method, so they are
-            # numbered.
+            # Numbered, since pydantic's names may not begin with an underscore or hide a method.
             field = Field(default, alias=parameter.name, description=about)
             fields[f"argument_{len(fields)}"] = (parameter.annotation, field)
         try:
-            return create_model(
-                self.name,
-                __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=False),
-                **fields,
-            )
+            return create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
         except (PydanticUserError, TypeError) as error:
             first = str(error).splitlines()[0]
             raise UserError(f"tool {self.name}: its type hints fit no schema: {first}") from error
