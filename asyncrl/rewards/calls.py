@@ -66,13 +66,9 @@ class CallQueue:
         """Add the requests that one call made to servers."""
         for use in uses:
             label = self.label(use.term)
-            used = ServiceCounts(
-                requests=use.requests,
-                retries=use.retries,
-                seconds=use.seconds,
-                opened=int(use.opened),
+            self.services[label] = self.services.get(label, ServiceCounts()) + ServiceCounts(
+                requests=use.requests, retries=use.retries, seconds=use.seconds, opened=use.opened
             )
-            self.services[label] = self.services.get(label, ServiceCounts()) + used
 
     def put_back(self, calls: Iterable[RewardCall]) -> None:
         """Return calls to the front, in their order."""

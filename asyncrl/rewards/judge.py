@@ -202,9 +202,8 @@ def _check_score(args: dict[str, Any]) -> None:
         except re.error as error:
             raise RewardError(f"reward {NAME!r}: args.score_pattern: {error}") from error
         if groups != 1:
-            raise RewardError(
-                f"reward {NAME!r}: args.score_pattern must have one group, the score, not {groups}"
-            )
+            text = f"args.score_pattern must have one group, the score, not {groups}"
+            raise RewardError(f"reward {NAME!r}: {text}")
     low, high = args.get("minimum"), args.get("maximum")
     if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
         raise RewardError(f"reward {NAME!r}: args.minimum {low:g} is above args.maximum {high:g}")

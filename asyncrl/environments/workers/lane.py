@@ -24,7 +24,7 @@ from asyncrl.user_code.streams import pack
 log = logging.getLogger(__name__)
 
 _LATE_SECONDS = 2.0
-"""The worker enforces time limits; an answer that is later means that its event loop is blocked."""
+"""An event loop is blocked if an answer is this late, since the worker enforces time limits."""
 _MAX_HANGING = 4
 """Most hanging threads of a worker; with more it is replaced."""
 _ANSWERS: dict[type[Any], type[Any]] = {
