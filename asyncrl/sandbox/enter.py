@@ -35,8 +35,7 @@ _DETACH = 2
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _SECCOMP_FILTER = 2
 _FIRST_UID = 0x70000000
-"""First of the unused user ids: each program gets a separate one, so that limits per user are not
-shared."""
+"""First of the unused user ids: each program gets its own one, as limits hold per user."""
 _NOBODY = 65534
 _INNER_UID = 1000
 _WRITABLE = ("/tmp", "/dev/shm")  # noqa: S108 - inside
@@ -240,8 +239,7 @@ def _first_process(order: dict[str, Any]) -> NoReturn:
         except OSError as error:
             _answer({"refused": f"{order['command'][0]}: {error.strerror}"})
         os._exit(1)
-    for standard in (0, 1, 2):
-        os.close(standard)
+    os.closerange(0, 3)
     while True:
         pid, status = os.wait()
         if pid == program:
