@@ -61,8 +61,8 @@ async def reward_model(
     """
     del example, model, max_tokens, threads
     if url is None:
-        text = "args.model: only a run or `asyncrl eval` starts this server"
-        raise NoRewardError("unavailable", text)
+        why = "args.model: only a run or `asyncrl eval` starts this server"
+        raise NoRewardError("unavailable", why)
     from asyncrl.rewards.services.client import client_of
 
     client = client_of(

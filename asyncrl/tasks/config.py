@@ -114,7 +114,7 @@ class TaskConfig(BaseModel):
     def _digits_in_order(cls, digits: tuple[int, int]) -> tuple[int, int]:
         low, high = digits
         if not 1 <= low <= high <= MAX_DIGITS:
-            raise ValueError(f"digits must be [low, high] with 1 <= low <= high <= {MAX_DIGITS}")
+            raise ValueError(f"digits must be [fewest, most], 1 <= fewest <= most <= {MAX_DIGITS}")
         return digits
 
     @model_validator(mode="after")

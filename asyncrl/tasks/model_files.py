@@ -47,7 +47,8 @@ def weight_files(model: Path) -> list[Path]:
 
 def why_no_tensor(name: str, entry: dict[str, Any]) -> str | None:
     """Describe what is wrong with a header's entry, or return None. Raises one of `DAMAGED`."""
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry.get("data_offsets")
+    dtype, shape = entry["dtype"], entry["shape"]
+    offsets: Any = entry.get("data_offsets")
     if dtype not in BYTES:
         return f"that {name} has the type {dtype!r}, which is not supported"
     whole = all(isinstance(one, int) and one >= 0 for one in shape)

@@ -56,7 +56,7 @@ def check_name(kind: FunctionKind, name: str) -> None:
         if not Path(source).is_file():
             raise kind.error(f"{said}: there is no file {source} {looked_from()}")
     elif not all(part.isidentifier() for part in source.split(".")):
-        raise kind.error(f"{said}: {source!r} is neither a module nor a path that ends in .py")
+        raise kind.error(f"{said}: {source!r} is neither a module's name nor a path ending in .py")
 
 
 def load_function(kind: FunctionKind, name: str, args: Mapping[str, Any]) -> Callable[..., Any]:

@@ -90,7 +90,8 @@ def _lessons(tokenizer: Any, recipe: WarmStart) -> Lessons:
     if recipe.task == "agent":
         from asyncrl.tasks.builtin.agent_lessons import agent_lessons
 
-        return agent_lessons(tokenizer, recipe)
+        lessons: Lessons = agent_lessons(tokenizer, recipe)
+        return lessons
     rng = np.random.default_rng(recipe.seed)
     source = draw_problems(rng, recipe.digits, held_out=False)
 
