@@ -214,14 +214,9 @@ def _parts(result: Any) -> StepResult:
             f"info, got {shown(result)}{_hint(result)}"
         )
     info = getattr(result, "info", None)
-    return StepResult(
-        result.observation,
-        result.done,
-        result.reward,
-        dict(info) if isinstance(info, Mapping) else {},
-        getattr(result, "new_conversation", False),
-        getattr(result, "tools", None),
-    )
+    kept = dict(info) if isinstance(info, Mapping) else {}
+    begins, tools = getattr(result, "new_conversation", False), getattr(result, "tools", None)
+    return StepResult(result.observation, result.done, result.reward, kept, begins, tools)
 
 
 def _observation(value: Any, rule: str) -> Observation:

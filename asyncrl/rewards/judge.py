@@ -80,13 +80,9 @@ async def judge(
         messages.insert(0, {"role": "system", "content": system})
     from asyncrl.rewards.services.client import client_of
 
-    client = client_of(
-        f"the judge {model} at {base_url}",
-        base_url,
-        _KEYS,
-        (api_key_env, api_key_file),
-        Limits(concurrency, attempts, attempt_seconds, breaker_failures, breaker_seconds),
-    )
+    what, secret = f"the judge {model} at {base_url}", (api_key_env, api_key_file)
+    limits = Limits(concurrency, attempts, attempt_seconds, breaker_failures, breaker_seconds)
+    client = client_of(what, base_url, _KEYS, secret, limits)
     fields = {"max_tokens": max_tokens, "temperature": temperature} | (body or {})
     request = {key: value for key, value in fields.items() if value is not None}
     request |= {"model": model, "messages": messages}

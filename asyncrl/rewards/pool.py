@@ -218,11 +218,9 @@ class RewardPool(Pool[RewardLane]):
         failed: dict[str, dict[str, int]] = {}
         for (function, reason), count in self._failures.items():
             failed.setdefault(function, {})[reason] = count
+        queue, largest = self._queue, dict(self._largest)
         return RewardCounts(
-            failed=failed,
-            retried=self._queue.retried,
-            largest=dict(self._largest),
-            services=dict(self._queue.services),
+            failed=failed, retried=queue.retried, largest=largest, services=dict(queue.services)
         )
 
     async def start(self) -> None:

@@ -65,13 +65,8 @@ async def reward_model(
         raise NoRewardError("unavailable", why)
     from asyncrl.rewards.services.client import client_of
 
-    client = client_of(
-        f"the reward server {url}",
-        url,
-        _KEYS,
-        (token_env, token_file),
-        Limits(concurrency, attempts, attempt_seconds, breaker_failures, breaker_seconds),
-    )
+    limits = Limits(concurrency, attempts, attempt_seconds, breaker_failures, breaker_seconds)
+    client = client_of(f"the reward server {url}", url, _KEYS, (token_env, token_file), limits)
     text = None if template is None else fill(template, {"prompt": prompt, "response": response})
     answer = await client.post(*_request(server, prompt, response, text, pair, truncate == "left"))
     try:

@@ -4,7 +4,7 @@
                       waits             waits, ends with the program
 
     ORDER     descriptor of the order, JSON as `run` makes it
-    ANSWER    descriptor of the answer: lines of JSON, {"exit_code", "cpu_seconds"} or {"refused"}
+    ANSWER    descriptor of the answer: lines of JSON, {"exit_code"} or {"refused"}
 
 The end of the first process of a process namespace ends all others in it, whatever they have done.
 It dies with this process, which dies with the one that started it. Only the standard library is
@@ -87,8 +87,6 @@ def main() -> None:
         answer: dict[str, Any] = {"exit_code": os.waitstatus_to_exitcode(status)}
     except (_RefusedError, OSError) as error:
         answer = {"refused": _reason(error)}
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    answer["cpu_seconds"] = used.ru_utime + used.ru_stime
     _answer(answer)
 
 

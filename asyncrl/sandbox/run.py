@@ -194,8 +194,6 @@ class Outcome:
     """Exit code as in a shell: above 128, the signal that killed it."""
     stdout: bytes = b""
     stderr: bytes = b""
-    wall_seconds: float = 0.0
-    cpu_seconds: float = 0.0
     own_seconds: float = 0.0
     """Time in which it did not wait for a core, without the start of the sandbox; see `OwnTime`."""
 
@@ -341,16 +339,14 @@ class _Watch:
 
     def to_the_end(self) -> Outcome:
         """Feed, read and watch until every process has ended."""
-        started = time.monotonic()
-        self._pump(started + self.limits.wall_seconds)
+        self._pump(time.monotonic() + self.limits.wall_seconds)
         answer = self._answer()
         if "refused" in answer:
             raise SandboxError(answer["refused"])
         code = int(answer.get("exit_code", _SIGNALS + signal.SIGKILL))
         code = code if code >= 0 else _SIGNALS - code
         output, errors = (b"".join(self.parts.get(stream, [])) for stream in (1, 2))
-        wall, cpu = time.monotonic() - started, float(answer.get("cpu_seconds", 0.0))
-        return Outcome(self.met or _ending(code), code, output, errors, wall, cpu, self.own.seconds)
+        return Outcome(self.met or _ending(code), code, output, errors, self.own.seconds)
 
     def kill(self) -> None:
         """Kill the whole namespace by its first process."""

@@ -155,10 +155,6 @@ class ExampleEncoder(PromptEncoder):
                 one = self._example(question, pieces, batch["input_ids"][index], offsets)
                 if one is not None:
                     found.append(one)
-        self._say_what_is_left_out()
-        return found
-
-    def _say_what_is_left_out(self) -> None:
         if self._too_long_count:
             text = "left out %d examples longer than %s tokens (sft.too_long: %s)"
             log.warning(text, self._too_long_count, self._limit, self._sft.too_long)
@@ -171,6 +167,7 @@ class ExampleEncoder(PromptEncoder):
                 "not learned. Let prompts end where a token does, before a space, say",
                 self._crossing,
             )
+        return found
 
     def _example(
         self, question: Question, pieces: Sequence[Piece], ids: list[int], offsets: IntArray
