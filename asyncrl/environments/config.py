@@ -115,9 +115,14 @@ def with_policy(
     if not (environment.name or "").startswith(("agent:", "verifiers:")):
         return environment
     policy = PolicySettings(
-        model=PurePath(model).name, temperature=sampling.temperature, top_p=sampling.top_p,
-        top_k=sampling.top_k, min_p=sampling.min_p, stop=tuple(sampling.stop),
-        stop_tokens=tuple(stop_tokens), max_tokens=sampling.max_tokens,
-    )  # fmt: skip
+        model=PurePath(model).name,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop=tuple(sampling.stop),
+        stop_tokens=tuple(stop_tokens),
+        max_tokens=sampling.max_tokens,
+    )
     args = environment.args | {POLICY: dataclasses.asdict(policy)}
     return environment.model_copy(update={"args": args})

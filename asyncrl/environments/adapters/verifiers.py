@@ -220,16 +220,22 @@ class Served:
         await self._serve()
         if not 0 <= index < len(self._tasks):
             raise IndexError(f"there is no task {index}; the taskset has {len(self._tasks)}")
-        task, conversation = self._tasks[index], Conversation()
+        conversation = Conversation()
 
         def minted(trace: Any) -> None:
             self._open[trace.id] = conversation
 
         async def episode() -> Any:
-            done = await self._environment.run_episode(task, self._context, on_trace=minted)
-            for trace in done.traces:
-                self._open.pop(trace.id, None)
-            return done
+            traces: list[str] = []
+            try:
+                done = await self._environment.run_episode(
+                    self._tasks[index], self._context, on_trace=minted
+                )
+                traces = [trace.id for trace in done.traces]
+                return done
+            finally:
+                for one in traces:
+                    self._open.pop(one, None)
 
         conversation.start(episode())
         return conversation

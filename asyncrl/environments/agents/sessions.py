@@ -204,10 +204,11 @@ class AgentEnvironment:
 
     async def reset(self, row: dict[str, Any], seed: int) -> list[Message]:
         """Start the agent and return the messages of its first call."""
-        endpoint = self._endpoint
-        await endpoint.start()
-        self._key = endpoint.open(self._calls.answer)
-        client = ClientSettings(endpoint.url, self._key, endpoint.policy.model, seed % 2**31)
+        await self._endpoint.start()
+        self._key = self._endpoint.open(self._calls.answer)
+        client = ClientSettings(
+            self._endpoint.url, self._key, self._endpoint.policy.model, seed % 2**31
+        )
         self._running = asyncio.ensure_future(self._program(row, client))
         call = await self._next_call()
         if call is None:
@@ -329,19 +330,24 @@ class _Calls:
 
     def _take(self, asked: _Asked) -> None:
         before, call = self._present, asked.call
-        self._present, self.added = asked, None
+        self._present = asked
         if before is None:
             self.added = call.messages
         elif call.tools == before.call.tools:
             self.added = new_messages(self._known, call.messages)
+        else:
+            self.added = None
 
     def _open(self) -> list[_Asked]:
         return [*([] if self._present is None else [self._present]), *self._waiting]
 
     def _asked_before(self, call: ChatCall) -> _Asked | None:
         """Return the call that a client repeats after a timeout or a broken connection."""
-        wanted = call.messages, call.tools
-        same = [one for one in self._open() if (one.call.messages, one.call.tools) == wanted]
+        same = [
+            one
+            for one in self._open()
+            if one.call.messages == call.messages and one.call.tools == call.tools
+        ]
         alone = [one for one in same if one.is_alone]
         return next(iter(alone or same if call.is_retry else alone), None)
 
