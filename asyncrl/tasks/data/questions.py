@@ -229,7 +229,8 @@ def column_of(row: Row, name: str, setting: str) -> Any:
         raise UnusableError(f"its {name!r} ({setting}) is null")
     if value is None:
         there = shortened(", ".join(repr(key) for key in values)) or "none"
-        raise UnusableError(f"the example has no {name!r} ({setting}); its fields are {there}")
+        remedy = f"{setting} must name one of its fields ({there})"
+        raise UnusableError(f"the example has no {name!r}; {remedy}")
     return value
 
 

@@ -108,7 +108,7 @@ def test_what_is_learned(given: dict[str, Any], expected: list[str]) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"content": "1", "row": {"answer": "2"}}, "line 8: .* no 'response' .sft.response_field"),
+        ({"content": "1", "row": {"answer": "2"}}, "line 8: .* no 'response'; sft.response_field"),
         ({"content": "1", "row": {"response": 2}}, "line 8: its 'response' .* must be a text"),
         ({"content": "1", "row": {"response": [TALK[0]]}}, "line 8: .* the roles are user, user"),
         ({"content": TALK, "learn": "text"}, "line 8: sft.learn: text takes a text"),

@@ -236,7 +236,7 @@ def test_two_ranks_learn_what_one_does(typed: Typed, tmp_path: Path) -> None:
     ("options", "said"),
     [
         (("--set", "sft.epochs=1"), "epochs and steps both say how long to train"),
-        (("--set", "sft.response_field=reply"), "no 'reply' (sft.response_field); its fields"),
+        (("--set", "sft.response_field=reply"), "no 'reply'; sft.response_field must name one"),
         (("--set", "sft.warmup_steps=6"), "sft.warmup_steps: 6 of 6 steps leave none"),
         (("--set", "sft.max_tokens=4"), "more than sft.max_tokens (4)"),
         (

@@ -105,8 +105,8 @@ def test_errors_name_the_line_and_the_remedy(tmp_path: Path) -> None:
     assert "q.jsonl:3: not JSON" in refused(good, "", "{oops")
     assert "q.jsonl:2: each row must be one JSON object, got list" in refused(good, "[]")
     message = refused(good, '{"question": "a", "answer": 1}')
-    assert "q.jsonl:2: the example has no 'solution' (task.answer_field)" in message
-    assert "its fields are 'question', 'answer'" in message
+    assert "q.jsonl:2: the example has no 'solution'; task.answer_field" in message
+    assert "('question', 'answer')" in message
     assert "q.jsonl:1: the prompt is empty" in refused('{"question": " ", "solution": "b"}')
     assert "must be a text or a list" in refused('{"question": 5, "solution": "b"}')
     assert "there are no examples" in refused("")
