@@ -51,8 +51,7 @@ class Calculator:
         if expression is not None and self._calls_left > 0:
             self._calls_left -= 1
             return StepResult([{"role": "tool", "content": evaluate(expression)}])
-        numbers = _NUMBER.findall(action.text)
-        right = bool(numbers) and numbers[-1] == self._answer
+        right = _NUMBER.findall(action.text)[-1:] == [self._answer]
         return StepResult(done=True, reward=float(right))
 
 

@@ -27,10 +27,8 @@ class RefusedCallError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's format."""
-        kind = "invalid_request_error"
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.parameter, "code": None}
-        }
+        error = {"message": str(self), "type": "invalid_request_error", "param": self.parameter}
+        return {"error": error | {"code": None}}
 
 
 def chat_message(message: Any) -> Message:
@@ -60,10 +58,7 @@ def chat_message(message: Any) -> Message:
 
 def new_messages(known: Sequence[Message], messages: Sequence[Message]) -> list[Message] | None:
     """Return the messages added to a known conversation, or None if it is not continued."""
-    if len(messages) <= len(known):
-        return None
-    pairs = zip(known, messages, strict=False)
-    if not all(mean_the_same(one, other) for one, other in pairs):
+    if len(messages) <= len(known) or not all(map(mean_the_same, known, messages)):
         return None
     return list(messages[len(known) :])
 

@@ -44,21 +44,18 @@ class CodeRepair:
     def reset(self, row: dict[str, Any], seed: int) -> str:
         """Show the program and its first failure."""
         del seed
-        tests = row.get("tests")
-        if (
-            not isinstance(row.get("program"), str)
-            or not isinstance(tests, list)
-            or not tests
-            or any(not isinstance(test, dict) or set(test) != _CALL for test in tests)
-        ):
+        program, tests = row.get("program"), row.get("tests")
+        fit = isinstance(tests, list) and all(
+            isinstance(t, dict) and set(t) == _CALL for t in tests
+        )
+        if not isinstance(program, str) or not tests or not fit:
             raise ValueError(
                 "code_repair: a row needs `program`, a text, and `tests`, a list of "
                 '{"call": ..., "args": [...], "returns": ...}'
             )
         read_tests(tests, "tests")  # refuses what no program can pass
         self._tests, self._wrong = tests, 0
-        failure = self._failure(row["program"])
-        return f"repair {row['program']}\n{failure or 'all tests pass'}"
+        return f"repair {program}\n{self._failure(program) or 'all tests pass'}"
 
     def step(self, action: Action) -> StepResult:
         """Run the program: the block that `program_of` finds in the turn, or the whole turn."""
@@ -72,15 +69,12 @@ class CodeRepair:
         try:
             return _failure_of(program, json.dumps(self._tests), self._seconds, self._memory_mib)
         except _SlowError as slow:
-            return slow.failure
+            failure: str | None = slow.args[0]
+            return failure
 
 
 class _SlowError(Exception):
-    """The program exceeded the wall-clock limit. The machine may be busy, so it is not cached."""
-
-    def __init__(self, failure: str | None) -> None:
-        super().__init__()
-        self.failure = failure
+    """A program exceeded the wall-clock limit. As the machine may be busy, it is not cached."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -57,8 +57,7 @@ class EnvironmentConfig(BaseModel):
     reset_timeout_seconds: float = Field(default=60.0, gt=0, le=WEEK_SECONDS)
     """Time limit for making an environment and its `reset`."""
     step_timeout_seconds: float = Field(default=30.0, gt=0, le=WEEK_SECONDS)
-    """Time limit for `step`, `snapshot` or `restore`. `rewards.on_error` says what happens to the
-    sample after a failure."""
+    """Time limit for `step`, `snapshot` or `restore`; `rewards.on_error` applies to a failure."""
 
     @property
     def total_sessions(self) -> int:
@@ -67,21 +66,17 @@ class EnvironmentConfig(BaseModel):
 
 
 def with_default_functions(values: Any) -> Any:
-    """Drop the default reward functions if an environment provides the reward.
-
-    `values` is a configuration before validation.
-    """
+    """Drop the default reward functions from unvalidated values if an environment is named."""
     if not isinstance(values, Mapping):
         return values
     environment, rewards = values.get("environment"), values.get("rewards")
     named = environment.get("name") if isinstance(environment, Mapping) else None
     if isinstance(environment, EnvironmentConfig):
         named = environment.name
-    if named is None or not (rewards is None or isinstance(rewards, Mapping)):
+    given = {} if rewards is None else rewards
+    if named is None or not isinstance(given, Mapping) or "functions" in given:
         return values
-    if rewards is not None and "functions" in rewards:
-        return values
-    return {**values, "rewards": {**(rewards or {}), "functions": []}}
+    return {**values, "rewards": {**given, "functions": []}}
 
 
 def refuse_contradictions(
@@ -90,13 +85,12 @@ def refuse_contradictions(
     """Refuse contradictory sections. Raises ValueError."""
     if environment.name is None and not rewards.functions:
         raise ValueError(
-            "rewards.functions: [] without environment.name leaves no reward; name a function or "
-            "an environment"
+            "rewards.functions: [] without environment.name leaves no reward; name one of them"
         )
     if environment.name is not None and cache.reuse == "lenient":
         raise ValueError(
-            "cache.reuse: lenient does not work with environment.name, because answers of an "
-            "earlier epoch may differ from those of now. Use cache.reuse: drafts"
+            "cache.reuse: lenient does not work with environment.name, as answers of an earlier "
+            "epoch may differ from those of now. Use cache.reuse: drafts"
         )
     if (environment.name or "").startswith("python_tools:") and not rewards.functions:
         raise ValueError(

@@ -21,8 +21,7 @@ class Guessing:
     def __init__(self, low: int = 0, high: int = 9, guesses: int = 4, cost: float = 0.1) -> None:
         if not 0 <= low < high or guesses < 1:
             raise ValueError(
-                f"guessing: 0 <= low < high and 1 <= guesses must hold, got low {low}, high "
-                f"{high}, guesses {guesses}"
+                f"guessing: 0 <= low < high and 1 <= guesses needed, got {low}, {high}, {guesses}"
             )
         self._low, self._high, self._guesses, self._cost = low, high, guesses, cost
         self._number = self._wrong = 0

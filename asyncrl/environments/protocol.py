@@ -45,17 +45,9 @@ Observation = list[Message] | str | list[int]
 Replay = Literal["deterministic", "recorded"]
 
 FailureReason = Literal[
-    "raised",
-    "timeout",
-    "died",
-    "wrong_type",
-    "not_finite",
-    "too_long",
-    "too_many_processes",
-    "not_deterministic",
-    "not_loaded",
-    "unavailable",
-]
+    "raised", "timeout", "died", "wrong_type", "not_finite", "too_long", "too_many_processes",
+    "not_deterministic", "not_loaded", "unavailable",
+]  # fmt: skip
 """The reason why an environment did not answer: it raised, timed out, lost its process, violated
 the protocol, returned a reward that is not finite or an observation that is too long, started too
 many processes, or answered the same actions differently although it is `deterministic`; it could
@@ -77,8 +69,7 @@ class Action:
     tokens: list[int]
     """All tokens of the turn, as drawn."""
     message: Message
-    """The turn as a chat message with role "assistant", `content`, and `tool_calls` if there are
-    any."""
+    """The turn as a chat message: role "assistant", `content`, and `tool_calls` if it has any."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     """The calls found in the turn, each with `name` and `arguments`."""
     context_length: int = 0
@@ -190,9 +181,7 @@ def checked_step(result: Any) -> StepResult:
     given = _parts(result)
     observation, done = given.observation, _bool("done", given.done)
     if observation is not None:
-        observation = _observation(
-            observation, "an observation must be messages, a text or token ids"
-        )
+        observation = _observation(observation, "observation must be messages, a text or token ids")
     if not observation and not done:
         raise _wrong(
             f"the observation is {shown(observation)}, but `done` is False: the policy needs "
@@ -225,14 +214,9 @@ def _parts(result: Any) -> StepResult:
             f"info, got {shown(result)}{_hint(result)}"
         )
     info = getattr(result, "info", None)
-    return StepResult(
-        result.observation,
-        result.done,
-        result.reward,
-        dict(info) if isinstance(info, Mapping) else {},
-        getattr(result, "new_conversation", False),
-        getattr(result, "tools", None),
-    )
+    kept = dict(info) if isinstance(info, Mapping) else {}
+    begins, tools = getattr(result, "new_conversation", False), getattr(result, "tools", None)
+    return StepResult(result.observation, result.done, result.reward, kept, begins, tools)
 
 
 def _observation(value: Any, rule: str) -> Observation:
@@ -267,10 +251,9 @@ def _reward(reward: Any) -> float:
 
 
 def checked_tools(tools: Any) -> list[dict[str, Any]]:
-    """Validate tool schemas, so that chat templates and `tool_calls` can read them.
+    """Validate tool schemas for chat templates and `tool_calls`. Raises BadAnswerError.
 
-    A schema is `{"type": "function", "function": {"name": ...}}`, or the inner object alone. Raises
-    BadAnswerError.
+    A schema is `{"type": "function", "function": {"name": ...}}`, or the inner object alone.
     """
     if not isinstance(tools, list | tuple) or not all(isinstance(one, Mapping) for one in tools):
         raise _wrong(f"`tools` must be a list of schemas, got {shown(tools)}")
@@ -297,9 +280,7 @@ def _bool(name: str, value: Any) -> bool:
 
 
 def _hint(value: Any) -> str:
-    if inspect.isawaitable(value):
-        return "; declare the method with `async def`"
-    return ""
+    return "; declare the method with `async def`" if inspect.isawaitable(value) else ""
 
 
 def shown(value: Any) -> str:

@@ -6,8 +6,8 @@ imported on use; the factory makes one environment.
 """
 
 import difflib
-import importlib
 import importlib.util
+import pkgutil
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ ADAPTERS: dict[str, str] = {
     for prefix in ("gymnasium", "openenv", "python_tools", "trl", "verifiers")
 } | {"agent": "asyncrl.environments.agents.sessions:adapter"}
 
-_KIND = user_functions.FunctionKind("environment", "Class()", (), RewardError)
+_KIND = user_functions.FunctionKind("environment", "Class()", ())
 
 
 def check_name(name: str) -> None:
@@ -60,25 +60,18 @@ def load_factory(name: str, args: dict[str, Any]) -> Factory:
     check_name(name)
     prefix, _, rest = name.partition(":")
     if name in BUILTIN:
-        made = _import(BUILTIN[name])
+        made = pkgutil.resolve_name(BUILTIN[name])
         user_functions.check_signature(_KIND, name, made, args)
         return partial(made, **args)
     if prefix in ADAPTERS:
-        factory: Factory = _import(ADAPTERS[prefix])(rest, args)
+        factory: Factory = pkgutil.resolve_name(ADAPTERS[prefix])(rest, args)
         return factory
     meant = _adapter_like(prefix)
     if meant and prefix.isidentifier() and importlib.util.find_spec(prefix) is None:
-        raise RewardError(
-            f"environment {name!r}: there is neither an adapter nor a module {prefix!r}{meant}"
-        )
+        raise RewardError(f"environment {name!r}: no adapter or module is named {prefix!r}{meant}")
     return partial(user_functions.load_function(_KIND, name, args), **args)
 
 
 def _adapter_like(prefix: str) -> str:
     close = difflib.get_close_matches(prefix[:64], ADAPTERS, n=1, cutoff=0.75)
     return f". Did you mean {close[0]!r}?" if close else ""
-
-
-def _import(place: str) -> Any:
-    module, _, attribute = place.partition(":")
-    return getattr(importlib.import_module(module), attribute)

@@ -77,23 +77,20 @@ class ConversationCheck:
 
     def probe(self) -> None:
         """Compare with a conversation that every template should accept, once."""
-        try:
-            self._probe()
-        except RenderingError as error:
-            self.say("refused", f"a conversation of several turns was tried: {error}")
-
-    def _probe(self) -> None:
         new: list[Message] = [{"role": "user", "content": "objection"}]
         earlier = [PROBE_QUESTION, {"role": "assistant", "content": "first"}]
         messages = [*earlier, {"role": "user", "content": "doubt"}]
-        self.lead = beginning_of_turn(self._template, messages, new, None)
-        near = end_of_turn(self._template, nearest_context(messages), new, None)
-        if end_of_turn(self._template, messages, new, None) != near:
-            self.needs_whole = True
-            self._say_whole()
-        for turn in _PROBE_TURNS:
-            if self._compare(TurnInConversation(messages, new, self.lead + turn, None), near):
-                return
+        try:
+            self.lead = beginning_of_turn(self._template, messages, new, None)
+            near = end_of_turn(self._template, nearest_context(messages), new, None)
+            if end_of_turn(self._template, messages, new, None) != near:
+                self.needs_whole = True
+                self._say_whole()
+            for turn in _PROBE_TURNS:
+                if self._compare(TurnInConversation(messages, new, self.lead + turn, None), near):
+                    return
+        except RenderingError as error:
+            self.say("refused", f"a conversation of several turns was tried: {error}")
 
     def probe_answer_of(self, tools: Tools) -> None:
         """Check the answer of a tool, once."""
@@ -158,9 +155,7 @@ class ConversationCheck:
             "keep": "the tokens that were generated stay (environment.history: keep)",
             "template": "a new context begins there (environment.history: template)",
         }[self._history]
-        self.say(
-            "history", f"the chat template changes earlier turns: {kept}. First difference {found}"
-        )
+        self.say("history", f"the template changes earlier turns: {kept}. First difference {found}")
         return True
 
     def whole(self, at: TurnInConversation, text: str) -> tuple[str, str | None]:
@@ -195,8 +190,7 @@ class TokenPieces:
 
     def beginning(self, text: str) -> list[int]:
         """Return the tokens of the very first text, including those that the tokenizer adds."""
-        ids: list[int] = self._tokenizer(text)["input_ids"]
-        return ids
+        return list(self._tokenizer(text)["input_ids"])
 
     def ends(self, turn_tokens: Sequence[int] | IntArray) -> bool:
         """Return True if a turn has ended with a stop token."""
@@ -212,16 +206,14 @@ class TokenPieces:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text that already holds all special tokens."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def after(self, text: str) -> list[int]:
         """Return the tokens of a text that follows others: nothing is added at its beginning."""
         if not text or self._anchor is None:
             return self.encode(text)
         # Some tokenizers put a space before the first word of a text, but not after a token.
-        ids = self.encode(self._anchor + text)
-        return ids[1:]
+        return self.encode(self._anchor + text)[1:]
 
     def text(self, turn_tokens: Sequence[int] | IntArray) -> str:
         """Return a turn's text as it stands in the conversation, without its stop token."""
@@ -238,10 +230,8 @@ class TokenPieces:
 
 def _anchor(tokenizer: Any) -> str | None:
     """Return a special token that leaves the text behind it unchanged, or None."""
-    for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
-        if token.special and not token.rstrip:
-            return str(token.content)
-    return None
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return next((str(one.content) for one in added if one.special and not one.rstrip), None)
 
 
 class TurnRenderer:
@@ -280,8 +270,7 @@ class TurnRenderer:
         if self._template is None:
             ids = self._pieces.beginning(_plain(messages))
         else:
-            text = self._template.render(_as_messages(messages), tools)
-            ids = self._pieces.encode(text)
+            ids = self._pieces.encode(self._template.render(_as_messages(messages), tools))
             if tools:
                 self._check.probe_answer_of(tools)
         if not ids:
@@ -336,7 +325,7 @@ class TurnRenderer:
 
     @contextlib.contextmanager
     def other_way(self) -> Iterator[None]:
-        """Invert `needs_whole` inside this context, as it may have been at another time."""
+        """Invert `needs_whole` inside this context, as at another time or in another process."""
         if self._template is None:
             yield
             return
@@ -362,7 +351,7 @@ class TurnRenderer:
     def _closing_of(self, template: ChatTemplate, check: ConversationCheck) -> list[int]:
         """Return the tokens with which the template ends a turn, up to the first special one.
 
-        Return None if the next role's token ends it, as in GLM: the policy chooses that token.
+        Empty if the next role's token ends it, as in GLM: the policy chooses that token.
         """
         text = end_of_turn(template, [PROBE_QUESTION], [], None, generation_prompt=False)
         ids = self._pieces.after(text)

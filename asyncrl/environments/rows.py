@@ -22,9 +22,7 @@ def main() -> None:
     python = words[1] if words[:1] == ["--python"] and len(words) > 1 else None
     words = words if python is None else words[2:]
     if len(words) not in (1, 2) or words[0].startswith("-"):
-        sys.exit(
-            "usage: python -m asyncrl.environments.rows [--python PATH] NAME [ARGS_AS_JSON] > FILE"
-        )
+        sys.exit("usage: python -m asyncrl.environments.rows [--python PATH] NAME [ARGS_AS_JSON]")
     search(str(Path.cwd()))
     try:
         if python is not None:

@@ -31,10 +31,7 @@ _MAX_WORK = 20_000
 _VALUES, _CHARACTERS = 10, 10_000
 """This many values of a keyword cost as much as a keyword; this many characters of the arguments
 double the cost of each keyword."""
-_UNBOUNDED = (
-    *("pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties"),
-    "$dynamicRef",
-)
+_OFF = ("pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef")
 
 Keyword = Callable[[Any, Any, Any, Any], Any]
 """A keyword of jsonschema: validator, keyword value, instance, schema."""
@@ -78,20 +75,13 @@ def misfit(arguments: dict[str, Any], schema: Mapping[str, Any]) -> str | None:
 @functools.cache
 def _validator() -> Any:
     """Return a jsonschema class whose keywords count their work."""
-    from jsonschema import Draft202012Validator
+    from jsonschema import Draft202012Validator as Base
     from jsonschema.validators import create
 
     own = {"$ref": _ref, "additionalProperties": _without_patterns, "uniqueItems": _unique}
-    keywords = {
-        name: _counted(own.get(name, keyword))
-        for name, keyword in Draft202012Validator.VALIDATORS.items()
-        if name not in _UNBOUNDED
-    }
-    return create(
-        Draft202012Validator.META_SCHEMA,
-        validators=keywords,
-        type_checker=Draft202012Validator.TYPE_CHECKER,
-    )
+    every = Base.VALIDATORS.items()
+    keywords = {name: _counted(own.get(name, one)) for name, one in every if name not in _OFF}
+    return create(Base.META_SCHEMA, validators=keywords, type_checker=Base.TYPE_CHECKER)
 
 
 def _without_names(schema: Any) -> Any:
@@ -203,21 +193,15 @@ def parse_turn(text: str, form: ToolFormat, tools: Tools | None, *, turn: int = 
     if not tools:
         return ParsedTurn(text, text, ())
     written = read_turn(text, form)
-    calls = tuple(
-        checked_call(call, tools, _id_of(call, turn, index))
-        for index, call in enumerate(written.calls)
-    )
+    numbered = enumerate(written.calls)
+    calls = tuple(checked_call(one, tools, _id_of(one, turn, index)) for index, one in numbered)
     return ParsedTurn(text, written.content.strip() if calls else text, calls)
 
 
 def checked_call(call: WrittenCall, tools: Tools, call_id: str) -> ToolCall:
     """Check a written call against the tools."""
-    functions = [tool.get("function", tool) for tool in tools]
-    schemas = {
-        one["name"]: one
-        for one in functions
-        if isinstance(one, Mapping) and isinstance(one.get("name"), str)
-    }
+    functions = [one for tool in tools if isinstance(one := tool.get("function", tool), Mapping)]
+    schemas = {one["name"]: one for one in functions if isinstance(one.get("name"), str)}
     if call.error or not call.name:
         wrong = call.error or "a call is an object with `name` and `arguments`"
         return ToolCall(call_id, call.name, {}, wrong[:_MAX_MESSAGE], "json")
@@ -259,16 +243,13 @@ def _misfit(arguments: dict[str, Any], schema: Any) -> str | None:
     if isinstance(known, Mapping) and schema.get("additionalProperties") is None:
         unknown = [name for name in arguments if name not in known]
         if unknown:
-            return (
-                f"unknown argument {unknown[0]!r}; it takes {', '.join(map(str, known)) or 'none'}"
-            )
+            names = ", ".join(map(str, known)) or "none"
+            return f"unknown argument {unknown[0]!r}; it takes {names}"
     return misfit(arguments, schema)
 
 
 def _id_of(call: WrittenCall, turn: int, index: int) -> str:
     if len(call.id) == _ID_LENGTH and call.id.isascii() and call.id.isalnum():
         return call.id
-    digest = hashlib.blake2b(
-        f"{turn} {index} {call.text}".encode("utf-8", "replace"), digest_size=8
-    )
-    return digest.hexdigest()[:_ID_LENGTH]
+    text = f"{turn} {index} {call.text}".encode("utf-8", "replace")
+    return hashlib.blake2b(text, digest_size=8).hexdigest()[:_ID_LENGTH]

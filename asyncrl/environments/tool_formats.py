@@ -15,7 +15,7 @@ A turn's reasoning, up to the last `</think>`, holds no calls.
 import ast
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -78,9 +78,7 @@ _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>")
 _BARE_NAME = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(?:<arg_key>|\Z)", re.ASCII)
 _FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)```", re.DOTALL)
 _BUILTIN = re.compile(r"([A-Za-z_]\w*)\.call\((.*)\)", re.DOTALL)
-_NAMED = re.compile(
-    r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*([\w-]+)\s*)?(?:\[ARGS\]\s*)?(?=\{)", re.ASCII
-)
+_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*([\w-]+)\s*)?(?:\[ARGS\]\s*)?(?={)", re.ASCII)
 PYTHON_TAG = "<|python_tag|>"
 MISTRAL_CALLS = "[TOOL_CALLS]"
 CODE_TOOL = "code_interpreter"
@@ -108,14 +106,10 @@ def _of_tags(text: str) -> list[WrittenCall]:
         values = {name: value.partition("</parameter>")[0] for name, _, value in given}
     else:
         given = (part.partition("</arg_key>") for part in text.split("<arg_key>")[1:])
-        values = {
-            name: rest.partition("<arg_value>")[2].partition("</arg_value>")[0]
-            for name, _, rest in given
-        }
-    values = {
-        name.strip(): value.removeprefix("\n").removesuffix("\n") for name, value in values.items()
-    }
-    return [WrittenCall(text, found[1], values, in_texts=True)]
+        rests = {name: rest.partition("<arg_value>")[2] for name, _, rest in given}
+        values = {name: rest.partition("</arg_value>")[0] for name, rest in rests.items()}
+    plain = {n.strip(): one.removeprefix("\n").removesuffix("\n") for n, one in values.items()}
+    return [WrittenCall(text, found[1], plain, in_texts=True)]
 
 
 def _llama(text: str) -> Found:
@@ -159,12 +153,7 @@ def _json(text: str) -> Found:
     return rest, calls
 
 
-_READERS: dict[str, Callable[[str], Found]] = {
-    "hermes": _hermes,
-    "llama": _llama,
-    "mistral": _mistral,
-    "json": _json,
-}
+_READERS = {"hermes": _hermes, "llama": _llama, "mistral": _mistral, "json": _json}
 
 
 def load_json(text: str) -> tuple[Any, str]:

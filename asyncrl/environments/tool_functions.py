@@ -17,12 +17,12 @@ class FunctionTool:
     """A function that the model may call.
 
     `function` needs a type hint for each argument; its docstring, in Google's style, describes it
-    and its arguments. `name` replaces the function's name. Raises UserError if an argument has no
-    type hint, or one that JSON does not fit.
+    and its arguments. Raises UserError if an argument has no type hint, or one that JSON does not
+    fit.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
-        self.name = str(name or getattr(function, "__name__", type(function).__name__))
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.name = str(getattr(function, "__name__", type(function).__name__))
         self.function = function
         summary, described = docstring_parts(inspect.getdoc(function) or "")
         self._arguments = self._model(described)
@@ -52,16 +52,11 @@ class FunctionTool:
                 )
             default = ... if parameter.default is parameter.empty else parameter.default
             about = described.get(parameter.name)
-            # Pydantic field names may not begin with an underscore or hide a method, so they are
-            # numbered.
+            # Numbered, since pydantic's names may not begin with an underscore or hide a method.
             field = Field(default, alias=parameter.name, description=about)
             fields[f"argument_{len(fields)}"] = (parameter.annotation, field)
         try:
-            return create_model(
-                self.name,
-                __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=False),
-                **fields,
-            )
+            return create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
         except (PydanticUserError, TypeError) as error:
             first = str(error).splitlines()[0]
             raise UserError(f"tool {self.name}: its type hints fit no schema: {first}") from error
@@ -77,11 +72,6 @@ class FunctionTool:
             return {}, f"wrong arguments for {self.name}: {place}: {first['msg']}{shown}"
         names = {field: info.alias for field, info in type(values).model_fields.items()}
         return {str(names[field]): getattr(values, field) for field in names}, ""
-
-    def call(self, given: Mapping[str, Any]) -> str:
-        """Return the result as text or JSON; wrong arguments give an error text."""
-        arguments, wrong = self.arguments(given)
-        return f"error: {wrong}" if wrong else result_text(self.function(**arguments))
 
 
 def result_text(value: Any) -> str:

@@ -100,14 +100,6 @@ class Translation:
             message = {**message, "content": content[: min(places)]}
         return Action(text, ids, message, calls)
 
-    def other_way(self) -> contextlib.AbstractContextManager[None]:
-        """Give observations, inside this context, the tokens of the other rendering.
-
-        A process learns during a run what its chat template needs, so renderings can differ between
-        times and processes.
-        """
-        return self.renderer.other_way()
-
     @property
     def keeps_history(self) -> bool:
         """True if generated tokens stay where the chat template changes earlier turns."""
@@ -126,12 +118,11 @@ class Translation:
             _check_size("prompt", messages, self.max_prompt_tokens, "engine.max_model_len")
 
     def between(
-        self, before: Sequence[Message], new: Observation, turn: IntArray, tools: Tools
+        self, before: Sequence[Message], new: Any, turn: IntArray, tools: Tools
     ) -> IntArray:
         """Return `[N]` the tokens that follow a turn. Raises BadAnswerError."""
-        said: Any = new
         with _refusals_of_the_template():
-            tokens = self.renderer.between(before, said, turn, tools or None)
+            tokens = self.renderer.between(before, new, turn, tools or None)
         if not len(tokens):
             raise BadAnswerError("wrong_type", "the observation is empty once tokenised")
         return tokens
@@ -145,8 +136,8 @@ class Translation:
     ) -> Observed:
         """Return an observation's tokens and messages. Raises BadAnswerError."""
         rewritten: IntArray | None = None
-        limit = self.max_observation_tokens
-        _check_size("observation", observation, limit, "environment.max_observation_tokens")
+        limit, setting = self.max_observation_tokens, "environment.max_observation_tokens"
+        _check_size("observation", observation, limit, setting)
         if is_ids(observation):
             ids, messages = self._of_ids(observation)
         else:
@@ -156,12 +147,9 @@ class Translation:
                 with _refusals_of_the_template():
                     rewritten = self.renderer.rewritten(before, said, turn_tokens, tools or None)
             messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
-        if len(ids) > self.max_observation_tokens:
-            raise BadAnswerError(
-                "too_long",
-                f"the observation has {len(ids)} tokens, more than "
-                f"environment.max_observation_tokens ({self.max_observation_tokens})",
-            )
+        if len(ids) > limit:
+            text = f"the observation has {len(ids)} tokens, more than {setting} ({limit})"
+            raise BadAnswerError("too_long", text)
         if rewritten is not None:
             return Observed(rewritten, messages, begins_context=True)
         return Observed(ids, messages)
@@ -169,11 +157,9 @@ class Translation:
     def _of_ids(self, observation: Observation) -> tuple[IntArray, list[Message]]:
         tokens = np.asarray(observation, np.int64)
         if tokens.max() >= self.vocabulary:
-            raise BadAnswerError(
-                "wrong_type",
-                f"the observation has the token id {tokens.max()}, but the model's ids end at "
-                f"{self.vocabulary - 1}",
-            )
+            most = self.vocabulary - 1
+            text = f"the observation has the token id {tokens.max()}; the model's ids end at {most}"
+            raise BadAnswerError("wrong_type", text)
         said = self.decode(tokens.tolist())
         return tokens.astype(np.int32), [{"role": "user", "content": said}]
 
@@ -185,17 +171,12 @@ def is_ids(observation: Observation | None) -> bool:
 
 def _check_size(what: str, said: Observation | Sequence[Message], most: int, setting: str) -> None:
     """Refuse, before it is tokenised, what cannot fit into `most` tokens. Raises BadAnswerError."""
-    if isinstance(said, str):
-        size = len(said)
-    else:
-        size = sum(
-            len(str(value)) for one in said if not isinstance(one, int) for value in one.values()
-        )
+    size = len(said)
+    if not isinstance(said, str):
+        size = sum(len(str(v)) for one in said if not isinstance(one, int) for v in one.values())
     if size > most * _TOKEN_CHARACTERS:
-        raise BadAnswerError(
-            "too_long", f"the {what} has {size} characters, which {setting} ({most}) cannot hold"
-        )
+        text = f"the {what} has {size} characters, which {setting} ({most}) cannot hold"
+        raise BadAnswerError("too_long", text)
     if len(said) > most and isinstance(said[0], int):
-        raise BadAnswerError(
-            "too_long", f"the {what} has {len(said)} tokens, more than {setting} ({most})"
-        )
+        text = f"the {what} has {len(said)} tokens, more than {setting} ({most})"
+        raise BadAnswerError("too_long", text)

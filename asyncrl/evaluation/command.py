@@ -96,12 +96,9 @@ def evaluate_model(config: RunConfig, model_path: str, console: Console) -> Eval
     config, _ = with_drafts_that_pay(config, on_gpu=on_gpu, visits=1)
     try:
         engine = create_engine(
-            config.engine,
-            model_path,
-            cache_config=config.cache,
-            seed=config.run.seed,
-            batch_invariant=config.run.repeatable,
-        )
+            config.engine, model_path,
+            cache_config=config.cache, seed=config.run.seed, batch_invariant=config.run.repeatable,
+        )  # fmt: skip
         return asyncio.run(_evaluate(config, task, engine, console))
     except EngineError as error:
         raise AsyncrlError(str(error)) from error
@@ -156,11 +153,8 @@ async def _evaluate_served(
                 ) from error
             counts = generator.rewards.counts
         if counts.failures:
-            console.print(
-                f"{counts.failures} rewards failed: {counts.describe_failures()}",
-                style="yellow",
-                soft_wrap=True,
-            )
+            text = f"{counts.failures} rewards failed: {counts.describe_failures()}"
+            console.print(text, style="yellow", soft_wrap=True)
     except BaseExceptionGroup as group:
         raise first_error(group) from group
     return current.record(0, "after")
@@ -183,9 +177,8 @@ async def _generator(
         stop_rule=stop_rule(task.tokenizer, config.sampling.stop),
         top_k_logprobs=0,
     )
-    scoring = SampleRewards(
-        rewards, decode, GeneratorMetrics.register(new_registry(), "eval"), pool
-    )
+    metrics = GeneratorMetrics.register(new_registry(), "eval")
+    scoring = SampleRewards(rewards, decode, metrics, pool)
     closing.callback(scoring.close)
     episodes = None
     if pool is not None:

@@ -141,19 +141,14 @@ class EvaluationDuringTraining:
             await self._give_up("all generators have newer weights")
             return
         waiting, slots = one.samples.waiting, sum(worker.slots for worker in fit)
-        sets = self._requests.held_out
-        lineage = self._fleet.lineage
+        plan, lineage = one.samples.plan, self._fleet.lineage
         purpose = ("step", one.version, *(("lineage", lineage) if lineage else ()))
         for worker in fit:
             for index in one.samples.deal(worker.name, -(-waiting * worker.slots // slots)):
-                name, prompt = one.samples.plan.place(index)
+                name, place = plan.place(index)
+                prompt, shown = self._requests.held_out[name][place], plan.shown_of(index)
                 request = self._requests.evaluate(
-                    one.samples.number,
-                    index,
-                    sets[name][prompt],
-                    purpose,
-                    one.fixed,
-                    shown_of=one.samples.plan.shown_of(index),
+                    one.samples.number, index, prompt, purpose, one.fixed, shown_of=shown
                 )
                 await self._fleet.send(worker.name, request)
 

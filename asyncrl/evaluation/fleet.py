@@ -27,8 +27,8 @@ class FleetEvaluation:
         *,
         fleet: Fleet,
         waiter: ConditionWait,
-        during: EvaluationDuringTraining | None = None,
-        results: EvaluationResults | None = None,
+        during: EvaluationDuringTraining,
+        results: EvaluationResults,
     ) -> None:
         self._config = config
         self._requests = requests
@@ -42,17 +42,13 @@ class FleetEvaluation:
     @property
     def current(self) -> EvaluationRound | None:
         """The round in progress."""
-        if self._round is None and self.during is not None:
-            return self.during.current
-        return self._round
+        return self.during.current if self._round is None else self._round
 
     def configure(self, config: RunConfig) -> None:
         """Change the settings, from the next round on."""
         self._config = config.evaluation
-        if self.results is not None:
-            self.results.configure(config.evaluation)
-        if self.during is not None:
-            self.during.configure(config)
+        self.results.configure(config.evaluation)
+        self.during.configure(config)
 
     async def measure(self, number: int) -> EvaluationRecord | None:
         """Sample every held-out prompt; None if stopped or abandoned. Raises WaitTimeout."""
@@ -105,8 +101,7 @@ class FleetEvaluation:
     async def returned(self, worker: GeneratorWorker, message: EvaluationSample) -> None:
         """Count a sample, or request it again if its weights are too old."""
         current = self._round
-        if self.during is not None:
-            await self.during.returned(worker, message)
+        await self.during.returned(worker, message)
         if current is None or current.number != message.round:
             return
         if current.generator_of(message.index) != worker.name:
@@ -119,8 +114,7 @@ class FleetEvaluation:
 
     async def lost(self, worker: GeneratorWorker) -> None:
         """Request the samples of a dead generator from the others."""
-        if self.during is not None:
-            await self.during.lost(worker)
+        await self.during.lost(worker)
         if self._round is None:
             return
         self._round.lost(worker.name)
@@ -129,29 +123,23 @@ class FleetEvaluation:
 
     async def missed(self, worker: GeneratorWorker, message: EvaluationMissed) -> None:
         """A generator cannot finish its samples of a round during training."""
-        if self.during is not None and not worker.is_leaving:  # others have those of a leaver
+        if not worker.is_leaving:  # others have those of a leaver
             await self.during.missed(message)
 
     async def published(self, version: int) -> None:
         """The trainer has published a version."""
-        if self.during is not None:
-            await self.during.published(version)
+        await self.during.published(version)
 
     def rewound(self, step: int) -> None:
         """Rewind to this step with another trainer; the run's records were rewound already."""
-        if self.results is not None:
-            self.results.reload()
-        if self.during is not None:
-            self.during.rewound(step)
+        self.results.reload()
+        self.during.rewound(step)
 
     async def training_begins(self, published: int) -> None:
         """Note that the first step is to be trained, under weights of this version."""
-        if self.during is not None and self.results is not None:
-            await self.during.begin(published, self.results.newest_step)
+        await self.during.begin(published, self.results.newest_step)
 
     def end(self) -> None:
         """End with the run; say so if that ends an evaluation."""
-        if self.during is not None:
-            self.during.end()
-        if self.results is not None:
-            self.results.close()
+        self.during.end()
+        self.results.close()

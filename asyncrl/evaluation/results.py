@@ -18,9 +18,8 @@ def best_of(records: Sequence[EvaluationRecord], of: str | None) -> EvaluationRe
 
     The set `of` decides; None: the first of each record.
     """
-    values = [(one, value) for one in records if (value := _accuracy(one, of)) is not None]
-    trained = [(one, value) for one, value in values if one.step]
-    return max(trained, key=lambda pair: pair[1], default=(None, None))[0]
+    known = [one for one in records if one.step and _accuracy(one, of) is not None]
+    return max(known, key=lambda one: _accuracy(one, of) or 0.0, default=None)
 
 
 def _accuracy(record: EvaluationRecord, of: str | None) -> float | None:
@@ -116,12 +115,10 @@ class EvaluationResults:
         best, every = self.best, self._config.every
         wanted = None
         if self._config.keep_best and every is not None:
+            step, accuracy = (None, None) if best is None else (best.step, self.value_of(best))
+            of = self._config.best_of or (next(iter(best.sets)) if best is not None else "")
             wanted = BestCheckpoint(
-                every=every,
-                known=self._known,
-                step=None if best is None else best.step,
-                accuracy=None if best is None else self.value_of(best),
-                of=self._config.best_of or (next(iter(best.sets)) if best is not None else ""),
+                every=every, known=self._known, step=step, accuracy=accuracy, of=of
             )
         try:
             write_best(self._checkpoints, wanted)

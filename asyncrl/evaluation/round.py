@@ -29,8 +29,7 @@ from asyncrl.wire.records.evaluations import (
 )
 
 SHOWN = 4
-"""Number of prompts per set with a sample recorded for display: the first ones, so that rounds can
-be compared."""
+"""Prompts per set with a sample recorded for display: the first ones, to compare rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +127,10 @@ def estimate(
     known = np.full((prompts, samples), "scored") if verdicts is None else np.array(verdicts)
     counted = known != "unscored"
     found = SetEvaluation(
-        prompts=prompts,
-        samples=int(counted.sum()),
-        unscored=int((~counted).sum()),
-        failed=int((known == "failed").sum()),
-        accuracy=None,
-        temperature=temperature,
+        prompts=prompts, samples=int(counted.sum()), unscored=int((~counted).sum()),
+        failed=int((known == "failed").sum()), accuracy=None, temperature=temperature,
         tokens=0.0 if lengths is None else float(np.mean(np.asarray(lengths, dtype=np.float64))),
-    )
+    )  # fmt: skip
     if found.unscored > max_unscored_share * known.size or not (known == "scored").any():
         return found
     right = values > threshold
@@ -183,10 +178,9 @@ class Accuracy:
     @classmethod
     def of(cls, record: EvaluationRecord) -> Accuracy:
         """Return the accuracy of the first set."""
-        main = record.main
-        return (
-            cls(None, 0) if main is None else cls(main.accuracy, main.samples, main.graded_reward)
-        )
+        if (main := record.main) is None:
+            return cls(None, 0)
+        return cls(main.accuracy, main.samples, main.graded_reward)
 
 
 class _Result(NamedTuple):
@@ -293,17 +287,13 @@ class EvaluationRound:
         )  # fmt: skip
 
     def _estimates(self) -> dict[str, SetEvaluation]:
-        found: dict[str, SetEvaluation] = {}
+        found, config = dict[str, SetEvaluation](), self._config
         results = iter(self._results[index] for index in range(self.total))
         for one in self.plan.sets:
             own, shape = list(itertools.islice(results, one.total)), (one.prompts, one.samples)
             rewards, lengths, verdicts = (np.reshape([r[i] for r in own], shape) for i in range(3))
             found[one.name] = estimate(
-                rewards,
-                threshold=self._config.threshold,
-                lengths=lengths,
-                verdicts=verdicts,
-                max_unscored_share=self._config.max_unscored_share,
-                temperature=self._config.temperature,
-            )
+                rewards, threshold=config.threshold, lengths=lengths, verdicts=verdicts,
+                max_unscored_share=config.max_unscored_share, temperature=config.temperature,
+            )  # fmt: skip
         return found

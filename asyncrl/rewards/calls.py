@@ -66,13 +66,9 @@ class CallQueue:
         """Add the requests that one call made to servers."""
         for use in uses:
             label = self.label(use.term)
-            used = ServiceCounts(
-                requests=use.requests,
-                retries=use.retries,
-                seconds=use.seconds,
-                opened=int(use.opened),
+            self.services[label] = self.services.get(label, ServiceCounts()) + ServiceCounts(
+                requests=use.requests, retries=use.retries, seconds=use.seconds, opened=use.opened
             )
-            self.services[label] = self.services.get(label, ServiceCounts()) + used
 
     def put_back(self, calls: Iterable[RewardCall]) -> None:
         """Return calls to the front, in their order."""
@@ -132,12 +128,9 @@ class CallQueue:
         if answer.reason == "timeout":
             return self.overdue(call, answer.message, waited=True)
         what = "the rewards" if answer.term == WHOLE_SUM else f"reward {self.name(answer.term)!r}"
-        return RewardFailed(
-            f"{what} failed for {call.description}:\n{answer.message}",
-            function=self.label(answer.term),
-            reason=answer.reason,
-            unscored=answer.reason in UNSCORED,
-        )
+        text = f"{what} failed for {call.description}:\n{answer.message}"
+        label, reason = self.label(answer.term), answer.reason
+        return RewardFailed(text, function=label, reason=reason, unscored=reason in UNSCORED)
 
     def none_applies(self, description: str) -> RewardFailed:
         """Return the error of a sample for which every function returned None."""

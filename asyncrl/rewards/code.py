@@ -49,9 +49,8 @@ def code(
     """
     del prompt
     wanted = read_tests(row.get(tests), tests)
-    judging = _Judging(
-        program_of(response), partial, test_seconds, total_seconds, memory_mib, tolerance
-    )
+    program = program_of(response)
+    judging = _Judging(program, partial, test_seconds, total_seconds, memory_mib, tolerance)
     passed = judging.passed(wanted)
     return passed / len(wanted) if partial else float(passed == len(wanted))
 
@@ -96,12 +95,9 @@ class _Judging:
             if isinstance(test, Printed):
                 break
             asked.append(test)
+        limits, seconds = self._limits(math.inf), _WALL * self.test_seconds
         found, outcome = call(
-            self.program,
-            asked,
-            self._limits(math.inf),
-            call_seconds=_WALL * self.test_seconds,
-            until_failure=not self.partial,
+            self.program, asked, limits, call_seconds=seconds, until_failure=not self.partial
         )
         answers = [passes(*both, self.tolerance) for both in zip(found, asked, strict=False)]
         if not self._ended_by_the_clock(outcome) and len(answers) < len(asked):

@@ -38,8 +38,7 @@ class RewardConfig(BaseModel):
     startup_seconds: float = Field(default=60.0, gt=0, le=WEEK_SECONDS)
     """Longest time for a worker process to import the functions."""
     workers: int = Field(default=1, ge=1, le=256)
-    """Worker processes. Each scores one response at a time, or `concurrency` if a function is
-    `async def`."""
+    """Worker processes. Each scores one response at a time; with async functions, `concurrency`."""
     concurrency: int = Field(default=16, ge=1, le=1024)
     """Maximum number of concurrent calls of async functions in one worker process."""
     max_attempts: int = Field(default=3, ge=1, le=10)
@@ -57,11 +56,8 @@ class RewardConfig(BaseModel):
     def _code_ends_in_time(self) -> Self:
         for function in self.functions:
             total = function.args.get("total_seconds", CODE_SECONDS)
-            if (
-                function.name == "code"
-                and isinstance(total, int | float)
-                and total >= self.timeout_seconds
-            ):
+            late = isinstance(total, int | float) and total >= self.timeout_seconds
+            if late and function.name == "code":
                 raise ValueError(
                     f"rewards.timeout_seconds ({self.timeout_seconds:g}) must be above the time "
                     f"limit of the reward `code`, args.total_seconds ({total:g}): a slow program "

@@ -82,9 +82,7 @@ def _answer(example: Example) -> str:
     return str(answer)
 
 
-_KIND = user_functions.FunctionKind(
-    "reward", "function(prompt, response, example)", ("", "", {}), RewardError
-)
+_KIND = user_functions.FunctionKind("reward", "function(prompt, response, example)", ("", "", {}))
 
 
 def check_name(name: str) -> None:

@@ -80,13 +80,9 @@ async def judge(
         messages.insert(0, {"role": "system", "content": system})
     from asyncrl.rewards.services.client import client_of
 
-    client = client_of(
-        f"the judge {model} at {base_url}",
-        base_url,
-        _KEYS,
-        (api_key_env, api_key_file),
-        Limits(concurrency, attempts, attempt_seconds, breaker_failures, breaker_seconds),
-    )
+    what, secret = f"the judge {model} at {base_url}", (api_key_env, api_key_file)
+    limits = Limits(concurrency, attempts, attempt_seconds, breaker_failures, breaker_seconds)
+    client = client_of(what, base_url, _KEYS, secret, limits)
     fields = {"max_tokens": max_tokens, "temperature": temperature} | (body or {})
     request = {key: value for key, value in fields.items() if value is not None}
     request |= {"model": model, "messages": messages}
@@ -202,9 +198,8 @@ def _check_score(args: dict[str, Any]) -> None:
         except re.error as error:
             raise RewardError(f"reward {NAME!r}: args.score_pattern: {error}") from error
         if groups != 1:
-            raise RewardError(
-                f"reward {NAME!r}: args.score_pattern must have one group, the score, not {groups}"
-            )
+            text = f"args.score_pattern must have one group, the score, not {groups}"
+            raise RewardError(f"reward {NAME!r}: {text}")
     low, high = args.get("minimum"), args.get("maximum")
     if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
         raise RewardError(f"reward {NAME!r}: args.minimum {low:g} is above args.maximum {high:g}")

@@ -218,11 +218,9 @@ class RewardPool(Pool[RewardLane]):
         failed: dict[str, dict[str, int]] = {}
         for (function, reason), count in self._failures.items():
             failed.setdefault(function, {})[reason] = count
+        queue, largest = self._queue, dict(self._largest)
         return RewardCounts(
-            failed=failed,
-            retried=self._queue.retried,
-            largest=dict(self._largest),
-            services=dict(self._queue.services),
+            failed=failed, retried=queue.retried, largest=largest, services=dict(queue.services)
         )
 
     async def start(self) -> None:
@@ -263,9 +261,11 @@ class RewardPool(Pool[RewardLane]):
                 raise self._queue.none_applies(what)
         except RewardFailed as error:
             self._failures[error.function, error.reason] += 1
+            count = self._failures[error.function, error.reason]
             if self._config.on_error == "stop":
                 raise
-            self._log_failure(error)
+            if is_logged(count):
+                log.warning("counted as 0 (rewards.on_error: zero), number %d: %s", count, error)
             return Reward(0.0, verdict="unscored" if error.unscored else "failed")
         self.scored += 1
         self._note_magnitude(reward)
@@ -286,12 +286,8 @@ class RewardPool(Pool[RewardLane]):
         number = next(self._numbers)
         frame = pack(Call(number, prompt, response, example))
         if len(frame) > MAX_FRAME:
-            raise RewardFailed(
-                f"{description} is too large for a message to a reward worker: {len(frame)} bytes, "
-                f"more than {MAX_FRAME}",
-                function=self._labels[0],
-                reason="too_large",
-            )
+            text = f"{description} has {len(frame)} bytes, more than a worker reads ({MAX_FRAME})"
+            raise RewardFailed(text, function=self._labels[0], reason="too_large")
         future: asyncio.Future[Reward] = asyncio.get_running_loop().create_future()
         seconds = self._lanes[0].call_seconds
         call = RewardCall(number, frame, seconds, future, description=description)
@@ -304,11 +300,6 @@ class RewardPool(Pool[RewardLane]):
             for lane in self._lanes:
                 lane.abandon(call)
             raise
-
-    def _log_failure(self, error: RewardFailed) -> None:
-        count = self._failures[error.function, error.reason]
-        if is_logged(count):
-            log.warning("counted as 0 (rewards.on_error: zero), number %d: %s", count, error)
 
     def _note_magnitude(self, reward: Reward) -> None:
         for label, value in zip(self._labels, reward.terms, strict=False):
@@ -326,16 +317,11 @@ def _not_running() -> RewardError:
 
 def _program(config: RewardConfig) -> Program:
     terms = tuple(protocol.Term(one.name, one.weight, one.args) for one in config.functions)
-    names = ", ".join(function.name for function in config.functions)
-    return Program(
-        (sys.executable, "-P", "-m", "asyncrl.rewards.worker"),
-        "a reward worker",
-        f"the rewards ({names}) were",
-        pack(protocol.Setup(terms, str(Path.cwd()), config.timeout_seconds)),
-        config.startup_seconds,
-        config.max_processes,
-        config.max_attempts,
-    )
+    setup = pack(protocol.Setup(terms, str(Path.cwd()), config.timeout_seconds))
+    command = (sys.executable, "-P", "-m", "asyncrl.rewards.worker")
+    contents = f"the rewards ({', '.join(function.name for function in config.functions)}) were"
+    limits = config.startup_seconds, config.max_processes, config.max_attempts
+    return Program(command, "a reward worker", contents, setup, *limits)
 
 
 def _check(message: FromWorker, functions: int) -> None:

@@ -10,21 +10,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 FailureReason = Literal[
-    "raised",
-    "timeout",
-    "died",
-    "not_a_number",
-    "not_finite",
-    "too_many_processes",
-    "too_large",
-    "not_loaded",
-    "unavailable",
-    "breaker_open",
-    "refused",
-    "denied",
-    "garbage",
-    "no_score",
-]
+    "raised", "timeout", "died", "not_a_number", "not_finite", "too_many_processes", "too_large",
+    "not_loaded", "unavailable", "breaker_open", "refused", "denied", "garbage", "no_score",
+]  # fmt: skip
 """The reason of a failure: the function raised, did not return in time, lost its process at every
 attempt, did not return a number, returned one that is not finite in float32, or started too many
 processes; the call exceeded a frame; the functions could not be loaded again in a new process. With

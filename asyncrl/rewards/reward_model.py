@@ -61,18 +61,12 @@ async def reward_model(
     """
     del example, model, max_tokens, threads
     if url is None:
-        raise NoRewardError(
-            "unavailable", "args.model: only a run or `asyncrl eval` starts this server"
-        )
+        why = "args.model: only a run or `asyncrl eval` starts this server"
+        raise NoRewardError("unavailable", why)
     from asyncrl.rewards.services.client import client_of
 
-    client = client_of(
-        f"the reward server {url}",
-        url,
-        _KEYS,
-        (token_env, token_file),
-        Limits(concurrency, attempts, attempt_seconds, breaker_failures, breaker_seconds),
-    )
+    limits = Limits(concurrency, attempts, attempt_seconds, breaker_failures, breaker_seconds)
+    client = client_of(f"the reward server {url}", url, _KEYS, (token_env, token_file), limits)
     text = None if template is None else fill(template, {"prompt": prompt, "response": response})
     answer = await client.post(*_request(server, prompt, response, text, pair, truncate == "left"))
     try:
@@ -143,14 +137,12 @@ def check_args(args: dict[str, Any]) -> None:
         )
     for key, allowed in _CHOICES.items():
         if args.get(key, allowed[0]) not in allowed:
-            raise RewardError(
-                f"reward {NAME!r}: args.{key} must be {', '.join(allowed)}, "
-                f"got {written(args[key])}"
-            )
+            wrong = f"args.{key} must be {', '.join(allowed)}, got {written(args[key])}"
+            raise RewardError(f"reward {NAME!r}: {wrong}")
     given = SERVER_ARGS if model is None else ("server", "pair", "token_env", "token_file")
-    if wrong := [key for key in given if args.get(key) is not None]:
+    if unfit := [key for key in given if args.get(key) is not None]:
         whose = "that the run starts" if model is None else "of args.url"
-        raise RewardError(f"reward {NAME!r}: args.{wrong[0]} is for a server {whose}")
+        raise RewardError(f"reward {NAME!r}: args.{unfit[0]} is for a server {whose}")
     if model is not None and (reason := no_classifier(str(model))) is not None:
         raise RewardError(f"reward {NAME!r}: args.model: {reason}")
     if model is None:

@@ -68,9 +68,8 @@ def value_of(convention: Convention, result: Any) -> float | None:
     if convention == "trl":
         values = list(result) if isinstance(result, Iterable) else []
         if len(values) != 1:
-            raise BadValueError(
-                "not_a_number", _must_return("a list with a number for each completion", result)
-            )
+            text = _must_return("a list with a number for each completion", result)
+            raise BadValueError("not_a_number", text)
         (result,) = values
     return None if result is None else as_number(result)
 
@@ -146,20 +145,16 @@ def as_number(result: Any) -> float:
     except OverflowError as error:  # an int beyond float64
         raise BadValueError("not_finite", _must_return("a finite number", result)) from error
     except (TypeError, ValueError, RuntimeError) as error:  # an array of several numbers
-        raise BadValueError(
-            "not_a_number", f"{_must_return('a number', result)} ({error})"
-        ) from error
+        text = f"{_must_return('a number', result)} ({error})"
+        raise BadValueError("not_a_number", text) from error
     return as_float32(value)
 
 
 def as_float32(value: float, what: str = "a reward must return") -> float:
     """Return the value itself. Raises BadValueError unless it is finite in float32."""
-    if not math.isfinite(value):
-        raise BadValueError("not_finite", f"{what} a finite number, got {value}")
-    if abs(value) > MAX_FLOAT32:
-        raise BadValueError(
-            "not_finite", f"{what} a finite number in float32 (at most 3.4e38), got {value}"
-        )
+    if not abs(value) <= MAX_FLOAT32:  # NaN too
+        limit = " in float32 (at most 3.4e38)" if math.isfinite(value) else ""
+        raise BadValueError("not_finite", f"{what} a finite number{limit}, got {value}")
     return value
 
 

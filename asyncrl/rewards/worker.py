@@ -176,13 +176,9 @@ def main() -> None:
     setup = channel.read()
     if not isinstance(setup, protocol.Setup):
         return
-    names = ", ".join(term.name for term in setup.terms)
     wanted = setup.terms
-    terms = channel.load(
-        setup.search_path,
-        f"the rewards ({names})",
-        lambda: [LoadedTerm.load(term) for term in wanted],
-    )
+    what = f"the rewards ({', '.join(term.name for term in wanted)})"
+    terms = channel.load(setup.search_path, what, lambda: [LoadedTerm.load(one) for one in wanted])
     if terms is None:
         return
     asynchronous = any(term.asynchronous for term in terms)
@@ -220,11 +216,7 @@ async def _serve_concurrently(
 
 
 async def _answer(
-    channel: Channel,
-    call: Call,
-    terms: list[LoadedTerm],
-    timeout_seconds: float,
-    turns: Turns,
+    channel: Channel, call: Call, terms: list[LoadedTerm], timeout_seconds: float, turns: Turns
 ) -> None:
     state = calls.begin(timeout_seconds)
     limit = asyncio.timeout(None)

@@ -4,7 +4,7 @@
                       waits             waits, ends with the program
 
     ORDER     descriptor of the order, JSON as `run` makes it
-    ANSWER    descriptor of the answer: lines of JSON, {"exit_code", "cpu_seconds"} or {"refused"}
+    ANSWER    descriptor of the answer: lines of JSON, {"exit_code"} or {"refused"}
 
 The end of the first process of a process namespace ends all others in it, whatever they have done.
 It dies with this process, which dies with the one that started it. Only the standard library is
@@ -35,8 +35,7 @@ _DETACH = 2
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _SECCOMP_FILTER = 2
 _FIRST_UID = 0x70000000
-"""First of the unused user ids: each program gets a separate one, so that limits per user are not
-shared."""
+"""First of the unused user ids: each program gets its own one, as limits hold per user."""
 _NOBODY = 65534
 _INNER_UID = 1000
 _WRITABLE = ("/tmp", "/dev/shm")  # noqa: S108 - inside
@@ -88,8 +87,6 @@ def main() -> None:
         answer: dict[str, Any] = {"exit_code": os.waitstatus_to_exitcode(status)}
     except (_RefusedError, OSError) as error:
         answer = {"refused": _reason(error)}
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    answer["cpu_seconds"] = used.ru_utime + used.ru_stime
     _answer(answer)
 
 
@@ -240,8 +237,7 @@ def _first_process(order: dict[str, Any]) -> NoReturn:
         except OSError as error:
             _answer({"refused": f"{order['command'][0]}: {error.strerror}"})
         os._exit(1)
-    for standard in (0, 1, 2):
-        os.close(standard)
+    os.closerange(0, 3)
     while True:
         pid, status = os.wait()
         if pid == program:

@@ -162,8 +162,7 @@ def times_of(processes: Iterable[int]) -> Times:
 
 
 Ending = Literal["exit", "signal", "wall_seconds", "cpu_seconds", "memory_bytes", "output_bytes"]
-"""`exit`: the program exited. `signal`: it was killed by a signal, its own fault. The others: the
-limit that it reached."""
+"""`exit`: it exited. `signal`: a signal killed it, by its own fault. Others: the limit reached."""
 
 _ENTER = Path(__file__).with_name("enter.py")
 _LIBRARIES = ("/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
@@ -195,8 +194,6 @@ class Outcome:
     """Exit code as in a shell: above 128, the signal that killed it."""
     stdout: bytes = b""
     stderr: bytes = b""
-    wall_seconds: float = 0.0
-    cpu_seconds: float = 0.0
     own_seconds: float = 0.0
     """Time in which it did not wait for a core, without the start of the sandbox; see `OwnTime`."""
 
@@ -228,12 +225,9 @@ def run(
     try:
         child = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_ENTER), str(order_read), str(answer_write)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=(order_read, answer_write),
-            env=_ENVIRONMENT,
-        )
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            pass_fds=(order_read, answer_write), env=_ENVIRONMENT,
+        )  # fmt: skip
     except OSError as error:
         for descriptor in (order_write, answer_read):
             os.close(descriptor)
@@ -345,22 +339,14 @@ class _Watch:
 
     def to_the_end(self) -> Outcome:
         """Feed, read and watch until every process has ended."""
-        started = time.monotonic()
-        self._pump(started + self.limits.wall_seconds)
+        self._pump(time.monotonic() + self.limits.wall_seconds)
         answer = self._answer()
         if "refused" in answer:
             raise SandboxError(answer["refused"])
         code = int(answer.get("exit_code", _SIGNALS + signal.SIGKILL))
         code = code if code >= 0 else _SIGNALS - code
-        return Outcome(
-            self.met or _ending(code),
-            code,
-            b"".join(self.parts.get(1, [])),
-            b"".join(self.parts.get(2, [])),
-            time.monotonic() - started,
-            float(answer.get("cpu_seconds", 0.0)),
-            self.own.seconds,
-        )
+        output, errors = (b"".join(self.parts.get(stream, [])) for stream in (1, 2))
+        return Outcome(self.met or _ending(code), code, output, errors, self.own.seconds)
 
     def kill(self) -> None:
         """Kill the whole namespace by its first process."""

@@ -17,17 +17,15 @@ _OF_THE_RUN = {
     "tools": "they are the environment's (environment.name)",
     "strftime_now": "set task.chat_template_date",
     "raise_exception": "templates refuse messages with it",
-    **dict.fromkeys(
-        ("add_generation_prompt", "continue_final_message"), "a prompt ends where a turn begins"
+    "add_generation_prompt": "a prompt ends where a turn begins",
+    "continue_final_message": "a prompt ends where a turn begins",
+} | dict.fromkeys(
+    (
+        *("chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
     ),
-    **dict.fromkeys(
-        (
-            *("chat_template", "tokenize", "padding", "truncation", "max_length"),
-            *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-        ),
-        "it is not a variable of templates",
-    ),
-}
+    "it is not a variable of templates",
+)
 """Arguments of `apply_chat_template`, and why they cannot be variables."""
 
 
@@ -89,9 +87,8 @@ class TaskConfig(BaseModel):
     """Use of the tokenizer's chat template for prompts. `auto`: if it has one. `always`: a
     tokenizer without one is an error. `never`."""
     chat_template_kwargs: Arguments = {}
-    """Variables of the chat template, such as `{enable_thinking: false}`. They apply to training
-    and held-out prompts and to the turns of environments. A variable that the template does not use
-    is an error."""
+    """Variables of the chat template, such as `{enable_thinking: false}`, for all prompts and the
+    turns of environments. A variable that the template does not use is an error."""
     chat_template_date: date | None = None
     """The date for chat templates that use today's date (`strftime_now`). null: the day on which
     the run began, also when it is resumed."""
@@ -100,8 +97,7 @@ class TaskConfig(BaseModel):
     max_prompt_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Longest prompt in tokens, chat template included; null: no limit."""
     too_long: Literal["refuse", "filter"] = "refuse"
-    """Handling of longer prompts. `refuse`: the run does not start. `filter`: they are left out and
-    counted."""
+    """Handling of longer prompts. `refuse`: nothing starts. `filter`: leave out and count them."""
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -118,15 +114,11 @@ class TaskConfig(BaseModel):
     def _digits_in_order(cls, digits: tuple[int, int]) -> tuple[int, int]:
         low, high = digits
         if not 1 <= low <= high <= MAX_DIGITS:
-            raise ValueError(
-                f"digits must be [fewest, most] with 1 <= fewest <= most <= {MAX_DIGITS}"
-            )
+            raise ValueError(f"digits must be [fewest, most], 1 <= fewest <= most <= {MAX_DIGITS}")
         return digits
 
     @model_validator(mode="after")
     def _fields_fit_kind(self) -> Self:
         if self.kind == "dataset" and self.path is None:
-            raise ValueError(
-                "kind: dataset needs a path: a .jsonl or .parquet file, a folder or a hub id"
-            )
+            raise ValueError("kind: dataset needs a path: a .jsonl or .parquet file, folder or id")
         return self

@@ -74,8 +74,7 @@ class EvaluationConfig(BaseModel):
     reason unrelated to the policy, such as a reward server that is down. Above it, the evaluation
     is incomplete: it does not have an accuracy."""
     timeout_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
-    """Longest wait for the next sample of an evaluation before or after training, or of `asyncrl
-    eval`."""
+    """Longest wait for a sample of an evaluation before or after training, or of `asyncrl eval`."""
 
     def sampling_of(self, sampling: SamplingParams) -> SamplingParams:
         """Return the settings of held-out samples from those of training."""
@@ -97,9 +96,7 @@ class EvaluationConfig(BaseModel):
     def _names_fit(cls, sets: dict[str, EvaluationSetConfig]) -> dict[str, EvaluationSetConfig]:
         for name in sets:
             if name == HELD_OUT:
-                raise ValueError(
-                    f"{HELD_OUT} is the name of the task's own held-out prompts; choose another"
-                )
+                raise ValueError(f"{HELD_OUT} names the task's held-out prompts; choose another")
             if not _NAME.fullmatch(name):
                 raise ValueError(
                     f"{name!r} cannot name a set: letters, digits, dot, dash and underscore only, "
@@ -110,12 +107,9 @@ class EvaluationConfig(BaseModel):
     @model_validator(mode="after")
     def _best_is_known(self) -> Self:
         if self.keep_best and self.every is None:
-            raise ValueError(
-                "keep_best: true needs evaluation.every: without it no checkpoint has an accuracy"
-            )
+            raise ValueError("keep_best: true needs evaluation.every, for accuracies to compare")
         names = [HELD_OUT, *self.sets]
         if self.best_of is not None and self.best_of not in names:
-            raise ValueError(
-                f"best_of: there is no set {self.best_of!r}; the sets are {', '.join(names)}"
-            )
+            sets = ", ".join(names)
+            raise ValueError(f"best_of: there is no set {self.best_of!r}; the sets are {sets}")
         return self

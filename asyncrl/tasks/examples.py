@@ -42,8 +42,7 @@ from asyncrl.trainer.base.algorithm_registry import provide
 log = logging.getLogger(__name__)
 
 _BATCH = 64
-"""Rows at a time: a conversation's text takes as often its size as it has answers, and a token's
-place takes 240 bytes."""
+"""Rows at a time: a conversation is written once per answer; a token's place takes 240 bytes."""
 
 Piece = tuple[str, bool]
 """A part of an example's text, and True if it is learned."""
@@ -89,16 +88,11 @@ class Example:
     def trajectory(self, position: int, version: int) -> Trajectory:
         """Return the sample that the learner of this policy version takes for it."""
         provenance = np.where(self.learned, Provenance.SAMPLED, Provenance.OBSERVED)
+        tokens, segments = self.tokens, (Segment(version, 0, len(self.tokens)),)
         return Trajectory(
-            SampleId(position, 0),
-            self.name,
-            self.prompt,
-            self.tokens,
-            np.zeros(len(self.tokens), np.float32),
-            provenance.astype(np.uint8),
-            (Segment(version, 0, len(self.tokens)),),
-            "stop",
-        )
+            SampleId(position, 0), self.name, self.prompt, tokens,
+            np.zeros(len(tokens), np.float32), provenance.astype(np.uint8), segments, "stop",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,25 +167,19 @@ class ExampleEncoder(PromptEncoder):
     def examples(self, questions: Sequence[Question]) -> list[Example]:
         """Return the examples in order; what is left out is counted in the log."""
         self._unusable, self._too_long_count, self._crossing = [], 0, 0
-        adds_special = self._template is None or self._sft.learn == "text"
+        special = self._template is None or self._sft.learn == "text"
         found: list[Example] = []
         for start in range(0, len(questions), _BATCH):
             written = list(self._written(questions[start : start + _BATCH]))
             if not written:
                 continue
             texts = ["".join(text for text, _ in pieces) for _, pieces in written]
-            encoded = self._tokenizer(
-                texts, add_special_tokens=adds_special, return_offsets_mapping=True
-            )
+            batch = self._tokenizer(texts, add_special_tokens=special, return_offsets_mapping=True)
             for index, (question, pieces) in enumerate(written):
-                offsets = np.array(encoded["offset_mapping"][index])
-                one = self._example(question, pieces, encoded["input_ids"][index], offsets)
+                offsets = np.array(batch["offset_mapping"][index])
+                one = self._example(question, pieces, batch["input_ids"][index], offsets)
                 if one is not None:
                     found.append(one)
-        self._say_what_is_left_out()
-        return found
-
-    def _say_what_is_left_out(self) -> None:
         if self._too_long_count:
             text = "left out %d examples longer than %s tokens (sft.too_long: %s)"
             log.warning(text, self._too_long_count, self._limit, self._sft.too_long)
@@ -204,6 +192,7 @@ class ExampleEncoder(PromptEncoder):
                 "not learned. Let prompts end where a token does, before a space, say",
                 self._crossing,
             )
+        return found
 
     def _example(
         self, question: Question, pieces: Sequence[Piece], ids: list[int], offsets: IntArray
@@ -310,9 +299,7 @@ class ExampleEncoder(PromptEncoder):
     def _plain_text(self, question: Question) -> str:
         if isinstance(question.content, str):
             return self._plain(question)
-        raise UnusableError(
-            "sft.learn: text takes a text, not chat messages (sft.learn: assistant)"
-        )
+        raise UnusableError("sft.learn: text takes a text; for chat messages use assistant")
 
     def _ended(self, text: str) -> str:
         return text if text.endswith(self._end) else text + self._end

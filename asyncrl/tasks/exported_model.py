@@ -61,9 +61,7 @@ def hub_token(name: str) -> str:
             raise HFValidationError("it must be OWNER/NAME")
         validate_repo_id(name)
     except HFValidationError as error:
-        raise UserError(
-            f"--push-to-hub: {name!r} is not a repository of the hub: {error}"
-        ) from None
+        raise UserError(f"--push-to-hub: {name!r} is not a hub repository: {error}") from None
     token = get_token()
     if token is None:
         raise UserError(
@@ -127,9 +125,8 @@ def model_of(checkpoint: Path, say: Callable[[str], None]) -> Path:
 
 def describe(exported: Path) -> str:
     """Describe an export for the terminal."""
-    record = msgspec.json.decode(
-        (exported / export_files.RECORD).read_bytes(), type=export_files.ExportRecord
-    )
+    text = (exported / export_files.RECORD).read_bytes()
+    record = msgspec.json.decode(text, type=export_files.ExportRecord)
     total = sum(one.bytes for one in record.files.values())
     return f"step {record.policy_version}, {record.dtype}, {size(total)}"
 

@@ -112,9 +112,8 @@ def load_task(
 
     `model_path` is the result of `resolve_model`, `sets` are the further held-out sets of
     `evaluation.sets`, `whole_rows` is as in `dataset_questions`, and `room` is the engine's limit
-    of a prompt in tokens. Raises DataError, naming file
-    and line, if an example is unusable, and ModelError if the model lacks a tokenizer or an
-    end-of-sequence token.
+    of a prompt in tokens. Raises DataError, naming file and line, if an example is unusable, and
+    ModelError if the model lacks a tokenizer or an end-of-sequence token.
     """
     if config.kind == "arithmetic":
         questions = arithmetic_questions(config, seed)
@@ -133,14 +132,9 @@ def load_task(
     for name, chosen in (sets or {}).items():
         named[name], more = _read_set(name, chosen, config, encoder)
         left_out_of_evaluation += more
-    return Task(
-        train=train,
-        evaluation=evaluation,
-        stop_tokens=model_stop_tokens(model_path, tokenizer),
-        tokenizer=tokenizer,
-        left_out=left_out + left_out_of_evaluation,
-        evaluation_sets=named,
-    )
+    stop_tokens = model_stop_tokens(model_path, tokenizer)
+    left_out += left_out_of_evaluation
+    return Task(train, evaluation, stop_tokens, tokenizer, left_out, named)
 
 
 def _read_set(

@@ -30,7 +30,6 @@ __all__ = ["END", "builtin_tokenizer", "default_cache_dir", "ensure_builtin_mode
 log = logging.getLogger(__name__)
 
 BUILTIN_ARITHMETIC = "builtin:arithmetic"
-
 BUILTIN_AGENT = "builtin:agent"
 
 _TELL_SECONDS = 20.0
@@ -47,10 +46,9 @@ def resolve_model(config: ModelConfig, progress: Progress | None) -> str:
     a hub id.
     """
     path = config.path
-    if path == BUILTIN_ARITHMETIC:
-        return str(ensure_builtin_model(default_cache_dir(), progress))
-    if path == BUILTIN_AGENT:
-        return str(ensure_builtin_model(default_cache_dir(), progress, AGENT_RECIPE))
+    recipes = {BUILTIN_ARITHMETIC: RECIPE, BUILTIN_AGENT: AGENT_RECIPE}
+    if path in recipes:
+        return str(ensure_builtin_model(default_cache_dir(), progress, recipes[path]))
     if path.startswith("builtin:"):
         raise ModelError(
             f"model.path: there is no model {path!r}; the built-in ones are "
@@ -95,10 +93,7 @@ def _of_checkpoint(directory: Path, progress: Progress | None) -> Path:
 
 
 def default_cache_dir() -> Path:
-    """Return `$XDG_CACHE_HOME/asyncrl`, by default `~/.cache/asyncrl`.
-
-    Raises ModelError if the user does not have a home folder.
-    """
+    """Return `$XDG_CACHE_HOME/asyncrl` (`~/.cache/asyncrl`). Raises ModelError without a home."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "asyncrl"
@@ -144,8 +139,7 @@ def _make(directory: Path, recipe: WarmStart, progress: Progress | None) -> None
         if progress.disable:  # no terminal
             some = "half a minute to a few" if recipe.task == "arithmetic" else "several"
             text = (
-                f"training the built-in model first (once): {recipe.steps:,} supervised steps, "
-                f"{some} minutes"
+                f"training the built-in model first (once): {recipe.steps:,} steps, {some} minutes"
             )
             progress.console.print(text, soft_wrap=True, highlight=False)
     log.info("training the built-in model: %d supervised steps", recipe.steps)

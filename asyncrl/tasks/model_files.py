@@ -18,7 +18,6 @@ INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 100 * 2**20
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
-
 BYTES = {
     **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2"), 1),
     **dict.fromkeys(("I16", "F16", "BF16"), 2),
@@ -48,20 +47,16 @@ def weight_files(model: Path) -> list[Path]:
 
 def why_no_tensor(name: str, entry: dict[str, Any]) -> str | None:
     """Describe what is wrong with a header's entry, or return None. Raises one of `DAMAGED`."""
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry.get("data_offsets")
+    dtype, shape = entry["dtype"], entry["shape"]
+    offsets: Any = entry.get("data_offsets")
     if dtype not in BYTES:
         return f"that {name} has the type {dtype!r}, which is not supported"
     whole = all(isinstance(one, int) and one >= 0 for one in shape)
     if not isinstance(shape, list) or not whole:
         return f"that {name} has the shape {shape!r}"
     size = math.prod(shape) * BYTES[dtype]
-    if not (
-        isinstance(offsets, list)
-        and len(offsets) == 2
-        and all(isinstance(one, int) for one in offsets)
-        and offsets[0] >= 0
-        and offsets[1] - offsets[0] == size
-    ):
+    is_pair = isinstance(offsets, list) and [type(one) for one in offsets] == [int, int]
+    if not is_pair or offsets[0] < 0 or offsets[1] - offsets[0] != size:
         return f"that {name}, of {size:,} bytes, has the place {offsets!r}"
     return None
 

@@ -141,9 +141,8 @@ def _configured_stop_tokens(model_path: str) -> list[int]:
     else:
         from transformers import AutoConfig, GenerationConfig
 
-        described = AutoConfig.from_pretrained(
-            model_path, trust_remote_code=False
-        ).get_text_config()
+        whole = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+        described = whole.get_text_config()
         sources = {f"config.json of {model_path}": {"eos_token_id": described.eos_token_id}}
         with contextlib.suppress(OSError):  # a model without generation_config.json
             generation = GenerationConfig.from_pretrained(model_path)
@@ -160,9 +159,7 @@ def _token_ids(file: str, value: Any, size: int | None) -> list[int]:
     """Return `eos_token_id` of `file`, checked against the vocabulary `size`. Raises ModelError."""
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
-        raise ModelError(
-            f"{file}: eos_token_id must be a token's id or a list of them, got {value!r}"
-        )
+        raise ModelError(f"{file}: eos_token_id must be a token id or a list of ids, got {value!r}")
     wrong = [one for one in ids if one < 0 or (size is not None and one >= size)]
     if wrong:
         known = "ids begin at 0" if size is None else f"the model knows the ids 0 to {size - 1:,}"

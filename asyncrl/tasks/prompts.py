@@ -194,10 +194,7 @@ class PromptEncoder:
         return max(map(len, self._tokenizer.get_vocab()))
 
     def _is_huge(self, question: Question, text: str) -> bool:
-        """Return True for a text to leave out that is too long by its number of characters.
-
-        To tokenise it could take a minute.
-        """
+        """Return True for a text to leave out by its length: tokenising it could take a minute."""
         if len(text) < _HUGE:
             return False
         least = len(text) // (_SLACK * self._longest_token)

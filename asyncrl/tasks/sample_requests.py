@@ -64,10 +64,8 @@ class SampleRequests:
         """Set the initial weights' digest. Raises ValueError if another one was set."""
         streams = RandomStreams(self._seed, initial_weights)
         if self._streams is not None and self._streams != streams:
-            raise ValueError(
-                f"the run starts from the weights {self._streams.initial_weights!r}, not from "
-                f"{initial_weights!r}"
-            )
+            known = self._streams.initial_weights
+            raise ValueError(f"the run starts from the weights {known!r}, not {initial_weights!r}")
         self._streams = streams
 
     @property
@@ -90,9 +88,8 @@ class SampleRequests:
 
     def forget_before(self, group: int) -> None:
         """Forget unfinished samples of groups before this one, which are settled."""
-        settled = [sample for sample in self._unfinished if sample.group < group]
-        for sample in settled:
-            del self._unfinished[sample]
+        kept = {one: found for one, found in self._unfinished.items() if one.group >= group}
+        self._unfinished = kept
 
     def _add(self, file: str, places: Sequence[Place], seed: tuple[object, ...]) -> None:
         self._unfinished |= {place.sample: (file, place, seed) for place in places}

@@ -44,14 +44,10 @@ class SupervisedProcess:
             numbers = map(str, (os.getpid(), status, max_processes))
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, *numbers],
-                stdin=subprocess.PIPE if input_file is None else input_file,
-                stdout=subprocess.PIPE,
+                stdin=subprocess.PIPE if input_file is None else input_file, stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # its end is in the supervisor's report
-                bufsize=0,
-                env=environment(),
-                pass_fds=(status,),
-                start_new_session=True,
-            )
+                bufsize=0, env=environment(), pass_fds=(status,), start_new_session=True,
+            )  # fmt: skip
         except BaseException:
             os.close(self._status)
             raise

@@ -87,14 +87,11 @@ def _agrees(tokenizer: Any, pieces: Sequence[bytes]) -> bool:
         except UnicodeDecodeError:  # tokens of half a character; the others are enough
             tokens = [token for token in tokens if pieces[token].isascii()]
             text = b"".join(pieces[token] for token in tokens).decode()
-        got = str(_decode(tokenizer, tokens))
-        if got not in (text, text.removeprefix(" ")):
+        if _decode(tokenizer, tokens) not in (text, text.removeprefix(" ")):
             return False
         checked += bool(tokens)
     return checked > 0
 
 
-def _decode(tokenizer: Any, tokens: list[int]) -> str:
-    return str(
-        tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    )
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -22,7 +22,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import UserError
+from asyncrl.errors import RewardError, UserError
 from asyncrl.suggestions import looked_from, nearest
 from asyncrl.user_code.streams import last_lines
 
@@ -43,25 +43,20 @@ class FunctionKind:
     signature: str
     """Call signature, for error messages."""
     arguments: tuple[Any, ...]
-    error: type[UserError]
+    error: type[UserError] = RewardError
 
 
 def check_name(kind: FunctionKind, name: str) -> None:
     """Refuse an impossible name or a missing file, without running any of the user's code."""
-    source, separator, function = name.rpartition(":")
+    (source, separator, function), said = name.rpartition(":"), f"{kind.noun} {name!r}"
     if not separator or not source or not function.isidentifier():
         what = kind.signature.partition("(")[0]
-        raise kind.error(
-            f"{kind.noun} {name!r} must be written my.module:{what} or path/to/file.py:{what}"
-        )
+        raise kind.error(f"{said} must be written my.module:{what} or path/to/file.py:{what}")
     if source.endswith(".py"):
         if not Path(source).is_file():
-            raise kind.error(f"{kind.noun} {name!r}: there is no file {source} {looked_from()}")
+            raise kind.error(f"{said}: there is no file {source} {looked_from()}")
     elif not all(part.isidentifier() for part in source.split(".")):
-        raise kind.error(
-            f"{kind.noun} {name!r}: {source!r} is neither a module's name nor a path that ends in "
-            ".py"
-        )
+        raise kind.error(f"{said}: {source!r} is neither a module's name nor a path ending in .py")
 
 
 def load_function(kind: FunctionKind, name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
@@ -83,19 +78,16 @@ def load_object(kind: FunctionKind, name: str) -> Any:
     found = getattr(module, attribute, None)
     if found is None:
         public = [n for n, _ in inspect.getmembers(module, callable) if not n.startswith("_")]
-        raise kind.error(
-            f"{kind.noun} {name!r}: {source} has no {attribute!r}.{nearest(attribute, public)}"
-        )
+        near = nearest(attribute, public)
+        raise kind.error(f"{kind.noun} {name!r}: {source} has no {attribute!r}.{near}")
     return found
 
 
 def check_signature(kind: FunctionKind, name: str, function: Any, args: Mapping[str, Any]) -> None:
     """Refuse objects that cannot be called as the kind requires. Raises the kind's error."""
     if not callable(function):
-        raise kind.error(
-            f"{kind.noun} {name!r} cannot be called as {kind.signature}: it is an "
-            f"object of type {type(function).__name__}"
-        )
+        wrong = f"cannot be called as {kind.signature}: it is of type {type(function).__name__}"
+        raise kind.error(f"{kind.noun} {name!r} {wrong}")
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have no signature
@@ -148,11 +140,7 @@ def _module(kind: FunctionKind, name: str, source: str) -> Any:
 
 
 def _refuse_taken_neighbours(kind: FunctionKind, name: str, file: Path) -> None:
-    """Refuse a file that imports a neighbouring module which another user folder has too.
-
-    A process can import one module of a name, and the first folder's is not the one this file
-    means.
-    """
+    """Refuse a file that imports a neighbouring module which another user folder has too."""
     try:
         nodes = list(ast.walk(ast.parse(file.read_bytes())))
     except (OSError, SyntaxError, ValueError):
@@ -177,8 +165,7 @@ def _file_of(folder: Path, module: str) -> Path | None:
 def _refuse_two_meanings(kind: FunctionKind, name: str, source: str) -> None:
     """Refuse a module that exists in the user's folder and, as something else, elsewhere."""
     top = source.partition(".")[0]
-    here = Path.cwd().resolve()
-    own = _file_of(here, top)
+    own = _file_of(Path.cwd().resolve(), top)
     spec = importlib.util.find_spec(top) if own else None
     if spec is not None and (not spec.has_location or Path(spec.origin or "").resolve() != own):
         raise kind.error(

@@ -27,13 +27,11 @@ from asyncrl.user_code.process import Program, UserProcess, WorkerLost
 log = logging.getLogger(__name__)
 
 _LATE_SECONDS = 0.05
-"""Last wait for the worker's answers before a call is overdue: the event loop may have been busy
-while they came."""
+"""Last wait for answers before a call is overdue, as this event loop may have been busy."""
 _RETRY_SECONDS = 1.0
 """Pause after a failed start of a process."""
 _SUSPENDED_SECONDS = 1.0
-"""A wait that ends this much too late means that this process, and perhaps the worker, was
-suspended."""
+"""A wait this much too long shows that this process, and perhaps the worker, was suspended."""
 _MAX_FORGOTTEN_WAITS = 3
 """Consecutive late waits that are excused; an event loop that is late more often is busy."""
 _LOGGED = 10

@@ -76,9 +76,7 @@ class UserProcess:
     def __init__(self, program: Program, answers: Any) -> None:
         self.program = program
         self.loaded = Ready()
-        self._decoder: FrameDecoder[Any] = FrameDecoder(
-            Ready | Refused | answers, max_bytes=MAX_FRAME
-        )
+        self._decoder = FrameDecoder[Any](Ready | Refused | answers, max_bytes=MAX_FRAME)
         self._process: asyncio.subprocess.Process | None = None
         self._status = -1
         self._output: asyncio.Task[None] | None = None
@@ -197,26 +195,20 @@ class UserProcess:
         self._status, status = os.pipe()
         os.set_blocking(self._status, False)
         try:
+            numbers = map(str, (os.getpid(), status, self.program.max_processes))
+            pipe = asyncio.subprocess.PIPE
             self._process = await asyncio.create_subprocess_exec(
-                *self.program.command,
-                str(os.getpid()),
-                str(status),
-                str(self.program.max_processes),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=environment(),
-                pass_fds=(status,),
+                *self.program.command, *numbers, stdin=pipe, stdout=pipe, stderr=pipe,
+                env=environment(), pass_fds=(status,),
                 start_new_session=True,  # it gets no Ctrl-C
-            )
+            )  # fmt: skip
         except OSError as error:  # too many processes or open files
             os.close(self._status)
             raise WorkerLost(f"could not be started: {error}") from error
         finally:
             os.close(status)
-        self._output = asyncio.create_task(
-            _log_output(self._process, self.program.title.partition(" ")[2])
-        )
+        noun = self.program.title.partition(" ")[2]
+        self._output = asyncio.create_task(_log_output(self._process, noun))
 
     async def _how_it_ended(self) -> WorkerLost:
         """Return the error of a process whose output has ended."""
@@ -230,9 +222,8 @@ class UserProcess:
             return WorkerLost("closed its output but did not end")
         ending = read_ending(self._status)
         if ending is None:
-            return WorkerLost(
-                f"was lost with its supervisor ({how_it_exited(process.returncode or 0)})"
-            )
+            how = how_it_exited(process.returncode or 0)
+            return WorkerLost(f"was lost with its supervisor ({how})")
         if ending.too_many:
             return WorkerLost(
                 f"was killed because it had started {ending.too_many} processes; "

@@ -96,14 +96,10 @@ _KERNEL_LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists(
 def reap() -> list[tuple[int, int]]:
     """Collect this process's children that have ended: process ids and wait statuses."""
     ended: list[tuple[int, int]] = []
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return ended
-        if pid == 0:
-            return ended
-        ended.append((pid, status))
+    with contextlib.suppress(ChildProcessError):
+        while (one := os.waitpid(-1, os.WNOHANG))[0]:
+            ended.append(one)
+    return ended
 
 
 def kill_descendants(seconds: float) -> list[tuple[int, int]]:

@@ -114,10 +114,8 @@ def _names_read(text: str) -> Iterator[str]:
     while tables:
         table = tables.pop()
         tables += table.get_children()
-        symbols = table.get_symbols()
-        found |= {
-            one.get_name(): None for one in symbols if one.is_global() and one.is_referenced()
-        }
+        read = (one for one in table.get_symbols() if one.is_global() and one.is_referenced())
+        found |= {one.get_name(): None for one in read}
     yield from found
 
 

@@ -86,15 +86,11 @@ class ControlGroup:
         deadline = time.monotonic() + seconds
         with contextlib.suppress(OSError):
             (self._folder / "cgroup.kill").write_text("1")
-        while time.monotonic() < deadline:
+        while self._folder.exists() and time.monotonic() < deadline:
             try:
                 self._folder.rmdir()
-            except FileNotFoundError:
-                return
             except OSError:  # its processes are still ending
                 time.sleep(_POLL_SECONDS)
-            else:
-                return
 
 
 def _own_group() -> Path | None:
@@ -261,13 +257,9 @@ class _Supervisor:
             if not select.select([self.output], [], [], 0)[0] or not self._relay():
                 break
         self._log(self.limit.notice())
-        ending = Ending(
-            exit_code=self.exit_code,
-            leftover=leftover,
-            too_many=self.too_many,
-            out_of_memory=out_of_memory_kills() > killed_before,
-            output=self.limit.tail.decode(errors="replace"),
-        )
+        out_of_memory = out_of_memory_kills() > killed_before
+        output = self.limit.tail.decode(errors="replace")
+        ending = Ending(self.exit_code, leftover, self.too_many, out_of_memory, output)
         with contextlib.suppress(OSError):
             os.write(self.status, msgspec.msgpack.encode(ending))
         os._exit(0)

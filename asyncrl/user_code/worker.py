@@ -50,8 +50,7 @@ class Channel:
     def load(self, search_path: str, what: str, load: Callable[[], T]) -> T | None:
         """Load the user's code by calling `load`; on failure report to the pool and return None.
 
-        Modules are also imported from the folder `search_path`. `what` names the code in the
-        report.
+        Modules are also imported from `search_path`; `what` names the code in the report.
         """
         search(search_path)
         try:

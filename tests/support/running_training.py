@@ -14,7 +14,9 @@ from asyncrl.controller.trainer_restarts import TrainerRestarts
 from asyncrl.controller.training import Training
 from asyncrl.controller.unfinished_work import SampleHandover, UnfinishedWork
 from asyncrl.controller.watchdog import Watchdog
+from asyncrl.evaluation.during import EvaluationDuringTraining
 from asyncrl.evaluation.fleet import FleetEvaluation
+from asyncrl.evaluation.results import EvaluationResults
 from asyncrl.fleet.condition_wait import ConditionWait
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.runs.directory import RunDirectory
@@ -64,12 +66,21 @@ class Run:
         self.fleet, self.hub = started_fleet(self.config, version, slots=slots)
         self.progress: Any = FakeProgress()
         self.waiter = ConditionWait()
-        parts: dict[str, Any] = {"fleet": self.fleet, "waiter": self.waiter}
         self.requests = requests = SampleRequests(task(), seed=0)
         if initial_weights is not None:
             requests.starts_from(initial_weights)
-        self.evaluation = FleetEvaluation(self.config.evaluation, requests, **parts)
         self.directory = RunDirectory.create(self.config, resume=False, clean=False)
+        say, config = self.progress.say, self.config
+        self.evaluation = FleetEvaluation(
+            config.evaluation,
+            requests,
+            fleet=self.fleet,
+            waiter=self.waiter,
+            during=EvaluationDuringTraining(
+                config, requests, self.fleet, say=say, result=say, given_up=say
+            ),
+            results=EvaluationResults(self.directory.path, config.evaluation),
+        )
         self.moves = SampleHandover(self.config, self.directory.path, requests, self.progress.say)
         self.training = Training(
             self.config, requests, self.fleet, self.progress, self.waiter, self.moves

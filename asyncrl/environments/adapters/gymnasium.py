@@ -11,6 +11,7 @@ import importlib
 import logging
 import re
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -57,7 +58,8 @@ class GymnasiumText:
         self._environment: Any = None
         self.replay: Replay | None = "deterministic" if goes_back.replays else None
         if goes_back.copies:
-            self.snapshot, self.restore = self._copy, self._go_back
+            self.snapshot = lambda: copy.deepcopy(self._environment)
+            self.restore = self._go_back
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
         """Begin an episode. The row may have a `seed`, and `options` for Gymnasium's reset."""
@@ -78,9 +80,6 @@ class GymnasiumText:
         """Close the environment."""
         if self._environment is not None:
             self._environment.close()
-
-    def _copy(self) -> Any:
-        return copy.deepcopy(self._environment)
 
     def _go_back(self, state: Any) -> None:
         self._environment = copy.deepcopy(state)  # the state may be gone back to again
@@ -112,8 +111,7 @@ class GymnasiumText:
 
 def how_it_goes_back(make: Callable[[], Any]) -> GoesBack:
     """Try copies and seeded replays of an environment with a few random actions."""
-    environment = make()
-    try:
+    with closing(make()) as environment:
         environment.action_space.seed(_TRIAL_SEED)
         environment.reset(seed=_TRIAL_SEED)
         actions = [environment.action_space.sample() for _ in range(_TRIAL_ACTIONS)]
@@ -124,16 +122,13 @@ def how_it_goes_back(make: Callable[[], Any]) -> GoesBack:
         played = [_play(twin, actions) for twin in twins]
         again = []
         for _ in "ab":
-            other = make()
-            other.reset(seed=_TRIAL_SEED)
-            again.append(_play(other, actions))
-            other.close()
+            with closing(make()) as other:
+                other.reset(seed=_TRIAL_SEED)
+                again.append(_play(other, actions))
         return GoesBack(
             copies=bool(twins) and played[0] == played[1] == _play(environment, actions),
             replays=again[0] == again[1],
         )
-    finally:
-        environment.close()
 
 
 def _plain(observation: Any) -> Any:
@@ -166,8 +161,7 @@ def adapt(rest: str, args: dict[str, Any]) -> Callable[[], GymnasiumText]:
         raise RewardError(f"{name} needs Gymnasium: pip install gymnasium ({error})") from error
     for module in args.get("imports", ()):  # modules that register environments
         importlib.import_module(module)
-    options = passed_on(args, "make", f"gymnasium:{rest}", "id")
-    make = partial(gymnasium.make, rest, **options)
+    make = partial(gymnasium.make, rest, **passed_on(args, "make", f"gymnasium:{rest}", "id"))
     try:
         tried = make()
     except (gymnasium.error.Error, TypeError) as error:
@@ -175,9 +169,7 @@ def adapt(rest: str, args: dict[str, Any]) -> Callable[[], GymnasiumText]:
     space = tried.action_space
     tried.close()
     if not isinstance(space, spaces.Text | spaces.Discrete):
-        raise RewardError(
-            f"{name} has actions of {type(space).__name__}; only Text and Discrete are supported"
-        )
+        raise RewardError(f"{name} has {type(space).__name__} actions, not Text or Discrete ones")
     words = args.get("actions", ())
     if words and (not isinstance(space, spaces.Discrete) or len(words) != space.n):
         raise RewardError(f"{name}: `actions` names {len(words)} actions, but they are {space}")

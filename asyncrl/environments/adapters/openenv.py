@@ -40,9 +40,8 @@ class _Session:
         await self.close()
         self._client = self._connect()
         await self._client.connect()
-        return await self._client.reset(
-            **({"seed": seed % 2**31} | self._reset | row.get("reset", {}))
-        )
+        given = {"seed": seed % 2**31} | self._reset | row.get("reset", {})
+        return await self._client.reset(**given)
 
     async def close(self) -> None:
         """End the session."""
@@ -93,10 +92,7 @@ class OpenEnvTools(_Session):
 def _call(call: dict[str, Any]) -> Any:
     from openenv.core.env_server.mcp_types import CallToolAction
 
-    given = call.get("arguments")
-    return CallToolAction(
-        tool_name=str(call.get("name")), arguments=given if isinstance(given, dict) else {}
-    )
+    return CallToolAction(tool_name=str(call.get("name")), arguments=call.get("arguments") or {})
 
 
 def _answer(observation: Any) -> str:
@@ -117,10 +113,8 @@ def _schema(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": about}
 
 
-_CLIENT = user_functions.FunctionKind("environment", "Client(base_url=...)", (), RewardError)
-_ACTION = user_functions.FunctionKind(
-    "environment.args.action", "function(text)", ("",), RewardError
-)
+_CLIENT = user_functions.FunctionKind("environment", "Client(base_url=...)", ())
+_ACTION = user_functions.FunctionKind("environment.args.action", "function(text)", ("",))
 _NOTHING = "(nothing)"
 """Shown to the policy instead of an empty text, such as the output of silent code."""
 _KNOWN = ("base_url", "action", "observation", "reset", "replay", "client", "max_result_characters")
@@ -151,10 +145,7 @@ def adapt(rest: str, args: dict[str, Any]) -> Callable[[], OpenEnvEnvironment | 
     tool_turns.refuse_unknown(args, name, _KNOWN)
     url = args.get("base_url")
     if not isinstance(url, str):
-        raise RewardError(
-            f"environment {name} needs `base_url`, the server's address such as "
-            "http://127.0.0.1:8000"
-        )
+        raise RewardError(f"environment {name} needs `base_url`, such as http://127.0.0.1:8000")
     try:
         from openenv.core import GenericEnvClient, MCPToolClient
     except ImportError as error:
@@ -165,9 +156,8 @@ def adapt(rest: str, args: dict[str, Any]) -> Callable[[], OpenEnvEnvironment | 
         ) from error
     own = {"generic": GenericEnvClient, "tools": MCPToolClient}
     client = own[rest] if rest in own else user_functions.load_object(_CLIENT, rest)
-    connect = partial(
-        client, base_url=url, **tool_turns.passed_on(args, "client", name, "base_url")
-    )
+    more = tool_turns.passed_on(args, "client", name, "base_url")
+    connect = partial(client, base_url=url, **more)
     settings: dict[str, Any] = {
         "observation": args.get("observation"),
         "reset": dict(args.get("reset", {})),

@@ -10,17 +10,15 @@ from asyncrl.environments.tool_functions import FunctionTool
 from asyncrl.errors import RewardError, UserError
 from asyncrl.user_code import loading as user_functions
 
-_KIND = user_functions.FunctionKind("tool", "function(**arguments)", (), RewardError)
+_KIND = user_functions.FunctionKind("tool", "function(**arguments)", ())
 
 
 def adapt(rest: str, args: dict[str, Any]) -> Callable[[], tool_turns.ToolTurns]:
     """Return a factory for `rest`, functions separated by commas. Raises RewardError."""
     name = f"python_tools:{rest}"
     tool_turns.refuse_unknown(args, name, ["replay", "max_result_characters"])
-    replay, most = (
-        tool_turns.replay_of(args, name, "recorded"),
-        tool_turns.longest_result(args, name),
-    )
+    replay = tool_turns.replay_of(args, name, "recorded")
+    most = tool_turns.longest_result(args, name)
     tools = [_tool(one.strip()) for one in rest.split(",") if one.strip()]
     names = [tool.name for tool in tools]
     twice = [one for one in names if names.count(one) > 1]

@@ -54,8 +54,7 @@ class ToolTurns:
         if tool is None:
             known = ", ".join(self._by_name)
             return f"error: there is no tool {call.get('name')!r}, there are: {known}"
-        given = call.get("arguments")
-        arguments, wrong = tool.arguments(given if isinstance(given, dict) else {})
+        arguments, wrong = tool.arguments(call.get("arguments") or {})
         if wrong:
             return f"error: {wrong}"
         try:
@@ -125,8 +124,7 @@ def longest_result(args: dict[str, Any], name: str) -> int:
     most = args.get("max_result_characters", MAX_RESULT_CHARACTERS)
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise RewardError(
-            f"environment {name}: `max_result_characters` must be a whole number from 1, got "
-            f"{most!r}"
+            f"environment {name}: max_result_characters must be a whole number from 1, got {most!r}"
         )
     return most
 

@@ -7,7 +7,7 @@ call, so a truncated sample has none.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from asyncrl.environments.adapters import tool_turns
@@ -16,7 +16,7 @@ from asyncrl.environments.tool_functions import FunctionTool
 from asyncrl.errors import RewardError, UserError
 from asyncrl.user_code import loading as user_functions
 
-_KIND = user_functions.FunctionKind("environment", "factory()", (), RewardError)
+_KIND = user_functions.FunctionKind("environment", "factory()", ())
 _NOT_TOOLS = ("reset", "get_reward")
 _SCORES = ("each_turn", "end")
 
@@ -35,7 +35,6 @@ class TrlEnvironment(tool_turns.ToolTurns):
     def reset(self, row: dict[str, Any], seed: int) -> list[Message] | None:
         """Reset with the row's columns; append the text to the last user message."""
         del seed
-        self._before = 0.0
         columns = _columns(row)
         return _with_text(columns, self._made.reset(**columns))
 
@@ -43,11 +42,15 @@ class TrlEnvironment(tool_turns.ToolTurns):
         """Return the change of `get_reward`."""
         if not hasattr(self._made, "get_reward") or not (done or self._each_turn):
             return 0.0
-        return self._change(self._made.get_reward())
+        now = self._made.get_reward()
+        return self._later_change(now) if inspect.isawaitable(now) else self._change(now)
 
     def _change(self, now: Any) -> float:
         before, self._before = self._before, float(now)
         return self._before - before
+
+    async def _later_change(self, now: Awaitable[Any]) -> float:
+        return self._change(await now)
 
 
 class AsyncTrlEnvironment(tool_turns.AsyncToolTurns, TrlEnvironment):
@@ -56,17 +59,9 @@ class AsyncTrlEnvironment(tool_turns.AsyncToolTurns, TrlEnvironment):
     async def reset(self, row: dict[str, Any], seed: int) -> list[Message] | None:  # type: ignore[override]
         """Reset with the row's columns; append the text to the last user message."""
         del seed
-        self._before = 0.0
         columns = _columns(row)
         text = self._made.reset(**columns)
         return _with_text(columns, await text if inspect.isawaitable(text) else text)
-
-    async def reward(self, *, done: bool) -> float:
-        """Return the change of `get_reward`."""
-        if not hasattr(self._made, "get_reward") or not (done or self._each_turn):
-            return 0.0
-        now = self._made.get_reward()
-        return self._change(await now if inspect.isawaitable(now) else now)
 
 
 def adapt(rest: str, args: dict[str, Any]) -> Callable[[], TrlEnvironment]:
@@ -99,10 +94,8 @@ def adapt(rest: str, args: dict[str, Any]) -> Callable[[], TrlEnvironment]:
 
 def _methods(made: Any) -> list[Callable[..., Any]]:
     """Return the tools: the public methods of the class. Properties are not read."""
-    names = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction)]
-    return [
-        getattr(made, name) for name in names if name not in _NOT_TOOLS and not name.startswith("_")
-    ]
+    names = [n for n, _ in inspect.getmembers(type(made), inspect.isfunction) if n[0] != "_"]
+    return [getattr(made, name) for name in names if name not in _NOT_TOOLS]
 
 
 def _columns(row: dict[str, Any]) -> dict[str, Any]:

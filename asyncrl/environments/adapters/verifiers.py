@@ -287,46 +287,39 @@ def _config(taskset: str, settings: dict[str, Any], agent: str | None) -> tuple[
     given["interception"] = {"type": "server"}
     config = v1.resolve_env_config(given)
     agents = {name: value for name, value in config if isinstance(value, v1.AgentConfig)}
-    names = ", ".join(agents)
+    name, names = f"environment verifiers:{taskset}", ", ".join(agents)
     if agent is None and len(agents) == 1:
         (agent,) = agents
     if agent is None or agent not in agents:
         raise RewardError(
-            f"environment verifiers:{taskset} has the agents {names}; name the one to train in "
-            f"`agent`, got {agent!r}"
+            f"{name} has the agents {names}; name the one to train in `agent`, got {agent!r}"
         )
     if agents[agent].client is not None:
-        raise RewardError(
-            f"environment verifiers:{taskset}: the agent {agent} is the policy; remove its `client`"
-        )
+        raise RewardError(f"{name}: the agent {agent} is the policy; remove its `client`")
     here = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
     changed = {agent: agents[agent].model_dump() | here}
-    for name, other in agents.items():
-        if name == agent:
+    for one, other in agents.items():
+        if one == agent:
             continue
         if other.model is None or other.client is None:
             raise RewardError(
-                f"environment verifiers:{taskset}: the agent {name} is not the policy, so it needs "
-                f"a model: env: {{{name}: {{model: NAME, client: {{type: eval, "
-                "base_url: URL}}}"
+                f"{name}: the agent {one} is not the policy, so it needs a model: "
+                f"env: {{{one}: {{model: NAME, client: {{type: eval, base_url: URL}}}}}}"
             )
         if other.harness is None or other.harness.id == "null":
-            changed[name] = other.model_dump() | here
+            changed[one] = other.model_dump() | here
     return v1.resolve_env_config(config.model_dump() | changed), agent
 
 
 def _notes(taskset: str, agent: str, config: Any, policy: PolicySettings) -> list[str]:
     settings = {} if config.sampling is None else config.sampling.model_dump(exclude_none=True)
     unused = openai_messages.differences(settings, policy)
-    if not unused:
-        return []
     listed = ", ".join(f"{name}: {value!r}" for name, value in unused.items())
     note = (
-        f"environment verifiers:{taskset} sets sampling for the agent {agent}, which is not used "
-        f"({listed}): the policy uses the run's `sampling`. Set the same values there, or remove "
-        "these"
+        f"environment verifiers:{taskset} sets sampling for the agent {agent} ({listed}), which is "
+        "not used: the policy uses the run's `sampling`. Set the same values there, or remove these"
     )
-    return [note]
+    return [note] if unused else []
 
 
 def _policy_client(served: Served) -> Any:

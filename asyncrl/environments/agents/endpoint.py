@@ -96,8 +96,8 @@ class Endpoint:
         path, method = scope["path"].rstrip("/"), scope["method"]
         if path == "/v1/models" and method == "GET":
             model = {"id": self.policy.model, "object": "model", "created": 0}
-            model["owned_by"] = "asyncrl"
-            await _send_json(send, 200, {"object": "list", "data": [model]})
+            listed = [model | {"owned_by": "asyncrl"}]
+            await _send_json(send, 200, {"object": "list", "data": listed})
         elif path == "/v1/chat/completions" and method == "POST":
             again = dict(scope["headers"]).get(b"x-stainless-retry-count", b"0") != b"0"
             body = await _json_body(receive)
@@ -111,8 +111,7 @@ class Endpoint:
             )
 
     def _session_of(self, headers: Any) -> Answer:
-        given = dict(headers).get(b"authorization", b"")
-        scheme, _, key = given.partition(b" ")
+        scheme, _, key = dict(headers).get(b"authorization", b"").partition(b" ")
         found = self._sessions.get(key.strip().decode("latin-1"))
         if scheme.lower() != b"bearer" or found is None:
             raise RefusedCallError(
@@ -126,12 +125,8 @@ class Endpoint:
         for name, value in call.ignored.items():
             self.ignored[name] += 1
             if self.ignored[name] == 1:
-                log.warning(
-                    "a request has %s=%r, which differs from the run's value: that is used "
-                    "(environment.args.ignore); logged once",
-                    name,
-                    value,
-                )
+                text = "ignored a request's %s=%r (environment.args.ignore); others are not logged"
+                log.warning(text, name, value)
 
     async def _complete(self, call: ChatCall, turn: Turn | None, send: Any) -> None:
         if turn is None:  # the client has gone
@@ -162,20 +157,11 @@ async def _serve(application: Endpoint, listening: socket.socket, ending: asynci
             yield
 
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    server = Server(
-        uvicorn.Config(
-            application,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=60,
-            timeout_graceful_shutdown=1,
-        )
-    )
+    server = Server(uvicorn.Config(
+        application, http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
+        proxy_headers=False, server_header=False, timeout_keep_alive=60,
+        timeout_graceful_shutdown=1,
+    ))  # fmt: skip
     serving = asyncio.create_task(server.serve([listening]))
     ended = asyncio.create_task(ending.wait())
     try:
@@ -195,8 +181,7 @@ async def _serve(application: Endpoint, listening: socket.socket, ending: asynci
 
 
 async def _json_body(receive: Any) -> Any:
-    body = bytearray()
-    more = True
+    body, more = bytearray(), True
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             while more:

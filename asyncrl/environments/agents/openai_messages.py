@@ -4,8 +4,6 @@ A request may not choose how tokens are drawn, since training is for the run's s
 Settings that equal the run's are accepted; others are refused with an explanation.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,6 +60,23 @@ class ChatCall:
     """The turn is cut at this many tokens, with the finish reason `length`."""
     ignored: dict[str, Any] = field(default_factory=dict)
     """Values that differ from the run's and are not used, by parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of the policy, as an agent receives it."""
+
+    message: Message
+    tokens: int
+    ended_by_limit: bool = False
+    prompt_tokens: int = 0
+
+    @property
+    def finish_reason(self) -> str:
+        """`length` if the turn was cut, `tool_calls` if it calls a tool, otherwise `stop`."""
+        if self.ended_by_limit:
+            return "length"
+        return "tool_calls" if self.message.get("tool_calls") else "stop"
 
 
 def read_call(
@@ -225,12 +240,8 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
 
 def completion(name: str, model: str, created: int, turn: Turn) -> dict[str, Any]:
     """Return the response to a request that does not stream."""
-    choice = {
-        "index": 0,
-        "message": {"role": "assistant", **_parts(turn)},
-        "finish_reason": turn.finish_reason,
-        "logprobs": None,
-    }
+    message = {"role": "assistant", **_parts(turn)}
+    choice = {"index": 0, "message": message, "finish_reason": turn.finish_reason, "logprobs": None}
     head = {"id": name, "object": "chat.completion", "created": created, "model": model}
     return {**head, "choices": [choice], "usage": _usage(turn)}
 
@@ -247,30 +258,12 @@ def chunks(
         return {**head, **no_usage, "choices": [choice]}
 
     parts = _parts(turn)
-    calls = parts.get("tool_calls", [])
     yield piece({"role": "assistant", "content": parts["content"] or ""})
-    for index, call in enumerate(calls):
+    for index, call in enumerate(parts.get("tool_calls", [])):
         yield piece({"tool_calls": [{"index": index, **call}]})
     yield piece({}, turn.finish_reason)
     if include_usage:
         yield {**head, "choices": [], "usage": _usage(turn)}
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A turn of the policy, as an agent receives it."""
-
-    message: Message
-    tokens: int
-    ended_by_limit: bool = False
-    prompt_tokens: int = 0
-
-    @property
-    def finish_reason(self) -> str:
-        """`length` if the turn was cut, `tool_calls` if it calls a tool, otherwise `stop`."""
-        if self.ended_by_limit:
-            return "length"
-        return "tool_calls" if self.message.get("tool_calls") else "stop"
 
 
 def _parts(turn: Turn) -> dict[str, Any]:

@@ -40,7 +40,7 @@ _SHOWN = 2000
 _DRAIN_SECONDS = 2.0
 """Time to drain the pipes of an exited command, which another process may hold open."""
 
-_KIND = user_functions.FunctionKind("agent", "function(row, client)", ({}, None), RewardError)
+_KIND = user_functions.FunctionKind("agent", "function(row, client)", ({}, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,11 @@ def function_program(name: str, args: dict[str, Any]) -> Program:
 
 def _result(value: Any) -> Any:
     """Return an agent's result; a coroutine runs in an event loop of the agent's thread."""
-    if inspect.isawaitable(value):
 
-        async def wait() -> Any:
-            return await value
+    async def wait() -> Any:
+        return await value
 
-        return asyncio.run(wait())
-    return value
+    return asyncio.run(wait()) if inspect.isawaitable(value) else value
 
 
 def command_program(command: Sequence[str] = (), **unknown: Any) -> Program:
@@ -112,14 +110,9 @@ async def _run_command(words: list[str], given: bytes, environment: dict[str, st
     pipe = asyncio.subprocess.PIPE
     loop = asyncio.get_running_loop()
     transport, protocol = await loop.subprocess_exec(
-        lambda: _Exiting(loop),
-        *words,
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        env=environment,
-        start_new_session=True,
-    )
+        lambda: _Exiting(loop), *words,
+        stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True,
+    )  # fmt: skip
     process = asyncio.subprocess.Process(transport, protocol, loop)
     if process.stdin is None or process.stdout is None or process.stderr is None:
         raise RuntimeError("the command has no pipes")
@@ -367,10 +360,9 @@ def adapter(rest: str, args: dict[str, Any]) -> Callable[[], AgentEnvironment]:
     """Return a factory for `environment.name: agent:REST`; it makes one environment per sample.
 
     `rest` is `my.module:function`, `path/to/file.py:function` or `command`. `args` holds the
-    function's arguments or, for a command, `command` (a list of words), together with the policy's
-    settings and `ignore`, parameters of requests that need not equal the run's. Raises RewardError
-    if the function does not exist or does not take these arguments, or if a parameter cannot be
-    ignored.
+    function's arguments, or a `command` (a list of words), with the policy's settings and `ignore`,
+    parameters of requests that need not equal the run's. Raises RewardError if the function does
+    not exist or does not take these arguments, or if a parameter cannot be ignored.
     """
     args = dict(args)
     ignore, known = args.pop("ignore", []), openai_messages.IGNORABLE

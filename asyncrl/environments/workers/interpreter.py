@@ -32,10 +32,7 @@ def command(module: str, python: str | None) -> tuple[str, ...]:
 
 
 def check_interpreter(python: str) -> str:
-    """Return the interpreter's version.
-
-    Raises RewardError if it does not work, is too old or lacks msgspec.
-    """
+    """Return the interpreter's version. Raises RewardError if it cannot run a worker."""
     where = f"environment.python: {python}"
     if Path(python).is_dir():
         inside = Path(python) / "bin" / "python"
@@ -48,13 +45,8 @@ def check_interpreter(python: str) -> str:
             "environment.python: .venv-mine/bin/python (docs/environments.md)"
         )
     try:
-        answer = subprocess.run(
-            [str(Path(python).absolute()), "-c", _ASK],
-            capture_output=True,
-            timeout=_SECONDS,
-            check=True,
-            cwd="/",
-        )
+        asked = [str(Path(python).absolute()), "-c", _ASK]
+        answer = subprocess.run(asked, capture_output=True, timeout=_SECONDS, check=True, cwd="/")
         *version, has_msgspec = json.loads(answer.stdout)
     except subprocess.CalledProcessError as error:
         last = error.stderr.decode(errors="replace").strip().splitlines()[-1:]

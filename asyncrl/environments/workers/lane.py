@@ -24,8 +24,7 @@ from asyncrl.user_code.streams import pack
 log = logging.getLogger(__name__)
 
 _LATE_SECONDS = 2.0
-"""Delay of an answer after a call's time limit, which the worker enforces, from which on its event
-loop counts as blocked."""
+"""An event loop is blocked if an answer is this late, since the worker enforces time limits."""
 _MAX_HANGING = 4
 """Most hanging threads of a worker; with more it is replaced."""
 _ANSWERS: dict[type[Any], type[Any]] = {
@@ -69,22 +68,12 @@ class EnvironmentLane(Lane[SessionCall]):
     """Serves one worker process, with the limits of `rewards`. Used from one event loop."""
 
     def __init__(self, config: EnvironmentConfig, rewards: RewardConfig) -> None:
-        setup = messages.Setup(
-            config.name or "",
-            config.args,
-            str(Path.cwd()),
-            config.reset_timeout_seconds,
-            config.step_timeout_seconds,
-        )
-        program = Program(
-            interpreter.command("asyncrl.environments.workers.worker", config.python),
-            "an environment worker",
-            f"the environment ({config.name}) was",
-            pack(setup),
-            rewards.startup_seconds,
-            rewards.max_processes,
-            rewards.max_attempts,
-        )
+        seconds = config.reset_timeout_seconds, config.step_timeout_seconds
+        setup = pack(messages.Setup(config.name or "", config.args, str(Path.cwd()), *seconds))
+        command = interpreter.command("asyncrl.environments.workers.worker", config.python)
+        contents = f"the environment ({config.name}) was"
+        limits = rewards.startup_seconds, rewards.max_processes, rewards.max_attempts
+        program = Program(command, "an environment worker", contents, setup, *limits)
         super().__init__(program, Answer | Hanging, deque())
         self._hanging = 0
         self.left_behind = 0
@@ -111,9 +100,8 @@ class EnvironmentLane(Lane[SessionCall]):
         except Exception as error:  # noqa: BLE001 - from the policy's values
             return Failed(message.call, "wrong_type", f"the turn cannot be sent to it: {error}")
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        call = SessionCall(
-            message.call, frame, seconds + _LATE_SECONDS, answer, alone, message=message
-        )
+        late = seconds + _LATE_SECONDS
+        call = SessionCall(message.call, frame, late, answer, alone, message=message)
         self.queue.append(call)
         self.feed()
         try:

@@ -253,9 +253,7 @@ class EnvironmentPool(Pool[EnvironmentLane]):
 
     async def _take_place(self, priority: Callable[[], int]) -> None:
         if not self._loops:
-            raise RewardError(
-                "the environments are not running: they were not started or are closed"
-            )
+            raise RewardError("the environments are not running: not started yet, or closed")
         if self._places > 0:
             self._places -= 1
             return

@@ -65,10 +65,6 @@ class Snapshots:
             )
         return state
 
-    def clear(self) -> None:
-        """Forget all."""
-        self._kept.clear()
-
 
 def _mark(state: Any) -> bytes | None:
     """Return a digest of a state; None if it cannot be pickled, or is large."""
@@ -128,13 +124,11 @@ class Session:
         try:
             async with self._calls, limit:
                 self._answering = asyncio.current_task()
-                match message:
-                    case Open():
-                        return await self._open(message)
-                    case Step():
-                        return await self._step(message)
-                    case Restore():
-                        return await self._restore(message)
+                if isinstance(message, Open):
+                    return await self._open(message)
+                if isinstance(message, Step):
+                    return await self._step(message)
+                return await self._restore(message)
         except BadAnswerError as error:
             return Failed(call, error.reason, bounded(str(error)), self._continues(message))
         except TimeoutError:
@@ -149,7 +143,6 @@ class Session:
             return Failed(call, reason, last_lines(), self._continues(message))
         finally:
             self._answering = None
-        raise TypeError(f"{type(message).__name__} is not a call")
 
     def sendable(self, message: Call, answer: Answer) -> Answer:
         """Return the answer to a call, or a failure if the user's values cannot be sent."""
@@ -185,7 +178,6 @@ class Session:
                     close = getattr(self._environment, "close", None)
                     if callable(close):
                         await self._run(close)
-        self._snapshots.clear()
         if self._thread is not None:
             self._thread.end()
 

@@ -234,7 +234,7 @@ class Episodes:
             start = sum(map(len, (*actions[: place + 1], *recorded[:place])))
             begins = start in generation.builder.contexts
             if not turn.is_recorded_as(recorded[place], begins=begins):
-                with self._translation.other_way():
+                with self._translation.renderer.other_way():
                     turn = self._turn(episode, session, action, result)
             if not turn.is_recorded_as(recorded[place], begins=begins):
                 raise _not_deterministic(self._pool, session, "step")

@@ -12,8 +12,7 @@ from asyncrl.rewards.protocol import ServiceUse
 ALONE_SECONDS = 60.0
 """Time limit of a call outside a worker (a function called by hand)."""
 MARGIN_SECONDS = 0.2
-"""Time before the worker's cancellation at which a request is abandoned, so that the error says
-what the server did."""
+"""A request is abandoned this long before the worker cancels it, to say what the server did."""
 
 
 @dataclass(slots=True)

@@ -117,6 +117,7 @@ class Client:
         self._breaker = Breaker(limits.breaker_failures, limits.breaker_seconds, time.monotonic)
         self._room = asyncio.Semaphore(limits.concurrency)
         seconds = limits.attempt_seconds
+        connect = min(_CONNECT_SECONDS, seconds or _CONNECT_SECONDS)
         # The library's environment variables are for OpenAI's endpoint: their values are not sent.
         own = dict.fromkeys(("OpenAI-Organization", "OpenAI-Project"), openai.omit)
         key = f"Bearer {secret}" if secret else openai.omit
@@ -125,9 +126,7 @@ class Client:
             base_url=url,
             api_key="none",
             max_retries=limits.attempts - 1,
-            timeout=openai.Timeout(
-                seconds, connect=min(_CONNECT_SECONDS, seconds or _CONNECT_SECONDS)
-            ),
+            timeout=openai.Timeout(seconds, connect=connect),
             http_client=_Http(
                 verify=ssl.create_default_context(),
                 trust_env=urlsplit(url).hostname not in LOOPBACK,  # its proxies
@@ -173,11 +172,9 @@ class Client:
         reason: FailureReason = "unavailable"
         try:
             async with asyncio.timeout(attempts.ends - time.monotonic()), self._room:
-                data = await self._openai.post(
-                    path, cast_to=bytes, body=body, options=self._options
-                )
-            if len(data) <= MAX_ANSWER_BYTES:
-                return msgspec.json.decode(data)
+                raw = await self._openai.post(path, cast_to=bytes, body=body, options=self._options)
+            if len(raw) <= MAX_ANSWER_BYTES:
+                return msgspec.json.decode(raw)
             reason, words = "garbage", f"the answer exceeds {MAX_ANSWER_BYTES >> 20} MiB"
         except TimeoutError:
             reason, words = "timeout", f"no answer in time: {attempts.last}"
@@ -188,7 +185,7 @@ class Client:
         except openai.APIConnectionError:
             words = attempts.last
         except (msgspec.DecodeError, UnicodeDecodeError):
-            shown = data[: 4 * _SHOWN].decode(errors="replace")
+            shown = raw[: 4 * _SHOWN].decode(errors="replace")
             reason, words = "garbage", f"the answer is not JSON: {shown}"
         if self._secret:  # which some servers repeat
             words = words.replace(self._secret, "***")

@@ -45,11 +45,8 @@ def check_numbers(name: str, args: dict[str, Any], more: dict[str, Any] | None =
             continue
         right = isinstance(value, int if kind is int else int | float)
         if not right or isinstance(value, bool) or not low <= value <= high:
-            what = "a whole number" if kind is int else "a number"
-            raise RewardError(
-                f"reward {name!r}: args.{key} must be {what} from {low:g} to {high:g}, "
-                f"got {written(value)}"
-            )
+            wanted = f"{'a whole number' if kind is int else 'a number'} from {low:g} to {high:g}"
+            raise RewardError(f"reward {name!r}: args.{key} must be {wanted}, got {written(value)}")
 
 
 def check_url(name: str, key: str, url: Any) -> None:
@@ -61,8 +58,7 @@ def check_url(name: str, key: str, url: Any) -> None:
         parts, port = urlsplit(""), None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise RewardError(
-            f"reward {name!r}: args.{key} must be an address such as http://127.0.0.1:8741, not "
-            f"{url!r}"
+            f"reward {name!r}: args.{key} must be a URL such as http://127.0.0.1:8741, not {url!r}"
         )
     if parts.username or parts.password:
         raise RewardError(
@@ -93,23 +89,19 @@ def read_secret(
         return _checked(name, f"the environment variable {variable}", secret)
     if not file:
         return None
-    path = Path(file)
+    path, setting = Path(file), f"reward {name!r}: {keys[1]}"
     try:
         with path.open("rb") as opened:
-            refuse_open_file(path, os.fstat(opened.fileno()), f"reward {name!r}: {keys[1]}")
+            refuse_open_file(path, os.fstat(opened.fileno()), setting)
             secret = opened.read(_MAX_SECRET).decode("utf-8").strip()
     except OSError as error:
-        raise RewardError(
-            f"reward {name!r}: {keys[1]}: {path} cannot be read: {error.strerror}"
-        ) from error
+        raise RewardError(f"{setting}: {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError:
-        raise RewardError(f"reward {name!r}: {keys[1]}: {path} is not UTF-8 text") from None
-    except RewardError:
-        raise
+        raise RewardError(f"{setting}: {path} is not UTF-8 text") from None
     except UserError as error:
         raise RewardError(str(error)) from error
     if not secret:
-        raise RewardError(f"reward {name!r}: {keys[1]}: {path} is empty")
+        raise RewardError(f"{setting}: {path} is empty")
     return _checked(name, str(path), secret)
 
 

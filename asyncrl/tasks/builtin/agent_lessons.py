@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.tasks.builtin.arithmetic import draw_problems
+from asyncrl.tasks.builtin.arithmetic import Problem, draw_problems
 from asyncrl.tasks.builtin.tokenizer import ASSISTANT, END, TOOL, USER
 from asyncrl.tasks.builtin.warm_start_recipe import WarmStart
 from asyncrl.tasks.examples import Example
@@ -98,8 +98,7 @@ HIGHEST = 30
 GUESSES = 5
 ATTEMPTS = 3
 _CARELESS = 3.0
-"""Factor of the slip rate in games: the recipe's rate is per column of a sum, and a game has fewer
-places for a slip."""
+"""Factor of the slip rate in games, which have fewer places for a slip than a sum has columns."""
 
 
 def agent_lessons(tokenizer: Any, recipe: WarmStart) -> Callable[[float], list[Example]]:
@@ -111,8 +110,7 @@ def agent_lessons(tokenizer: Any, recipe: WarmStart) -> Callable[[float], list[E
     def one(slip: float) -> list[Piece]:
         game = rng.random()
         if game < 1 / 2:
-            problem = next(problems)
-            return list(_calculate(problem.question, problem.a, problem.b, rng, slip))
+            return list(_calculate(next(problems), rng, slip))
         if game < 3 / 4:
             return list(_guess(rng, slip))
         return list(_repair(next(bugs), rng, slip))
@@ -141,15 +139,13 @@ def call_text(expression: str) -> str:
     return f"<tool_call>{inner}</tool_call>"
 
 
-def _calculate(
-    question: str, a: int, b: int, rng: np.random.Generator, slip: float
-) -> Iterator[Piece]:
+def _calculate(problem: Problem, rng: np.random.Generator, slip: float) -> Iterator[Piece]:
     """Compute a sum by the calculator; slips: the answer without it, a digit copied wrong."""
-    yield f"{USER}{question}{ASSISTANT}", False
+    yield f"{USER}{problem.question}{ASSISTANT}", False
     if rng.random() < slip:
-        yield f":{_misread(str(a + b), rng, 1 / 2)}{END}", True
+        yield f":{_misread(problem.answer, rng, 1 / 2)}{END}", True
         return
-    expression = f"{_misread(str(a), rng, slip / 8)}+{_misread(str(b), rng, slip / 8)}"
+    expression = "+".join(_misread(str(n), rng, slip / 8) for n in (problem.a, problem.b))
     yield f"{call_text(expression)}{END}", True
     left, right = map(int, expression.split("+"))
     yield f"{TOOL}{left + right}{ASSISTANT}", False

@@ -84,15 +84,10 @@ def make_tokenizer(vocabulary: Vocabulary) -> Any:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in special])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        additional_special_tokens=list(special[3:]),
-        clean_up_tokenization_spaces=False,
-        model_max_length=_MAX_LENGTH,
-        padding_side="left",
-    )
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=UNKNOWN,
+        additional_special_tokens=list(special[3:]), clean_up_tokenization_spaces=False,
+        model_max_length=_MAX_LENGTH, padding_side="left",
+    )  # fmt: skip
     fast.chat_template = vocabulary.chat_template
     return fast
 

@@ -88,21 +88,13 @@ def new_model(tokenizer: Any, recipe: WarmStart) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.heads,
-        head_dim=recipe.head_dim,
-        tie_word_embeddings=True,
-        max_position_embeddings=POSITIONS,
-        initializer_range=0.05,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        dtype="float32",
-    )
+        vocab_size=len(tokenizer), hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size, num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads, num_key_value_heads=recipe.heads,
+        head_dim=recipe.head_dim, tie_word_embeddings=True, max_position_embeddings=POSITIONS,
+        initializer_range=0.05, pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=None, dtype="float32",
+    )  # fmt: skip
     return Qwen3ForCausalLM(config).to(torch.float32)
 
 
@@ -133,15 +125,10 @@ def _learner(model: Any, recipe: WarmStart) -> Learner:
     The rate rises over `warmup_steps` and falls over the second half.
     """
     config = TrainerConfig(
-        algorithm=ALGORITHM,
-        correction="none",
-        advantage_normalization="none",
-        learning_rate=recipe.learning_rate,
-        betas=(0.9, recipe.beta2),
-        weight_decay=recipe.weight_decay,
-        device="cpu",
-        threads=1,
-    )
+        algorithm=ALGORITHM, correction="none", advantage_normalization="none",
+        learning_rate=recipe.learning_rate, betas=(0.9, recipe.beta2),
+        weight_decay=recipe.weight_decay, device="cpu", threads=1,
+    )  # fmt: skip
     with tempfile.TemporaryDirectory() as initial, no_transformers_bars():
         model.save_pretrained(initial)
         learner = Learner(config, initial, group_size=1, seed=recipe.seed)
@@ -165,17 +152,12 @@ def sampled_accuracy(model: Any, tokenizer: Any, recipe: WarmStart) -> float:
     # Padded on the left, so that all rows continue at the same column.
     tokens = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    with _evaluating(model):
-        out = model.generate(
-            input_ids=tokens,
-            attention_mask=mask,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=12 * recipe.digits[1],
-            pad_token_id=pad,
-        )
+    model.eval()
+    out = model.generate(
+        input_ids=tokens, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+        max_new_tokens=12 * recipe.digits[1], pad_token_id=pad,
+    )  # fmt: skip
+    model.train()
     texts = tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)
     pairs = zip(problems, texts, strict=True)
     right = [arithmetic(p.question, text, {"answer": p.answer}) for p, text in pairs]
@@ -196,17 +178,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@contextlib.contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train()
-
-
 def _prompt_ids(tokenizer: Any, problems: list[Problem]) -> list[list[int]]:
     asked = [[{"role": "user", "content": p.question}] for p in problems]
     texts = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return ids
+    return list(tokenizer(texts, add_special_tokens=False)["input_ids"])

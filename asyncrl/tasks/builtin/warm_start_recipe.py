@@ -43,15 +43,9 @@ POSITIONS = 512
 RECIPE = WarmStart()
 AGENT_RECIPE = WarmStart(task="agent", steps=1000, digits=(2, 3), expected=(0.0, 1.0))
 MINIATURE = WarmStart(
-    hidden_size=32,
-    intermediate_size=32,
-    heads=1,
-    head_dim=32,
-    steps=4,
-    batch_size=4,
-    dev_problems=8,
-    expected=(0.0, 1.0),
-)
+    hidden_size=32, intermediate_size=32, heads=1, head_dim=32, steps=4, batch_size=4,
+    dev_problems=8, expected=(0.0, 1.0),
+)  # fmt: skip
 """A miniature, trained in a moment, which answers everything wrong."""
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrl.errors import DataError
 from asyncrl.user_code.loading import FunctionKind, load_function, search
-from asyncrl.user_code.streams import MAX_FRAME, Streams, last_lines
+from asyncrl.user_code.streams import MAX_FRAME, Refused, Streams, last_lines
 from asyncrl.user_code.supervisor import supervise
 
 MAP = FunctionKind("task.map", "function(example)", ({},), DataError)
@@ -29,12 +29,6 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     """The function can be called."""
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The function cannot be loaded; `message` says why."""
-
-    message: str
 
 
 class Mapped(msgspec.Struct, frozen=True, tag=True):

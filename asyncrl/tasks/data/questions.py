@@ -21,11 +21,11 @@ import msgspec
 from asyncrl.errors import DataError
 from asyncrl.suggestions import shortened, written
 from asyncrl.tasks.config import TaskConfig
-from asyncrl.tasks.data.map_worker import Answer, Failed, Load, Loaded, Mapped, Refused
+from asyncrl.tasks.data.map_worker import Answer, Failed, Load, Loaded, Mapped
 from asyncrl.tasks.data.sources import BadRow, Row, checked, read_rows
 from asyncrl.tasks.prompts import Messages, Question
 from asyncrl.tasks.supervised import ProcessEnded, SupervisedProcess
-from asyncrl.user_code.streams import pack
+from asyncrl.user_code.streams import Refused, pack
 
 IMPORT_SECONDS = 60.0
 MAX_PROCESSES = 64
@@ -81,9 +81,7 @@ def _answer(process: SupervisedProcess, seconds: float, who: str, limit: str) ->
     try:
         frame = process.frame(seconds)
         if frame is None:
-            raise DataError(
-                f"{who} did not return within {seconds:g} s ({limit}); its process was killed"
-            )
+            raise DataError(f"{who} did not return within {seconds:g} s ({limit}) and was killed")
         return _DECODER.decode(frame)
     except ProcessEnded as ended:
         raise DataError(f"{who}: its process {ended}") from ended
@@ -202,26 +200,19 @@ class _Reading:
             log.warning(text, self.config.map, self.left_out, path)
         if self.bad:
             listed = "; ".join(f"{bad.where}: {shortened(bad.reason)}" for bad in self.bad)
-            ids = "the values of task.id_field" if self.config.id_field else "their row numbers"
-            log.warning(
-                "left out %d of %d examples of %s (task.on_bad_row: skip): %s%s. The ids of the "
-                "others do not change: they are %s",
-                self.bad_count,
-                self.bad_count + self.left_out + len(self.questions),
-                path,
-                listed,
-                "; ..." if self.bad_count > len(self.bad) else "",
-                ids,
-            )
+            ids = "the values of task.id_field" if self.config.id_field else "the row numbers"
+            listed += "; ..." if self.bad_count > len(self.bad) else ""
+            text = "left out %d of %d examples of %s (task.on_bad_row: skip): %s. Ids stay %s"
+            total = self.bad_count + self.left_out + len(self.questions)
+            log.warning(text, self.bad_count, total, path, listed, ids)
         return self.questions
 
 
 def _identity(row: Row, name: str, setting: str) -> str:
     value = column_of(row, name, setting)
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
-        raise UnusableError(
-            f"{setting} {name!r} must be a text or an integer, got {written(value, 40)}"
-        )
+        got = written(value, 40)
+        raise UnusableError(f"{setting} {name!r} must be a text or an integer, got {got}")
     text = str(value)
     if len(text) > MAX_ID:
         raise UnusableError(f"the id has {len(text):,} characters, more than {MAX_ID}")
@@ -238,9 +229,8 @@ def column_of(row: Row, name: str, setting: str) -> Any:
         raise UnusableError(f"its {name!r} ({setting}) is null")
     if value is None:
         there = shortened(", ".join(repr(key) for key in values)) or "none"
-        raise UnusableError(
-            f"the example has no {name!r}; {setting} must name one of its fields ({there})"
-        )
+        remedy = f"{setting} must name one of its fields ({there})"
+        raise UnusableError(f"the example has no {name!r}; {remedy}")
     return value
 
 

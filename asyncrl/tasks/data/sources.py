@@ -74,11 +74,8 @@ def checked(where: str, values: Any, unread: dict[str, str] | None = None) -> Ro
     if total > MAX_ROW_BYTES:
         sizes = sizes or {name: _plain({name: value})[1] for name, value in plain.items()}
         most = max(sizes, key=sizes.__getitem__)
-        return BadRow(
-            where,
-            f"it has {total >> 20} MiB, more than {MAX_ROW_BYTES >> 20} MiB, most of them in "
-            f"{most!r}",
-        )
+        text = f"it has {total >> 20} MiB, more than {MAX_ROW_BYTES >> 20} MiB, mostly in {most!r}"
+        return BadRow(where, text)
     return Row(where, plain, unread)
 
 
@@ -234,11 +231,9 @@ def read_rows(
             f"{setting}: {place} is neither a file nor a folder; write the data of a pipe or "
             "device to a .jsonl file first"
         )
-    looks_like_file = place.suffix in (*_JSON_LINES, _PARQUET)
-    if looks_like_file or not hub.is_id(path):
-        raise DataError(
-            f"{setting}: there is no dataset at {path} {looked_from()}.{nearest_path(place)}"
-        )
+    if place.suffix in (*_JSON_LINES, _PARQUET) or not hub.is_id(path):
+        near = f"{looked_from()}.{nearest_path(place)}"
+        raise DataError(f"{setting}: there is no dataset at {path} {near}")
     return _from_datasets(path, split, subset, setting, saved=False)
 
 

@@ -38,9 +38,7 @@ def template_variables(tokenizer: Any, config: TaskConfig) -> dict[str, Any]:
     for name in variables:
         if re.search(rf"\b{re.escape(name)}\b", text) is None:
             has = "does not use it" if text else "does not exist"
-            raise DataError(
-                f"task.chat_template_kwargs: {name} has no effect: the model's chat template {has}"
-            )
+            raise DataError(f"task.chat_template_kwargs: {name} has no effect: the template {has}")
     if NOW in text:
         day = config.chat_template_date or today()
         variables[NOW] = datetime.combine(day, time()).strftime

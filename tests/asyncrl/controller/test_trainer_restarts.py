@@ -119,7 +119,7 @@ def test_seeds_are_keyed_by_the_weights_that_the_trainer_names(tmp_path: Path) -
             sample_seed(0, "model", "training", sample.group, sample.sample) for sample in SAMPLES
         ]
         await lose(run)
-        with pytest.raises(RunFailed, match=r"model\.path was changed .* 'model', not from 'new'"):
+        with pytest.raises(RunFailed, match=r"model\.path was changed .* 'model', not 'new'"):
             await run.hear("trainer.1", ft.TrainerReady(0, weights(0), None, "new"))
         training.cancel()
 

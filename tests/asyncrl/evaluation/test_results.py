@@ -108,7 +108,7 @@ def test_a_resumed_run_of_an_earlier_version_knows_its_accuracy_before(tmp_path:
         ({"keep_best": True}, "keep_best: true needs evaluation.every"),
         ({"keep_best": True, "every": 30}, "not a multiple of trainer.checkpoint_every"),
         ({"best_of": "hrd", "sets": {"hard": {"path": "x"}}}, "there is no set 'hrd'"),
-        ({"sets": {"held_out": {"path": "x"}}}, "the task's own held-out prompts"),
+        ({"sets": {"held_out": {"path": "x"}}}, "the task's held-out prompts"),
         ({"sets": {"a b": {"path": "x"}}}, "cannot name a set"),
         ({"sets": {"hard": {"paht": "x"}}}, r"sets.hard.paht: there is no such key. .*'path'"),
         ({"sets": {"hard": {"path": "x", "samples": True}}}, r"sets.hard.samples: must be a numb"),

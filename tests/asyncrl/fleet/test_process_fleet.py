@@ -9,7 +9,6 @@ from fake_processes import generator, run_config, started_fleet
 from asyncrl.config.run_config import RunConfig
 from asyncrl.controller.watchdog import Watchdog
 from asyncrl.errors import RunFailed
-from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.wire.messages import to_generator, to_trainer
 
 CONFIG = run_config(launcher={"generators": 2, "max_restarts": 1})
@@ -114,14 +113,16 @@ class Deaths:
         self.fleet, self.hub = started_fleet(config)
         self.events: list[object] = []
         self.said: list[str] = []
-        evaluation = FleetEvaluation(CONFIG.evaluation, None, fleet=self.fleet, waiter=None)  # type: ignore[arg-type]
         notes: Any = self
-        self.watchdog = Watchdog(self.fleet, notes, notes, evaluation, notes)
+        self.watchdog = Watchdog(self.fleet, notes, notes, notes, notes)
 
     is_held, verifies = False, True
 
     async def apply(self, event: object) -> None:
         self.events.append(event)
+
+    async def lost(self, worker: object) -> None:
+        """Nothing is evaluated."""
 
     def say(self, text: str) -> None:
         self.said.append(text)

@@ -85,7 +85,7 @@ GOOD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "changes", "says"),
     [
-        ("judge", {"base_url": "127.0.0.1:1"}, "args.base_url must be an address"),
+        ("judge", {"base_url": "127.0.0.1:1"}, "args.base_url must be a URL"),
         ("judge", {"base_url": "https://me:secret@host/v1"}, "holds a user name or a password"),
         ("judge", {"model": ""}, "needs args.model"),
         ("judge", {"template": None}, "needs either args.template or"),
@@ -109,7 +109,7 @@ GOOD: dict[str, dict[str, Any]] = {
         ("reward_model", {"template": "{prompt}"}, "must be a text with {response}"),
         ("reward_model", {"template": "{response}", "pair": True}, "not both"),
         ("reward_model", {"url": None, "model": "/nowhere"}, "there is no folder /nowhere"),
-        ("reward_model", {"url": "ftp://host"}, "args.url must be an address"),
+        ("reward_model", {"url": "ftp://host"}, "args.url must be a URL"),
     ],
 )
 def test_arguments_with_which_no_call_can_succeed_are_refused(

@@ -83,7 +83,7 @@ def test_user_functions_are_loaded_and_their_signature_checked(tmp_path: Path) -
         load_function(f"{source}:good", {"bonsu": 1.0})
     with pytest.raises(RewardError, match="cannot be called as function"):
         load_function(f"{source}:short", {})
-    with pytest.raises(RewardError, match="it is an object of type int"):
+    with pytest.raises(RewardError, match="it is of type int"):
         load_function(f"{source}:value", {})
     with pytest.raises(RewardError, match="no module 'nowhere_at_all'"):
         load_function("nowhere_at_all:f", {})

@@ -164,7 +164,7 @@ def test_failures_that_count_as_0_are_only_said(source: Path) -> None:
     ("name", "said"),
     [
         ("gymnasiun:CartPole-v1", r"path/to/file.py:Class\. Did you mean 'gymnasium'\?$"),
-        ("verifier:mine", r"nor a module 'verifier'\. Did you mean 'verifiers'\?$"),
+        ("verifier:mine", r"module is named 'verifier'\. Did you mean 'verifiers'\?$"),
         ("nowhere_at_all:mine", r"no module 'nowhere_at_all'; it must be importable .*[^?]$"),
     ],
 )

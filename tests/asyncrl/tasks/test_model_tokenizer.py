@@ -123,7 +123,7 @@ def test_stop_tokens_of_config_json_count_where_the_generation_config_names_none
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("<end>", "must be a token's id or a list of them, got '<end>'"),
+        ("<end>", "must be a token id or a list of ids, got '<end>'"),
         ([[1]], r"got \[\[1\]\]"),
         (True, "got True"),
         (1.0, "got 1.0"),

@@ -74,7 +74,7 @@ def test_no_sample_is_requested_before_the_initial_weights_are_known() -> None:
         requests.generate(SampleId(0, 0), 0)
     requests.starts_from("model")
     requests.starts_from("model")
-    with pytest.raises(ValueError, match="starts from the weights 'model', not from 'other'"):
+    with pytest.raises(ValueError, match="starts from the weights 'model', not 'other'"):
         requests.starts_from("other")
 
 

@@ -76,7 +76,7 @@ def test_a_bad_line_is_refused_with_its_place_or_left_out(
     assert [q.prompt_id for q in load(path, on_bad_row="skip")] == ["0", "2"], "ids do not change"
     assert "left out 1 of 3 examples" in caplog.text
     assert "q.jsonl:3: " in caplog.text
-    assert "their row numbers" in caplog.text
+    assert "the row numbers" in caplog.text
 
 
 def test_only_bad_rows_are_an_error_also_if_they_are_skipped(tmp_path: Path) -> None:

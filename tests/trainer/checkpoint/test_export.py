@@ -289,7 +289,7 @@ def test_what_cannot_be_pushed_is_one_paragraph(
         return str(caught.value)
 
     for name in ("mine", "me/mine/now", "/mine", "me/", "me/a--b", "me/mine.git"):
-        assert f"--push-to-hub: {name!r} is not a repository" in refused(UserError, name)
+        assert f"--push-to-hub: {name!r} is not a hub repository" in refused(UserError, name)
     monkeypatch.delenv("HF_TOKEN")
     assert "there is no token of the hub; set HF_TOKEN" in refused(UserError)
     assert not place.exists(), "nothing was written"

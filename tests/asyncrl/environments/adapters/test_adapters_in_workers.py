@@ -92,5 +92,5 @@ def test_what_an_adapter_refuses_is_said_before_a_sample_begins() -> None:
     async def play(pool: EnvironmentPool) -> None:
         raise AssertionError("it started")
 
-    with pytest.raises(RewardError, match="actions of Box"):
+    with pytest.raises(RewardError, match="has Box actions"):
         in_worker("gymnasium:Pendulum-v1", {}, play)

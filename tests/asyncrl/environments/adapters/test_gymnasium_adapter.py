@@ -128,7 +128,7 @@ def test_how_it_goes_back_is_found_by_trying(
     ("name", "args", "message"),
     [
         ("NoSuch-v0", {}, "cannot be made"),
-        ("Pendulum-v1", {}, "actions of Box"),
+        ("Pendulum-v1", {}, "has Box actions"),
         ("FrozenLake-v1", {"actions": ["left"]}, "names 1 actions"),
         ("FrozenLake-v1", {"action": "text"}, "does not take action"),
         ("FrozenLake-v1", {"make": {"id": "Taxi-v4"}}, "`make` must be a mapping without 'id'"),
