@@ -223,8 +223,7 @@ class RelayKeys(msgspec.Struct, frozen=True, tag=True):
     weights: HubKeys
     """Keys for the nodes that request weights from this one."""
     children: HubKeys
-    """Keys for the processes of its node. It does not have a key of passes: the controller checks
-    these."""
+    """Keys for the processes of its node. The controller checks their passes."""
     files: HubKeys
     """Keys for the relays that request files from this one."""
 
@@ -247,15 +246,9 @@ def keys_of(run_key: RunKey, name: str, role: Role, *, relayed: bool = False) ->
         return TrainerKeys(control, run_key.hub("data"))
     if role == "relay":
         children = HubKeys(run_key.hub(_RELAYS).secret, b"")
-        return RelayKeys(
-            control, run_key.hub(weights_hub(name)), children, run_key.hub(files_hub(name))
-        )
+        weights, files = run_key.hub(weights_hub(name)), run_key.hub(files_hub(name))
+        return RelayKeys(control, weights, children, files)
     return GeneratorKeys(control, run_key.line("data", name))
-
-
-def is_relay(name: str) -> bool:
-    """Return True if this is the name of a relay."""
-    return name.startswith("relay-")
 
 
 def weights_hub(relay: str) -> str:

@@ -17,8 +17,6 @@ from asyncrl.launch.records import MARK_VARIABLE
 logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 16_384
-_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
-"""Variables by which a user configures torch's CUDA allocator."""
 
 
 def child_environment(threads: int, mark: str) -> dict[str, str]:
@@ -35,7 +33,7 @@ def child_environment(threads: int, mark: str) -> dict[str, str]:
 
 def configure_allocator(environment: MutableMapping[str, str]) -> None:
     """Let torch's CUDA allocator grow its segments: else batches of all lengths leave gaps."""
-    if _ALLOCATOR.isdisjoint(environment):
+    if {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}.isdisjoint(environment):
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 

@@ -109,11 +109,6 @@ class AgentRegistry:
         """True if the agents, and the controller, are on several machines."""
         return self._machines.are_several
 
-    @property
-    def generators_have_gpus(self) -> bool:
-        """True if generators run on GPUs."""
-        return self.gpus.of("generator") > 0
-
     def hello(
         self, name: str, hello: from_agent.Hello, now: float
     ) -> to_agent.Welcome | to_agent.Refused:
@@ -254,13 +249,12 @@ class AgentRegistry:
         wanted = ranks[0].ranks if ranks else 0
         incomplete = len(ranks) < wanted or len(self.free("trainer")) < wanted
         for process in sorted(self.waiting, key=lambda one: one.spec.role != "trainer"):
-            if process.spec.role == "trainer" and incomplete:
+            spec = process.spec
+            if spec.role == "trainer" and incomplete:
                 continue
-            found = [
-                one for one in self.free(process.spec.role) if self.may_host(process.spec, one)
-            ]
+            found = [one for one in self.free(spec.role) if self.may_host(spec, one)]
             if incomplete:  # what a rank may need is kept for it
-                found = [one for one in found if one.hello.role == process.spec.role]
+                found = [one for one in found if one.hello.role == spec.role]
             if found:
                 self.waiting.remove(process)
                 self._give(process, found[0])
@@ -306,15 +300,13 @@ class AgentRegistry:
                 agent.heard = min(now, agent.heard + missed)
             silent = now - agent.heard
             if silent > self.silence_seconds:
-                setting = self._needs.silence_setting
-                self.lose(agent, f"it was silent for {silent:.0f} s ({setting})")
+                self.lose(
+                    agent, f"it was silent for {silent:.0f} s ({self._needs.silence_setting})"
+                )
         self.place()
 
     def lose(self, agent: Agent, why: str, *, with_machine: bool = True) -> None:
-        """Remove a lost agent, and its processes with it.
-
-        `with_machine`: its machine may be gone too, so its processes are not at fault.
-        """
+        """Remove a lost agent and its processes; `with_machine`: they are not at fault."""
         del self.agents[agent.name]
         lost = f"agent {agent} was lost: {why}"
         if not agent.processes:

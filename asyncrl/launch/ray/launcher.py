@@ -15,6 +15,7 @@ import dataclasses
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -308,10 +309,11 @@ async def open_ray(
     slots: tuple[Slot, ...],
     needs: Needs,
     records: ProcessRecords,
+    closing: AsyncExitStack,
     say: Callable[[str], None],
     logs: Path,
 ) -> RayLauncher:
-    """Connect, reserve room, and wait for the agents. Raises UserError; then nothing is left."""
+    """Connect, reserve room until `closing`, and wait for the agents. Raises UserError."""
     check_ray()
     settings = config.launcher.ray
     image = {} if settings.image is None else {"image_uri": settings.image}
@@ -334,16 +336,13 @@ async def open_ray(
         driver.kill()
         await driver.close()
         raise
-    try:
-        await gather(
-            launcher,
-            config,
-            say,
-            place=f"on the Ray cluster {opened.address}",
-            advice=f"look at {driver.log}, and at the logs of the nodes' workers",
-            hopeless=launcher.why_hopeless,
-        )
-    except BaseException:
-        await launcher.close()
-        raise
+    closing.push_async_callback(launcher.close)
+    await gather(
+        launcher,
+        config,
+        say,
+        place=f"on the Ray cluster {opened.address}",
+        advice=f"look at {driver.log}, and at the logs of the nodes' workers",
+        hopeless=launcher.why_hopeless,
+    )
     return launcher
