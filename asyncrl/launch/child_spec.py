@@ -251,6 +251,11 @@ def keys_of(run_key: RunKey, name: str, role: Role, *, relayed: bool = False) ->
     return GeneratorKeys(control, run_key.line("data", name))
 
 
+def is_relay(name: str) -> bool:
+    """Return True if this is the name of a relay."""
+    return name.startswith("relay-")
+
+
 def weights_hub(relay: str) -> str:
     """Return the name, for `RunKey`, of a relay's socket for weights."""
     return f"weights {relay}"

@@ -146,7 +146,7 @@ def train(
     check_numbers(model)
     config = with_adapter(config, model)
     say(startup_summary.model_line(config, model_path))
-    described, tokenizer = description_of(model, "model.path"), load_tokenizer(model_path)
+    described, tokenizer = description_of(model), load_tokenizer(model_path)
     most_tokens, dated = described.get("max_position_embeddings"), with_date(config)
     examples = load_examples(dated.task, config.sft, tokenizer, config.run.seed, most_tokens)
     check_vocabulary(model, tokenizer, examples.named())

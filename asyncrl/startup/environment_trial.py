@@ -103,17 +103,13 @@ def _warnings(config: RunConfig, task: Task, traits: Traits | None) -> list[str]
 
 def _unseen_tools(config: RunConfig, task: Task, traits: Traits | None) -> list[str]:
     template = getattr(task.tokenizer, "chat_template", None)
-    if traits is None or not traits.tools:
+    is_used = template and config.task.chat_template != "never"
+    if traits is None or not traits.tools or (is_used and "tools" in str(template)):
         return []
-    if template and config.task.chat_template != "never":
-        if "tools" in str(template):
-            return []
-        why = "the chat template of the model does not mention tools"
-    else:
-        why = "no chat template is used"
+    why = "the model's chat template does not mention tools" if is_used else "no template is used"
     warning = (
-        f"warning: environment {config.environment.name} has tools, and {why}, so nothing tells "
-        "the model of them; describe them in task.system_prompt or in the prompts, and set "
+        f"warning: environment {config.environment.name} has tools, and {why}, so the model does "
+        "not see them; describe them in task.system_prompt or in the prompts, and set "
         "environment.tool_format to the format of a call"
     )
     return [warning]

@@ -38,10 +38,9 @@ def with_trainer_dtype(config: RunConfig, gpus: GpuPlan | None) -> tuple[RunConf
     unseen = gpus is None and torch_build().cuda is not None and config.trainer.device != "cpu"
     if config.launcher.kind != "local" or unseen or len(known) < len(mine):
         least = "{}.{}".format(*BFLOAT16_CAPABILITY)
-        return config, _line(
-            "compute",
-            f"trainer.dtype: auto is bfloat16 on a GPU of compute capability {least} or above, "
-            "else float32; the trainer's log says which",
+        return config, (
+            f"compute    trainer.dtype: auto is bfloat16 on a GPU of compute capability {least} or "
+            "above, else float32; the trainer's log says which"
         )
     capability = min(known, default=None)
     on_cpu = gpus is None or not gpus.generators[0]
@@ -53,7 +52,7 @@ def with_trainer_dtype(config: RunConfig, gpus: GpuPlan | None) -> tuple[RunConf
     why = "GPU {} has compute capability {}.{}".format(mine[0].name, *capability)
     if capability >= BFLOAT16_CAPABILITY and trainer.dtype == "float32":
         why = "the engines hold the model of trainer.lora in float32"
-    return config, _line("compute", f"trainer in {trainer.dtype} (trainer.dtype: auto): {why}")
+    return config, f"compute    trainer in {trainer.dtype} (trainer.dtype: auto): {why}"
 
 
 def with_recorded_dtype(config: RunConfig) -> RunConfig:
@@ -115,8 +114,4 @@ def with_drafts_that_pay(
     if not on_gpu or not cache.enabled:
         return config, ""
     what = f"at most {tokens} tokens a step" if tokens else "none"
-    return config, _line("drafts", f"{what} (cache.max_draft_tokens: auto): {why}")
-
-
-def _line(name: str, text: str) -> str:
-    return f"{name:<10} {text}"
+    return config, f"drafts     {what} (cache.max_draft_tokens: auto): {why}"

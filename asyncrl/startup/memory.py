@@ -3,7 +3,6 @@
 memory     trainer: 61 GiB of GPU 1 (80 GiB): moments 22 GiB, weights 17 GiB, gradients 12 GiB, ...
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from asyncrl.launch.placement import GpuPlan
 from asyncrl.monitoring.terminal.formatting import size
 from asyncrl.tasks.data import hub
 from asyncrl.tasks.model_files import parameters
+from asyncrl.tasks.model_tokenizer import readable_settings
 from asyncrl.trainer.base.algorithm_registry import entry_of
 from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
 from asyncrl.trainer.base.rank_network import is_loopback
@@ -89,14 +89,9 @@ def shape_of(
     `count` is the number of parameters. `sizes`, from `check_files`, hold numbers of config.json by
     their usual names, for families that use other names (GPT-2, OPT).
     """
-    try:
-        found = json.loads((model / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    shape = ModelShape.of(found, count) if isinstance(found, dict) else None
+    shape = ModelShape.of(readable_settings(model / "config.json"), count)
     if shape is None and sizes:
-        usual = dict(sizes)
-        usual.setdefault("intermediate_size", 4 * sizes.get("hidden_size", 0))
+        usual = {"intermediate_size": 4 * sizes.get("hidden_size", 0), **sizes}
         shape = ModelShape.of(usual, count)
     if shape is None:
         return None

@@ -19,7 +19,6 @@ so vLLM receives the share of its part, and SGLang the share of everything but i
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import threading
 from collections.abc import Iterator
@@ -32,14 +31,12 @@ from rich.progress import Progress as ProgressBar
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.sglang.config import SglangConfig
-from asyncrl.engine.vllm.config import VllmConfig
 from asyncrl.errors import DataError, UserError
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.monitoring.terminal.formatting import size
 from asyncrl.runs.template_date import with_date
 from asyncrl.startup import startup_summary
-from asyncrl.startup.devices import engine_device, place
+from asyncrl.startup.devices import engine_device
 from asyncrl.startup.gpu_defaults import (
     visits_of,
     with_drafts_that_pay,
@@ -68,7 +65,7 @@ from asyncrl.startup.preflight import check_environment, check_machine, check_re
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.model_files import parameters
-from asyncrl.tasks.prompts import Task, held_out_sets
+from asyncrl.tasks.prompts import Task
 from asyncrl.tasks.templates.variables import names_the_date
 from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
 from asyncrl.trainer.model.memory_estimate import FULL, GIB, ModelShape, StepMemory, remedies
@@ -81,6 +78,7 @@ activations."""
 _ROOM = 1.1
 """Factor of the KV that all slots can fill, for partial blocks and steps in flight."""
 _FINER = 10_000
+_SHARES = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}
 TELL_SECONDS = 0.7
 """Silence before a line says what takes so long."""
 _WRITTEN = "(a run writes both to its config.yaml when it starts)"
@@ -193,10 +191,7 @@ def _given_kv(engine: EngineConfig, needs: EngineNeeds, total: int) -> int | Non
     """Return the KV from the user's setting or share; None if neither is set."""
     if engine.kind == "torch":
         return needs.slots * needs.request
-    if engine.kind == "vllm":
-        gib, share = engine.vllm.kv_cache_gib, engine.vllm.gpu_memory_utilization
-    else:
-        gib, share = engine.sglang.kv_cache_gib, engine.sglang.mem_fraction_static
+    gib, share = _set(engine)
     if gib is not None:
         return int(gib * GIB)
     if share is None:
@@ -209,54 +204,46 @@ def _told(config: RunConfig, engine: EngineConfig, found: Division) -> RunConfig
     """Return the configuration with the engine's sizes of a division. Raises UserError."""
     if engine.kind == "torch":  # allocates its slots at its start, and asks nothing
         return config
-    gib = math.floor(1000 * found.kv / GIB) / 1000
-    if engine.kind == "vllm":
-        ours = {"kv_cache_gib": engine.vllm.kv_cache_gib or gib}
-        ours["gpu_memory_utilization"] = _utilization(engine.vllm, found)
-        update: dict[str, object] = {"vllm": engine.vllm.model_copy(update=ours)}
-    else:
-        ours = {"kv_cache_gib": engine.sglang.kv_cache_gib or gib}
-        ours["mem_fraction_static"] = _fraction(engine.sglang, found)
-        update = {"sglang": engine.sglang.model_copy(update=ours)}
-    return config.model_copy(update={"engine": config.engine.model_copy(update=update)})
+    gib = _set(engine)[0] or math.floor(1000 * found.kv / GIB) / 1000
+    sizes = {"kv_cache_gib": gib, _SHARES[engine.kind]: _share(engine, found)}
+    own: dict[str, object] = {engine.kind: getattr(engine, engine.kind).model_copy(update=sizes)}
+    return config.model_copy(update={"engine": config.engine.model_copy(update=own)})
 
 
-def _utilization(given: VllmConfig, found: Division) -> float:
-    share, most = given.gpu_memory_utilization, USABLE - found.trainer / found.total
-    if given.kv_cache_gib is None or share is None:
-        return found.utilization
-    if share > most + 1 / _FINER:
+def _set(engine: EngineConfig) -> tuple[float | None, float | None]:
+    """Return the user's KV in GiB, and the share of the GPU, of vLLM or SGLang."""
+    own = getattr(engine, engine.kind)
+    return own.kv_cache_gib, getattr(own, _SHARES[engine.kind])
+
+
+def _share(engine: EngineConfig, found: Division) -> float:
+    gib, share = _set(engine)
+    if gib is None or share is None:
+        return found.utilization if engine.kind == "vllm" else found.fraction
+    most = USABLE - found.trainer / found.total
+    least = (found.trainer + found.engine.weights + found.kv) / found.total
+    if engine.kind == "vllm" and share > most + 1 / _FINER:
         raise UserError(
             f"engine.vllm.gpu_memory_utilization: {share:g} of a GPU that the trainer shares must "
             f"be free when vLLM starts, and the trainer leaves {most:.2f}; lower it, or leave it "
             f"out {_WRITTEN}"
         )
-    return share
-
-
-def _fraction(given: SglangConfig, found: Division) -> float:
-    share = given.mem_fraction_static
-    if given.kv_cache_gib is None or share is None:
-        return found.fraction
-    least = (found.trainer + found.engine.weights + found.kv) / found.total
-    if share < least:
+    if engine.kind == "sglang" and share < least:
         raise UserError(
             f"engine.sglang.mem_fraction_static: {share:g} of a GPU that the trainer shares leaves "
-            f"less than kv_cache_gib: {given.kv_cache_gib:g}, because SGLang takes what the "
-            f"trainer allocates from it; it must be at least {least:.2f}, or leave it out "
-            f"{_WRITTEN}"
+            f"less than kv_cache_gib: {gib:g}, because SGLang takes what the trainer allocates "
+            f"from it; it must be at least {least:.2f}, or leave it out {_WRITTEN}"
         )
     return share
 
 
 def _not_divided(engine: EngineConfig, gpus: GpuPlan, shape: ModelShape | None) -> str:
     what = f"the memory of {gpus.trainer[0]}" if shape is not None else "the size of the model"
-    ours = engine.vllm if engine.kind == "vllm" else engine.sglang
-    if engine.kind != "torch" and ours.kv_cache_gib is None:
+    if engine.kind != "torch" and _set(engine)[0] is None:
         raise UserError(
             f"trainer and generator share GPU {gpus.trainer[0].name} (launcher.colocate), and "
             f"{what} is not known here, so it cannot be divided: set "
-            f"engine.{engine.kind}.kv_cache_gib and engine.{engine.kind}.{_share_name(engine)}"
+            f"engine.{engine.kind}.kv_cache_gib and engine.{engine.kind}.{_SHARES[engine.kind]}"
         )
     return (
         f"shared     GPU {gpus.trainer[0].name}: trainer and generator; {what} is not known, so "
@@ -291,7 +278,7 @@ def _too_small(
         if (slots := left // needs.request) >= 1:
             ways.append(f"Set engine.slots: {slots}")
     elif divide(found.total, trainer, needs).fits:
-        both = f"engine.{engine.kind}.kv_cache_gib and .{_share_name(engine)}"
+        both = f"engine.{engine.kind}.kv_cache_gib and .{_SHARES[engine.kind]}"
         ways.append(f"Leave out {both} {_WRITTEN}")
     if room > 0:
         resolved = config.trainer.for_device(BFLOAT16_CAPABILITY)
@@ -308,10 +295,6 @@ def _too_small(
     )
 
 
-def _share_name(engine: EngineConfig) -> str:
-    return "gpu_memory_utilization" if engine.kind == "vllm" else "mem_fraction_static"
-
-
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """The checked inputs of a run."""
@@ -325,10 +308,8 @@ class Prepared:
 
 def prepare(config: RunConfig, console: Console) -> Prepared:
     """Check and prepare a run's inputs, and describe the run. Raises UserError."""
-    check_machine(config)
+    gpus = check_machine(config)
     check_builtin_positions(config)
-    local = config.launcher.kind == "local"
-    gpus = place(config) if local else None
     config, compute = with_trainer_dtype(config, gpus)
     with _telling(console, "checking the rewards and the environment"):
         check_rewards(config.rewards)
@@ -339,9 +320,9 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     loaded = check_files(Path(model_path))
     check_positions(config, Path(model_path))
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
-    say(startup_summary.model_line(config, model_path))
-    if (unused := unexpected_line(Path(model_path), loaded)) is not None:
-        say(unused)
+    unused = unexpected_line(Path(model_path), loaded)
+    for line in filter(None, (startup_summary.model_line(config, model_path), unused)):
+        say(line)
     dated = with_date(config)
     with _telling(console, "reading and tokenising the data"):
         task = load_task(
@@ -356,14 +337,12 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     config = with_adapter(with_critic(config, model_path, task.tokenizer), Path(model_path))
     epochs, config = config.run.epochs, with_steps(config, len(task.train))
     say(startup_summary.data_line(config, task, epochs))
-    for sentence in startup_summary.not_reached(config, task):
-        say(sentence)
-    for sentence in startup_summary.shared_prompts(task):
-        say(sentence)
+    for line in startup_summary.not_reached(config, task) + startup_summary.shared_prompts(task):
+        say(line)
     _check_prompts(config, task)
     check_vocabulary(Path(model_path), task.tokenizer, prompts_of(task))
-    for sentence in check_rows(config, task):
-        say(sentence)
+    for line in check_rows(config, task):
+        say(line)
     if config.sampling.stop:
         from asyncrl.tasks.token_bytes import token_bytes  # imports numba, which takes a second
 
@@ -375,22 +354,21 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
 
         with _telling(console, "trying the environment"):
             tried = try_environment(config, task)
-        for sentence in tried:
-            say(sentence)
+        for line in tried:
+            say(line)
     drafts = ""
-    if local:
+    if config.launcher.kind == "local":
         on_gpu, visits = engine_device(gpus) == "cuda", visits_of(config, len(task.train))
         config, drafts = with_drafts_that_pay(config, on_gpu=on_gpu, visits=visits)
-    for line in filter(None, (compute, drafts)):
-        say(line)
     count = parameters(Path(model_path))
-    say(startup_summary.processes_line(config, gpus, count))
+    processes = startup_summary.processes_line(config, gpus, count)
+    for line in filter(None, (compute, drafts, processes)):
+        say(line)
     shape = shape_of(config, Path(model_path), count, loaded.sizes)
     say(startup_summary.memory_line(*_memory(config, gpus, shape)))
     config, shared = with_shared_gpu(config, gpus, shape)
-    if shared is not None:
-        say(shared)
-    say(startup_summary.results_line(config))
+    for line in filter(None, (shared, startup_summary.results_line(config))):
+        say(line)
     return Prepared(config, model_path, task, gpus)
 
 
@@ -427,12 +405,10 @@ def _room(config: RunConfig) -> int:
 
 
 def _check_prompts(config: RunConfig, task: Task) -> None:
-    room = _room(config)
-    sets = held_out_sets(task).values()
-    for prompt in itertools.chain(task.train, *sets):
-        if len(prompt.tokens) > room:
+    for name, tokens in prompts_of(task):
+        if len(tokens) > _room(config):
             raise DataError(
-                f"prompt {prompt.prompt_id} has {len(prompt.tokens)} tokens; with "
+                f"{name} has {len(tokens)} tokens; with "
                 f"sampling.max_tokens {config.sampling.max_tokens} that exceeds "
                 f"engine.max_model_len {config.engine.max_model_len}. Raise engine.max_model_len, "
                 "or leave out long prompts with task.max_prompt_tokens and task.too_long: filter"
