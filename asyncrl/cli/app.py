@@ -10,7 +10,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from asyncrl.mutability import LIVE
-from asyncrl.runs.command_lines import DEFAULT_RUNS
+from asyncrl.suggestions import DEFAULT_RUNS
 
 
 class TerminalConsole(Console):

@@ -20,8 +20,8 @@ from rich.text import Text
 
 from asyncrl.cli.app import TRAINING, Overrides, Runs, TerminalConsole, app
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.runs.command_lines import DEFAULT_RUNS, resume_command
 from asyncrl.simulation.command import simulate
+from asyncrl.suggestions import DEFAULT_RUNS, resume_command
 
 if TYPE_CHECKING:
     from asyncrl.config.run_config import RunConfig
@@ -151,8 +151,7 @@ def run(
         resume = resume or may_be_resumed(config)
     console = TerminalConsole(markup=False)
     from asyncrl.runs.directory import refuse_unfit
-    from asyncrl.runs.template_date import with_recorded_date
-    from asyncrl.startup.gpu_defaults import with_recorded_dtype
+    from asyncrl.startup.gpu_defaults import with_recorded_date, with_recorded_dtype
     from asyncrl.steering.user_commands import with_orders
 
     with contextlib.suppress(OSError):  # `execute` says what cannot be read

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from asyncrl.cli.app import WATCHING, Json, RunName, Runs, TerminalConsole, app
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.runs.command_lines import DEFAULT_RUNS
+from asyncrl.suggestions import DEFAULT_RUNS
 
 
 @app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl status arithmetic --json")
@@ -53,7 +53,7 @@ def _status_now(run: Path) -> tuple[Mapping[str, Any], list[str]]:
 
 def _status_at_the_end(run: Path) -> tuple[Mapping[str, Any], list[str]]:
     """Return the last numbers without speeds, and what can be done with the run."""
-    from asyncrl.runs.command_lines import command_for, resume_command
+    from asyncrl.suggestions import command_for, resume_command
     from asyncrl.web.controller_link import EndedRun
 
     found = EndedRun(run).final

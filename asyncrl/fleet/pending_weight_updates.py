@@ -46,27 +46,21 @@ from asyncrl.wire.messages.to_generator import InstallWeights, Verify
 from asyncrl.wire.weights.layout import WeightManifest
 
 
+@dataclass(eq=False)
 class WeightFetching:
     """Passes events to the routes, and their orders to relays.
 
-    All methods raise RunFailed if a node cannot get the weights. `cut_off` kills a process; the
+    All methods raise RunFailed if a node cannot get the weights. `_cut_off` kills a process; the
     watchdog reports it with the reason and replaces it.
     """
 
-    def __init__(
-        self,
-        relays: Relays,
-        run_key: RunKey,
-        send: Callable[[str, Struct], None],
-        cut_off: Callable[[str, str], None],
-    ) -> None:
-        self._relays = relays
-        self._run_key = run_key
-        self._send = send
-        self._cut_off = cut_off
-        self._routes = WeightRoutes()
-        self._published: tuple[WeightManifest, str] | None = None
-        self._ready: dict[str, str] = {}
+    _relays: Relays
+    _run_key: RunKey
+    _send: Callable[[str, Struct], None]
+    _cut_off: Callable[[str, str], None]
+    _routes: WeightRoutes = field(default_factory=WeightRoutes)
+    _published: tuple[WeightManifest, str] | None = None
+    _ready: dict[str, str] = field(default_factory=dict)
 
     def manifest_at(self, node: str) -> WeightManifest | None:
         """`WeightRoutes.manifest_at`."""

@@ -55,7 +55,7 @@ class Fleet:
         hub: Hub[Any],
         run_key: RunKey,
     ) -> None:
-        self._config = config
+        self.config = config
         self._launcher = launcher
         self._specs = specs
         self._run_key = run_key
@@ -78,7 +78,7 @@ class Fleet:
     def start_all(self) -> None:
         """Start the trainer and the generators."""
         self._start_trainer()
-        for index in range(self._config.generators):
+        for index in range(self.config.generators):
             self._start_generator(f"generator-{index}", first=True)
 
     async def make_room(self, generators: list[int]) -> None:
@@ -99,7 +99,7 @@ class Fleet:
 
     def leave(self, worker: GeneratorWorker) -> None:
         """Give a generator no more work; end it if it is not ready yet."""
-        worker.leave_by = time.monotonic() + self._config.leave_seconds
+        worker.leave_by = time.monotonic() + self.config.leave_seconds
         if not worker.is_ready:
             worker.handle.end(by_force=False)
 
@@ -156,9 +156,7 @@ class Fleet:
         return self._launcher.start(spec, keys)
 
     async def send(
-        self,
-        name: str,
-        message: to_generator.ToGenerator | to_trainer.ToTrainer | to_relay.ToRelay,
+        self, name: str, message: to_generator.ToGenerator | to_trainer.ToTrainer | to_relay.ToRelay
     ) -> None:
         """Send to a process. A message to a dead one is dropped; `deaths` will report it."""
         self._hub.send_soon(name, message)
@@ -170,12 +168,7 @@ class Fleet:
 
     def configure(self, config: LauncherConfig) -> None:
         """Set other limits; the number of generators does not change."""
-        self._config = self.relays.config = config
-
-    @property
-    def config(self) -> LauncherConfig:
-        """The limits in force."""
-        return self._config
+        self.config = self.relays.config = config
 
     @property
     def trainer(self) -> TrainerRank:
@@ -289,7 +282,7 @@ class Fleet:
                 if one.waits_for_room:  # as long as there are others
                     one.heard = now
         for worker in [*self.alive, *self.relays.alive]:
-            reason = cause_of_death(worker, now, self._config)
+            reason = cause_of_death(worker, now, self.config)
             if reason is not None and not left_early(worker, self.ranks):
                 worker.is_gone = True
                 self._hub.abandon(worker.name)
@@ -336,7 +329,7 @@ class Fleet:
         if with_machine:
             self._renamed += 1
             return True
-        if self._restarts >= self._config.max_restarts:
+        if self._restarts >= self.config.max_restarts:
             return False
         self._restarts += 1
         return True
@@ -381,8 +374,8 @@ class Fleet:
         end in time and were killed, or files were not copied in time.
         """
         async with attended(self._hub, self.relays, lambda: self._ending, self.alive):
-            killed = await end_all(self.alive, self._hub, self._config, told=self._ending)
+            killed = await end_all(self.alive, self._hub, self.config, told=self._ending)
         seconds = 0.0 if self._ending else STOP_SECONDS
         left = await self.files.finish(self._hub, seconds)
-        killed |= await end_all(self.relays.alive, self._hub, self._config, told=self._ending)
+        killed |= await end_all(self.relays.alive, self._hub, self.config, told=self._ending)
         raise_if_late(killed, left)

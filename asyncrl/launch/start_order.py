@@ -57,6 +57,12 @@ def last_lines(log: Path, lines: int) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
+def last_line(log: Path) -> str:
+    """Return the last line of a log that is not blank; empty if there is none."""
+    lines = reversed(last_lines(log, 99).splitlines())
+    return next((line for line in lines if line.strip()), "")
+
+
 def start_order(spec: ChildSpec, *, mark: str, relay_per_node: bool) -> str:
     """Return the order for `asyncrl.launch.node_child.NodeChild.start`, JSON."""
     order: dict[str, Any] = {

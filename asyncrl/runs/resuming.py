@@ -94,13 +94,8 @@ def add_lost(
     for one in sorted(trained, key=lambda one: one.step):
         if one.step not in steps:
             before = steps.get(one.step - 1)
-            groups = _groups_of(
-                one.step,
-                one.groups,
-                groups_per_step,
-                before=0 if before is None else before.groups.end,
-                most=max_groups,
-            )
+            end = 0 if before is None else before.groups.end
+            groups = _groups_of(one.step, one.groups, groups_per_step, before=end, most=max_groups)
             steps[one.step] = _record(one, before, groups)
     return [steps[step] for step in sorted(steps)]
 

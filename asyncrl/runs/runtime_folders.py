@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from asyncrl.errors import AsyncrlError, Interrupted, RunFailed
 from asyncrl.launch.records import end_leftovers
 from asyncrl.launch.shared_memory import remove_files_of
-from asyncrl.runs.command_lines import resume_command
+from asyncrl.suggestions import resume_command
 from asyncrl.wire import Hub, RuntimeDirectory, WireError
 from asyncrl.wire.transport.addresses import remove_stale_directories, runtime_directory_of
 

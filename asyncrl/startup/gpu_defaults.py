@@ -1,21 +1,25 @@
 """Resolves settings from a run's devices and data at its start, for config.yaml.
 
 run.steps                of `run.epochs`, by the number of prompts
+task.chat_template_date  the day of the run's first start
 trainer.dtype            by the compute capability of the trainer's GPUs
 cache.max_draft_tokens   by whether drafts can pay on the engines' GPUs
 
-The others return the configuration and a line for the user, which is empty if nothing was
+The last two return the configuration and a line for the user, which is empty if nothing was
 chosen or everything runs on a CPU.
 """
 
+import contextlib
 import math
+from datetime import date
 from fractions import Fraction
 
 from asyncrl.cache.config import DRAFT_TOKENS
-from asyncrl.config.run_config import RunConfig
+from asyncrl.config.run_config import RunConfig, load_config
 from asyncrl.errors import UserError
 from asyncrl.launch.gpus import torch_build
 from asyncrl.launch.placement import GpuPlan
+from asyncrl.tasks.templates.variables import today
 from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
 from asyncrl.trainer.checkpoint.format.files import dtype_of_run
 from asyncrl.wire.transport.paths import MAX_STEPS
@@ -62,6 +66,26 @@ def with_recorded_dtype(config: RunConfig) -> RunConfig:
         return config
     trainer = config.trainer.model_copy(update={"dtype": found})
     return config.model_copy(update={"trainer": trainer})
+
+
+def with_date(config: RunConfig) -> RunConfig:
+    """Return the configuration with today as the date for chat templates, if it is not set."""
+    return config if config.task.chat_template_date is not None else _on(config, today())
+
+
+def with_recorded_date(config: RunConfig) -> RunConfig:
+    """Return the configuration with the date of the resumed run's start. Raises ConfigError."""
+    recorded = None
+    with contextlib.suppress(OSError):  # opening the run's folder says what cannot be read
+        recorded = load_config(config.directory / "config.yaml").task.chat_template_date
+    if config.task.chat_template_date is not None or recorded is None:
+        return config
+    return _on(config, recorded)
+
+
+def _on(config: RunConfig, day: date) -> RunConfig:
+    task = config.task.model_copy(update={"chat_template_date": day})
+    return config.model_copy(update={"task": task})
 
 
 def with_steps(config: RunConfig, prompts: int) -> RunConfig:

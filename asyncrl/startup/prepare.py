@@ -34,11 +34,11 @@ from asyncrl.engine.config import EngineConfig
 from asyncrl.errors import DataError, UserError
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.monitoring.terminal.formatting import size
-from asyncrl.runs.template_date import with_date
 from asyncrl.startup import startup_summary
 from asyncrl.startup.devices import engine_device
 from asyncrl.startup.gpu_defaults import (
     visits_of,
+    with_date,
     with_drafts_that_pay,
     with_steps,
     with_trainer_dtype,

@@ -32,6 +32,7 @@ from asyncrl.launch.child_spec import Role
 from asyncrl.launch.ray import messages
 from asyncrl.launch.ray.messages import Slot
 from asyncrl.launch.records import ProcessRecords
+from asyncrl.launch.start_order import last_line
 from asyncrl.wire import RunKey
 
 DRIVER_MODULE = "asyncrl.launch.ray.driver"
@@ -130,11 +131,7 @@ class DriverProcess:
 
     def last_line(self) -> str:
         """Return the last line of its log."""
-        try:
-            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            return "(no log)"
-        return next((line for line in reversed(lines) if line.strip()), "(its log is empty)")
+        return last_line(self.log) or "(its log is empty)"
 
     def kill(self) -> None:
         """Kill it; Ray ends the processes that a driver leaves behind."""
