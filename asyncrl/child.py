@@ -100,12 +100,9 @@ def main() -> None:
         take_permissions_of(Path(spec.run_directory))
     try:
         _run(spec, keys)
-    except AsyncrlError as error:
+    except (AsyncrlError, EngineError, TrainerError, MonitoringError, WireError) as error:
         logger.error("%s", error)
-        sys.exit(error.exit_code)
-    except (EngineError, TrainerError, MonitoringError, WireError) as error:
-        logger.error("%s", error)
-        sys.exit(1)
+        sys.exit(getattr(error, "exit_code", 1))
     except BaseExceptionGroup as group:
         logger.exception("a loop of this process failed", exc_info=group)
         sys.exit(1)

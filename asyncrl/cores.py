@@ -137,13 +137,11 @@ def plan_cores(
 
 def stay_on(cores: Sequence[int], pid: int = 0) -> None:
     """Pin every thread of a process to these cores; threads that it starts later inherit this."""
-    tasks = Path(f"/proc/{pid or os.getpid()}/task")
-    for thread in tasks.iterdir():
+    for thread in Path(f"/proc/{pid or os.getpid()}/task").iterdir():
         os.sched_setaffinity(int(thread.name), cores)
 
 
 def stay_on_helper_cores() -> None:
     """Pin this process to the cores in HELPER_CORES, if that is set. Reward workers call it."""
-    cores = os.environ.get(HELPER_CORES)
-    if cores:
+    if cores := os.environ.get(HELPER_CORES):
         stay_on([int(core) for core in cores.split(",")])

@@ -33,7 +33,6 @@ class Rule(NamedTuple):
 
 _STEP, _BEGUN, _LIVE = Rule("next step"), Rule("first step not begun"), Rule("at once")
 _LENGTH = Rule("resume", "the schedules and the end of the run were planned with it")
-_TRAINER = "the trainer was built with it"
 _RESUMED: tuple[str, ...] = (
     "device", "compile", "fused", "threads", "learning_rate_minimum", "learning_rate_schedule",
     "schedule_steps", "warmup_steps", "weight_decay", "max_grad_norm", "async_checkpoints",
@@ -88,7 +87,7 @@ RULES: dict[str, Rule] = {
     ),
     "trainer.learning_rate": _STEP,
     "trainer.checkpoint_every": _STEP,
-    **{f"trainer.{key}": Rule("resume", _TRAINER) for key in _RESUMED},
+    **{f"trainer.{key}": Rule("resume", "the trainer was built with it") for key in _RESUMED},
     "evaluation": Rule("resume", "the accuracies before and after training could not be compared"),
     "evaluation.every": _LIVE,
     "evaluation.hold_seconds": _LIVE,

@@ -114,11 +114,9 @@ def logs(
     run, process = _run_and_process(words or [], runs)
     log_reading.find_logs(run, process)
     reader = log_reading.LogReader(lambda: log_reading.find_logs(run, process), lines)
-    found = (
-        log_reading.follow(reader, lambda: not is_alive(run))
-        if follow
-        else reader.new_lines(last=True)
-    )
+    found = reader.new_lines(last=True)
+    if follow:
+        found = log_reading.follow(reader, lambda: not is_alive(run))
     with contextlib.suppress(KeyboardInterrupt):
         for source, line in found:
             typer.echo(line if process is not None else f"{source} | {line}")
@@ -242,8 +240,7 @@ def web(
     name: RunName = None,
     runs: Runs = DEFAULT_RUNS,
     port: Annotated[
-        int,
-        typer.Option("--port", min=0, max=65535, help="Port for an ended run; 0: any free one."),
+        int, typer.Option(min=0, max=65535, help="Port for an ended run; 0: any free one.")
     ] = 0,
 ) -> None:
     """Print the link to the page of an active run, or serve the page of an ended one.

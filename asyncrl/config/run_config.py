@@ -74,12 +74,11 @@ def clock_dependencies(
             "pass; set trainer.mix_groups: false"
         )
     for kind in dict.fromkeys(engine.kinds) or (engine.kind,):
-        if kind == "torch":
-            continue
-        yield (
-            f"engine.kind: {kind}, because its log-probabilities depend on what else is in "
-            "the batch; set engine.kind: torch"
-        )
+        if kind != "torch":
+            yield (
+                f"engine.kind: {kind}, because its log-probabilities depend on what else is in "
+                "the batch; set engine.kind: torch"
+            )
     yield from _environments(environment)
     if trainer.ranks > 1:
         yield (
@@ -252,7 +251,7 @@ class RunConfig(BaseModel):
                 f"trainer.rank_network: {network} lets the trainer's ranks listen at sockets that "
                 "have neither keys nor encryption, because gloo and NCCL have none: anyone "
                 "who reaches them can read gradients and weights and disturb the run. If you trust "
-                "everybody in that network, say so with launcher.trusted_network: true; otherwise "
+                "everyone in that network, say so with launcher.trusted_network: true; otherwise "
                 "keep all ranks on one machine, without trainer.rank_network"
             )
         return self
@@ -428,6 +427,6 @@ def _place_of(part: str, place: Any, shown: str) -> Any:
     if part.isdecimal() and len(part) < 9 and int(part) <= len(place):
         return int(part)
     raise ConfigError(
-        f"{shown}: {shortened(part)} is no place in a list of {len(place):,}: they are numbered "
-        "from 0, and the next number appends an entry"
+        f"{shown}: {shortened(part)} is not an index of a list of {len(place):,}: entries are "
+        "numbered from 0, and the next number appends one"
     )

@@ -117,9 +117,7 @@ class _Loader(yaml.SafeLoader):
     def fetch_flow_collection_start(self, TokenClass: Any) -> None:  # noqa: N803 - PyYAML's name
         """Refuse brackets that are nested too deeply. Raises MarkedYAMLError."""
         if self.flow_level >= MAX_DEPTH:
-            raise _refused(
-                f"brackets are nested too deeply: more than {MAX_DEPTH}", self.get_mark()
-            )
+            raise _refused(f"brackets are nested too deeply: over {MAX_DEPTH}", self.get_mark())
         super().fetch_flow_collection_start(TokenClass)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
