@@ -104,8 +104,7 @@ def divide_machine(
     """Return the threads of each process of a run, and the cores with `pin_cores`.
 
     A trainer of `ranks` processes is added to the generators. By default each process has an even
-    share of the usable cores. Raises UserError if there are too few cores to pin, or the system
-    cannot pin.
+    share of the usable cores. Raises UserError if the system cannot pin, or has too few cores.
     """
     can_pin = hasattr(os, "sched_getaffinity")
     available = sorted(os.sched_getaffinity(0)) if can_pin else [0, 1]

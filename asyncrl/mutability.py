@@ -43,6 +43,7 @@ _RESUMED: tuple[str, ...] = (
 """Settings of the trainer that affect only speed, memory and rounding, and those that people adjust
 when a run goes wrong. A checkpoint that was written with others of them is continued."""
 
+_GROUPS = Rule("never", "which groups belong to a step depends on it")
 _EXAMPLES = Rule("never", "which examples belong to a step depends on it")
 _OF_EXAMPLES = ("learn", "response_field", "batch_size", "max_tokens", "too_long")
 
@@ -72,10 +73,8 @@ RULES: dict[str, Rule] = {
     "cache": Rule("resume", "the generators' caches were built with it"),
     "scheduler": Rule("resume", "the work in flight was admitted under it"),
     "scheduler.group_size": Rule("never", "which samples belong to a group depends on it"),
-    "scheduler.groups_per_step": Rule("never", "which groups belong to a step depends on it"),
-    "scheduler.dynamic_sampling.enabled": Rule(
-        "never", "which groups belong to a step depends on it"
-    ),
+    "scheduler.groups_per_step": _GROUPS,
+    "scheduler.dynamic_sampling.enabled": _GROUPS,
     "scheduler.max_off_policy_steps": _BEGUN,
     "scheduler.max_runahead_groups": _BEGUN,
     "scheduler.on_update": _BEGUN,

@@ -318,9 +318,8 @@ app.command(
 def _end_with(parent: int) -> None:
     """Send this command one SIGTERM when its parent ends. Raises UserError for another parent.
 
-    The kernel's own signal (PR_SET_PDEATHSIG) also comes when the thread that has started this
-    process ends, and several times when a parent with threads is killed: the second ends a run at
-    once.
+    The kernel's PR_SET_PDEATHSIG also comes when the thread that started this process ends, and
+    several times when a parent with threads is killed: the second signal ends a run at once.
     """
     if sys.platform != "linux":
         raise UserError("--end-with works on Linux only")

@@ -83,8 +83,7 @@ class Section:
     """A group of settings: one Config class at one place of the configuration."""
 
     path: str
-    """Dotted path of the section; `[]` stands for each entry of a list, `NAME` for each name of a
-    mapping."""
+    """Dotted path; `[]` stands for each entry of a list, `NAME` for each name of a mapping."""
     meaning: str
     """Docstring of the class and of the field that holds it. May have several paragraphs."""
     settings: tuple[Setting, ...]

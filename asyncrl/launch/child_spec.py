@@ -66,8 +66,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"):
     relay_address: str = ""
     """Address of its node's relay; the launcher knows it on the process's node only."""
     config_json: str = ""
-    """The run's resolved configuration; empty: it is read from the run directory, which a process
-    of another node may not see."""
+    """The run's resolved configuration; empty: the process reads it from the run directory."""
 
     def exporter(self, config: MonitoringConfig, registry: CollectorRegistry) -> Exporter | None:
         """Make the server of its metrics; None where they are off. Raises ExporterError."""
@@ -111,8 +110,7 @@ class TrainerSpec(ModelSpec, frozen=True, kw_only=True, tag="trainer"):
     resume_from: int | None = None
     """The number of steps of the checkpoint to continue from; None: from the model."""
     engine_device: Literal["cpu", "cuda"] | None = None
-    """Device of the generators, which a trainer with other GPUs cannot see; None: torch decides in
-    any process."""
+    """Device of the generators, which a trainer on other GPUs cannot see; None: torch decides."""
     fence: str = ""
     """The token of this trainer (`asyncrl.trainer.checkpoint.trainer_lease`)."""
     ports: tuple[int, ...] = ()

@@ -117,8 +117,7 @@ def select_gpus(
     """Return the GPUs that a run may use, in the order of assignment.
 
     `found` are all of the machine; `visible` is the value of CUDA_VISIBLE_DEVICES (None: not set);
-    `wanted` is `launcher.gpus` (None: all visible). Raises UserError if one does not exist, is not
-    visible or is duplicate.
+    `wanted` is `launcher.gpus` (None: all visible). Raises UserError for wrong or repeated names.
     """
     usable = list(found)
     if visible is not None:

@@ -80,8 +80,7 @@ def start_order(spec: ChildSpec, *, mark: str, relay_per_node: bool) -> str:
 def inline_config(config: RunConfig) -> str:
     """Return the configuration as JSON without `runtime_env`, which may hold passwords."""
     ray = config.launcher.ray.model_copy(update={"runtime_env": {}})
-    launcher = config.launcher.model_copy(update={"ray": ray})
-    return config.model_copy(update={"launcher": launcher}).model_dump_json()
+    return config.with_values("launcher", ray=ray).model_dump_json()
 
 
 def random_letters() -> str:

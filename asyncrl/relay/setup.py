@@ -54,8 +54,7 @@ class RelayWeights:
 
     Binds `address` for the weights of this node's trainer (port `*` takes any free one), and
     `node_address`, by default the same, for received ones. `directory` is in memory; `files_id`
-    identifies this relay's files on this machine. `say` queues a message for the controller; it is
-    called in the event loop.
+    names this relay's files on this machine; `say` queues a message in the event loop.
     """
 
     def __init__(

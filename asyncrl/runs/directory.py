@@ -143,10 +143,8 @@ class RunDirectory:
 
         Leftovers of a killed controller of the run are ended and removed first, with a message by
         `say`. A run is resumed from its newest whole checkpoint, or from the one after
-        `resume_from` steps; all checks precede changes to its files.
-
-        Raises AsyncrlError if a leftover process does not end; UserError as `refuse_unfit`, or if
-        no usable checkpoint exists.
+        `resume_from` steps; all checks precede changes to its files. Raises AsyncrlError if a
+        leftover process does not end; UserError as `refuse_unfit`, or without a usable checkpoint.
         """
         path = config.directory
         refuse_unfit(config, resume=resume, clean=clean)

@@ -45,12 +45,7 @@ def try_environment(config: RunConfig, task: Task) -> list[str]:
 
 async def _first_sample(config: RunConfig, task: Task) -> Traits | None:
     """Return an environment's traits, or None if its `reset` is slow. Raises RewardError."""
-    tried = config.model_copy(
-        update={
-            "environment": config.environment.model_copy(update={"workers": 1}),
-            "rewards": config.rewards.model_copy(update={"on_error": "stop"}),
-        }
-    )
+    tried = config.with_values("environment", workers=1).with_values("rewards", on_error="stop")
 
     def decode(tokens: list[int]) -> str:
         return str(task.tokenizer.decode(tokens, skip_special_tokens=True))

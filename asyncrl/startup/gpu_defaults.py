@@ -11,7 +11,6 @@ chosen or everything runs on a CPU.
 
 import contextlib
 import math
-from datetime import date
 from fractions import Fraction
 
 from asyncrl.cache.config import DRAFT_TOKENS
@@ -64,13 +63,14 @@ def with_recorded_dtype(config: RunConfig) -> RunConfig:
     found = dtype_of_run(config.directory / "checkpoints")
     if config.trainer.dtype != "auto" or found is None:
         return config
-    trainer = config.trainer.model_copy(update={"dtype": found})
-    return config.model_copy(update={"trainer": trainer})
+    return config.with_values("trainer", dtype=found)
 
 
 def with_date(config: RunConfig) -> RunConfig:
     """Return the configuration with today as the date for chat templates, if it is not set."""
-    return config if config.task.chat_template_date is not None else _on(config, today())
+    if config.task.chat_template_date is not None:
+        return config
+    return config.with_values("task", chat_template_date=today())
 
 
 def with_recorded_date(config: RunConfig) -> RunConfig:
@@ -80,12 +80,7 @@ def with_recorded_date(config: RunConfig) -> RunConfig:
         recorded = load_config(config.directory / "config.yaml").task.chat_template_date
     if config.task.chat_template_date is not None or recorded is None:
         return config
-    return _on(config, recorded)
-
-
-def _on(config: RunConfig, day: date) -> RunConfig:
-    task = config.task.model_copy(update={"chat_template_date": day})
-    return config.model_copy(update={"task": task})
+    return config.with_values("task", chat_template_date=recorded)
 
 
 def with_steps(config: RunConfig, prompts: int) -> RunConfig:
@@ -102,8 +97,7 @@ def with_steps(config: RunConfig, prompts: int) -> RunConfig:
             f"run.epochs: {config.run.epochs:g} of {prompts:,} prompts are {steps:,} steps of "
             f"{config.scheduler.groups_per_step:,}; a run has at most {MAX_STEPS:,}"
         )
-    run = config.run.model_copy(update={"steps": steps, "epochs": None})
-    return config.model_copy(update={"run": run})
+    return config.with_values("run", steps=steps, epochs=None)
 
 
 def visits_of(config: RunConfig, prompts: int) -> float:
@@ -133,9 +127,8 @@ def with_drafts_that_pay(
         why = "the torch engine drafts where it is faster"
     if not on_gpu:
         tokens = DRAFT_TOKENS
-    cache = config.cache.model_copy(update={"max_draft_tokens": tokens})
-    config = config.model_copy(update={"cache": cache})
-    if not on_gpu or not cache.enabled:
+    config = config.with_values("cache", max_draft_tokens=tokens)
+    if not on_gpu or not config.cache.enabled:
         return config, ""
     what = f"at most {tokens} tokens a step" if tokens else "none"
     return config, f"drafts     {what} (cache.max_draft_tokens: auto): {why}"

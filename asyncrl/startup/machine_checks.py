@@ -275,8 +275,7 @@ def ports(config: RunConfig) -> Finding:
 def refuse_taken_ports(config: RunConfig, *, first: int = 1) -> None:
     """Refuse ports that the processes of this machine would lack. Raises UserError.
 
-    The first process is the controller, 0, which may serve already. The ports of other machines are
-    not known here.
+    Process 0 is the controller, which may serve already. Other machines' ports are not known here.
     """
     monitoring = config.monitoring
     processes = config.processes_at_start if config.launcher.kind == "local" else 0

@@ -185,8 +185,7 @@ def with_critic(config: RunConfig, model_path: str, tokenizer: Any) -> RunConfig
             f"{needed:,} (engine.max_model_len); lower it, or choose another value model"
         )
     critic = config.trainer.critic.model_copy(update={"model": str(directory.resolve())})
-    trainer = config.trainer.model_copy(update={"critic": critic})
-    return config.model_copy(update={"trainer": trainer})
+    return config.with_values("trainer", critic=critic)
 
 
 def _check_vocabulary(critic: dict[str, Any], directory: Path, model_path: str) -> None:

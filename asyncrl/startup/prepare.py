@@ -160,8 +160,7 @@ def with_shared_gpu(
     """
     if gpus is None or not gpus.trainer or not gpus.generators[0]:
         return config, None
-    launcher = config.launcher.model_copy(update={"colocate": gpus.shares})
-    config = config.model_copy(update={"launcher": launcher})
+    config = config.with_values("launcher", colocate=gpus.shares)
     if not gpus.shares:
         return config, None
     engine = config.engine.of_generator(config.launcher.generators - 1)
@@ -206,8 +205,8 @@ def _told(config: RunConfig, engine: EngineConfig, found: Division) -> RunConfig
         return config
     gib = _set(engine)[0] or math.floor(1000 * found.kv / GIB) / 1000
     sizes = {"kv_cache_gib": gib, _SHARES[engine.kind]: _share(engine, found)}
-    own: dict[str, object] = {engine.kind: getattr(engine, engine.kind).model_copy(update=sizes)}
-    return config.model_copy(update={"engine": config.engine.model_copy(update=own)})
+    own = getattr(engine, engine.kind).model_copy(update=sizes)
+    return config.with_values("engine", **{engine.kind: own})
 
 
 def _set(engine: EngineConfig) -> tuple[float | None, float | None]:

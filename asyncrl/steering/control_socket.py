@@ -48,8 +48,7 @@ async def serve_control(
 ) -> None:
     """Answer requests and show the run to watchers, until cancelled.
 
-    A request that fails is refused. A slow one (a checkpoint) does not delay others; at most
-    `_AT_ONCE` are answered at once.
+    A failed request is refused. A slow one (a checkpoint) does not delay others, up to `_AT_ONCE`.
     """
     audience = Audience(hub, view)
 

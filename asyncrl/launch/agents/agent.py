@@ -222,8 +222,7 @@ class Agent:
         """Join controllers and serve them, one after the other, until a signal.
 
         `health` reports that this loop turns and that the child can take work. Raises UserError if
-        the controller refuses this agent or has another secret, and AsyncrlError if its child did
-        not leave in time at the end.
+        the controller refuses this agent or has another secret, AsyncrlError if its child is late.
         """
         self._changed = asyncio.Event()
         self._hosting = Hosting(self._place, self._ports, self._changed.set)

@@ -96,8 +96,7 @@ class AgentRegistry:
         self.silence_seconds = needs.silence_seconds
         """An agent that is silent for this long is lost."""
         self.hold_seconds = 0.0
-        """Time for which the end of a process is kept back, if its machine may be the cause: by
-        then a lost machine is known."""
+        """Delay before a process's end counts, so that a loss of its machine is known first."""
         self.may_host: Callable[[ChildSpec, Agent], bool] = lambda _spec, _agent: True
         """Returns True if a process may be started by an agent that has room for it."""
         self.gpus = NeededGpus(wanted, needs.optional_gpus, self.agents, say)

@@ -126,8 +126,7 @@ async def gather(
 ) -> None:
     """Wait for the agents of the run's start, or for a signal. Raises UserError if they are late.
 
-    `place` and `advice` are parts of the messages; `hopeless` returns why the agents will never
-    come, None if they may.
+    `place` and `advice` are parts of messages; `hopeless` returns why agents cannot come, if so.
     """
     loop, settings = asyncio.get_running_loop(), config.launcher.cluster
     ended = asyncio.Event()

@@ -62,8 +62,7 @@ class ClusterRefused(Exception):  # noqa: N818 - as in `Refused`
 class Driver:
     """A connection to a Ray cluster, with room for the run.
 
-    `say` sends a message to the controller. Raises ClusterRefused if the cluster cannot be reached
-    or cannot carry the run.
+    `say` sends a message to the controller. Raises ClusterRefused if the cluster cannot be used.
     """
 
     def __init__(self, asked: messages.Open, say: Callable[[messages.FromDriver], None]) -> None:
