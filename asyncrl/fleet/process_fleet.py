@@ -11,17 +11,10 @@ from msgspec.structs import replace
 
 from asyncrl.config.launcher import LauncherConfig
 from asyncrl.cores import trainer_name
+from asyncrl.fleet import process_state
 from asyncrl.fleet.node_files import NodeFiles
 from asyncrl.fleet.pending_weight_updates import Installations
-from asyncrl.fleet.process_state import (
-    GeneratorWorker,
-    RelayWorker,
-    TrainerRank,
-    Worker,
-    cause_of_death,
-    left_early,
-    what_starts,
-)
+from asyncrl.fleet.process_state import GeneratorWorker, RelayWorker, TrainerRank, Worker
 from asyncrl.fleet.relays import Relays
 from asyncrl.fleet.shutdown import STOP_SECONDS, attended, end_all, raise_if_late
 from asyncrl.launch.child_spec import GeneratorSpec, SpecsOfRun, TrainerSpec, keys_of
@@ -235,7 +228,7 @@ class Fleet:
 
     def what_starts(self) -> str:
         """Describe the processes that are not ready, and what each logged last."""
-        return what_starts(self.alive)
+        return process_state.what_starts(self.alive)
 
     def everyone(self) -> Iterable[TrainerRank | GeneratorWorker]:
         """Return all trainers and generators that were ever started, lost ones included."""
@@ -282,8 +275,8 @@ class Fleet:
                 if one.waits_for_room:  # as long as there are others
                     one.heard = now
         for worker in [*self.alive, *self.relays.alive]:
-            reason = cause_of_death(worker, now, self.config)
-            if reason is not None and not left_early(worker, self.ranks):
+            reason = process_state.cause_of_death(worker, now, self.config)
+            if reason is not None and not process_state.left_early(worker, self.ranks):
                 worker.is_gone = True
                 self._hub.abandon(worker.name)
                 found.append((worker, reason))

@@ -19,15 +19,8 @@ from asyncrl.tasks.model_tokenizer import readable_settings
 from asyncrl.trainer.base.algorithm_registry import entry_of
 from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
 from asyncrl.trainer.base.rank_network import is_loopback
-from asyncrl.trainer.model.memory_estimate import (
-    FULL,
-    ModelShape,
-    Samples,
-    StepMemory,
-    host_bytes,
-    remedies,
-    step_memory,
-)
+from asyncrl.trainer.model import memory_estimate
+from asyncrl.trainer.model.memory_estimate import FULL, ModelShape, Samples, StepMemory
 
 _MIB = 2**20
 
@@ -53,7 +46,9 @@ def device_of(config: RunConfig, gpus: GpuPlan | None) -> Device | None:
     if config.launcher.kind != "local":
         return None
     if gpus is None or not gpus.trainer:
-        return Device("this machine", host_bytes(), on_gpu=False, ranks=config.trainer.ranks)
+        return Device(
+            "this machine", memory_estimate.host_bytes(), on_gpu=False, ranks=config.trainer.ranks
+        )
     mine = gpus.trainer[0]
     size = None if mine.memory_mib is None else mine.memory_mib * _MIB
     return Device(f"GPU {mine.name}", size, on_gpu=True)
@@ -69,7 +64,7 @@ def device_here(config: RunConfig) -> Device:
     if device.type != "cuda":
         # With a network, ranks may be on several machines, and how many are here is not known.
         here = config.trainer.ranks if is_loopback(config.trainer.rank_network) else 1
-        return Device("this machine", host_bytes(), on_gpu=False, ranks=here)
+        return Device("this machine", memory_estimate.host_bytes(), on_gpu=False, ranks=here)
     found = torch.cuda.get_device_properties(device)
     return Device(f"its GPU ({found.name})", found.total_memory, on_gpu=True)
 
@@ -105,7 +100,7 @@ def memory_of(config: RunConfig, shape: ModelShape, *, on_gpu: bool) -> StepMemo
     """
     trainer = config.trainer.for_device(BFLOAT16_CAPABILITY if on_gpu else None)
     wide = config.engine.dtype == "float32" or (config.engine.dtype == "auto" and not on_gpu)
-    return step_memory(
+    return memory_estimate.step_memory(
         shape, trainer, samples_of(config), on_gpu=on_gpu, engine_bytes=4 if wide else 2
     )
 
@@ -158,7 +153,7 @@ def refuse_too_large(config: RunConfig, shape: ModelShape, device: Device) -> No
     room, least = device.room, needs.device if device.on_gpu else needs.least
     if device.bytes is None or room is None or least <= room:
         return
-    settings, with_them = remedies(
+    settings, with_them = memory_estimate.remedies(
         shape,
         config.trainer.for_device(BFLOAT16_CAPABILITY if device.on_gpu else None),
         samples_of(config),

@@ -20,16 +20,9 @@ import msgspec
 from asyncrl.errors import ModelError
 from asyncrl.rollout.trajectory import IntArray
 from asyncrl.startup.loading_trial import Loaded
+from asyncrl.tasks import model_files
 from asyncrl.tasks.model import default_cache_dir
-from asyncrl.tasks.model_files import (
-    DAMAGED,
-    INDEX,
-    WHOLE,
-    header_of,
-    headers_of,
-    weight_files,
-    why_no_tensor,
-)
+from asyncrl.tasks.model_files import INDEX, WHOLE, weight_files
 from asyncrl.tasks.model_tokenizer import POINTER_ADVICE, is_pointer, read_settings
 from asyncrl.tasks.prompts import Task, held_out_sets
 from asyncrl.wire.transport.atomic_files import write_atomically
@@ -196,7 +189,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _loaded(model: Path) -> Loaded:
     """Return the result of `loading_trial`, cached by config.json and the headers."""
-    version, headers = importlib.metadata.version("transformers"), headers_of(model)
+    version, headers = importlib.metadata.version("transformers"), model_files.headers_of(model)
     seen = hashlib.blake2b(version.encode() + (model / "config.json").read_bytes(), digest_size=16)
     seen.update(json.dumps(headers, sort_keys=True).encode())
     with contextlib.suppress(ModelError):  # no home folder: nothing is kept
@@ -233,11 +226,13 @@ def why_not_whole(file: Path) -> str | None:
     if is_pointer(file):
         return POINTER_ADVICE
     try:
-        header = header_of(file)
+        header = model_files.header_of(file)
         with file.open("rb") as opened:
             begin = 8 + int.from_bytes(opened.read(8), "little")
-        wrong = next((why for one in header.items() if (why := why_no_tensor(*one))), None)
-    except DAMAGED:
+        wrong = next(
+            (why for one in header.items() if (why := model_files.why_no_tensor(*one))), None
+        )
+    except model_files.DAMAGED:
         return "is not a safetensors file, or is damaged"
     if wrong is not None:
         return f"is damaged: its header says {wrong}"

@@ -34,33 +34,11 @@ from asyncrl.engine.config import EngineConfig
 from asyncrl.errors import DataError, UserError
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.monitoring.terminal.formatting import size
-from asyncrl.startup import startup_summary
+from asyncrl.startup import gpu_defaults, memory, model_checks, startup_summary
 from asyncrl.startup.devices import engine_device
-from asyncrl.startup.gpu_defaults import (
-    visits_of,
-    with_date,
-    with_drafts_that_pay,
-    with_steps,
-    with_trainer_dtype,
-)
 from asyncrl.startup.lora_check import with_adapter
-from asyncrl.startup.memory import (
-    Device,
-    device_of,
-    memory_of,
-    memory_text,
-    refuse_too_large,
-    samples_of,
-    shape_of,
-)
+from asyncrl.startup.memory import Device
 from asyncrl.startup.model_check import check_files, check_vocabulary, prompts_of, unexpected_line
-from asyncrl.startup.model_checks import (
-    check_algorithm,
-    check_builtin_positions,
-    check_positions,
-    check_rows,
-    with_critic,
-)
 from asyncrl.startup.preflight import check_environment, check_machine, check_rewards
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
@@ -170,11 +148,11 @@ def with_shared_gpu(
             f"in free memory, and the trainer takes memory of one of its {engine.gpus}; set "
             "launcher.colocate: false, engine.sglang.tensor_parallel_size: 1 or engine.kind: vllm"
         )
-    device = device_of(config, gpus)
+    device = memory.device_of(config, gpus)
     if device is None or device.bytes is None or shape is None:
         return config, _not_divided(engine, gpus, shape)
     needs = EngineNeeds.of(shape, engine, drafts_of(config))
-    trainer = memory_of(config, shape, on_gpu=True)
+    trainer = memory.memory_of(config, shape, on_gpu=True)
     found = divide(device.bytes, trainer, needs, _given_kv(engine, needs, device.bytes))
     if not found.fits:
         raise UserError(_too_small(config, engine, shape, device, found, trainer))
@@ -281,16 +259,16 @@ def _too_small(
         ways.append(f"Leave out {both} {_WRITTEN}")
     if room > 0:
         resolved = config.trainer.for_device(BFLOAT16_CAPABILITY)
-        settings, then = remedies(shape, resolved, samples_of(config), room, on_gpu=True)
+        settings, then = remedies(shape, resolved, memory.samples_of(config), room, on_gpu=True)
         if settings and then <= room:
             ways.append(f"Set {' and '.join(settings)}: then a step needs about {size(then)}")
     ways.append("Give the trainer a separate GPU, or use a larger GPU or a smaller model")
     return (
         f"{device.name} ({size(found.total)}) is too small for the trainer and a generator "
         f"(launcher.colocate): {size(found.trainer)} are set aside for a training step "
-        f"({memory_text(trainer, None)}), and {engine.kind} needs {size(needs.without_kv + kv)}: "
-        f"weights {size(needs.weights)}, KV {size(kv)} and {size(needs.process)} for its process. "
-        + ". Or: ".join(ways)
+        f"({memory.memory_text(trainer, None)}), and {engine.kind} needs "
+        f"{size(needs.without_kv + kv)}: weights {size(needs.weights)}, KV {size(kv)} and "
+        f"{size(needs.process)} for its process. " + ". Or: ".join(ways)
     )
 
 
@@ -308,21 +286,21 @@ class Prepared:
 def prepare(config: RunConfig, console: Console) -> Prepared:
     """Check and prepare a run's inputs, and describe the run. Raises UserError."""
     gpus = check_machine(config)
-    check_builtin_positions(config)
-    config, compute = with_trainer_dtype(config, gpus)
+    model_checks.check_builtin_positions(config)
+    config, compute = gpu_defaults.with_trainer_dtype(config, gpus)
     with _telling(console, "checking the rewards and the environment"):
         check_rewards(config.rewards)
         check_environment(config)
-        check_algorithm(config)
+        model_checks.check_algorithm(config)
     with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
         model_path = resolve_model(config.model, bar)
     loaded = check_files(Path(model_path))
-    check_positions(config, Path(model_path))
+    model_checks.check_positions(config, Path(model_path))
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     unused = unexpected_line(Path(model_path), loaded)
     for line in filter(None, (startup_summary.model_line(config, model_path), unused)):
         say(line)
-    dated = with_date(config)
+    dated = gpu_defaults.with_date(config)
     with _telling(console, "reading and tokenising the data"):
         task = load_task(
             dated.task,
@@ -333,14 +311,16 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
             room=_room(config),
         )
     config = dated if names_the_date(task.tokenizer) else config
-    config = with_adapter(with_critic(config, model_path, task.tokenizer), Path(model_path))
-    epochs, config = config.run.epochs, with_steps(config, len(task.train))
+    config = with_adapter(
+        model_checks.with_critic(config, model_path, task.tokenizer), Path(model_path)
+    )
+    epochs, config = config.run.epochs, gpu_defaults.with_steps(config, len(task.train))
     say(startup_summary.data_line(config, task, epochs))
     for line in startup_summary.not_reached(config, task) + startup_summary.shared_prompts(task):
         say(line)
     _check_prompts(config, task)
     check_vocabulary(Path(model_path), task.tokenizer, prompts_of(task))
-    for line in check_rows(config, task):
+    for line in model_checks.check_rows(config, task):
         say(line)
     if config.sampling.stop:
         from asyncrl.tasks.token_bytes import token_bytes  # imports numba, which takes a second
@@ -357,13 +337,16 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
             say(line)
     drafts = ""
     if config.launcher.kind == "local":
-        on_gpu, visits = engine_device(gpus) == "cuda", visits_of(config, len(task.train))
-        config, drafts = with_drafts_that_pay(config, on_gpu=on_gpu, visits=visits)
+        on_gpu, visits = (
+            engine_device(gpus) == "cuda",
+            gpu_defaults.visits_of(config, len(task.train)),
+        )
+        config, drafts = gpu_defaults.with_drafts_that_pay(config, on_gpu=on_gpu, visits=visits)
     count = parameters(Path(model_path))
     processes = startup_summary.processes_line(config, gpus, count)
     for line in filter(None, (compute, drafts, processes)):
         say(line)
-    shape = shape_of(config, Path(model_path), count, loaded.sizes)
+    shape = memory.shape_of(config, Path(model_path), count, loaded.sizes)
     say(startup_summary.memory_line(*_memory(config, gpus, shape)))
     config, shared = with_shared_gpu(config, gpus, shape)
     for line in filter(None, (shared, startup_summary.results_line(config))):
@@ -375,12 +358,12 @@ def _memory(
     config: RunConfig, gpus: GpuPlan | None, shape: ModelShape | None
 ) -> tuple[StepMemory | None, Device | None]:
     """Return the trainer's memory and its device. Raises UserError if the device has less."""
-    device = device_of(config, gpus)
+    device = memory.device_of(config, gpus)
     if shape is None:
         return None, device
     if device is not None:
-        refuse_too_large(config, shape, device)
-    return memory_of(config, shape, on_gpu=device is None or device.on_gpu), device
+        memory.refuse_too_large(config, shape, device)
+    return memory.memory_of(config, shape, on_gpu=device is None or device.on_gpu), device
 
 
 @contextlib.contextmanager
