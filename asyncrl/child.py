@@ -19,16 +19,7 @@ import zmq.asyncio
 
 from asyncrl.engine.errors import EngineError
 from asyncrl.errors import AsyncrlError
-from asyncrl.launch.child_spec import (
-    ChildSpec,
-    GeneratorKeys,
-    GeneratorSpec,
-    RelayKeys,
-    RelaySpec,
-    TrainerKeys,
-    TrainerSpec,
-    read_spec,
-)
+from asyncrl.launch import child_spec
 from asyncrl.launch.start_order import configure_allocator
 from asyncrl.monitoring.errors import MonitoringError
 from asyncrl.secret_files import take_permissions_of
@@ -62,32 +53,34 @@ def _exit_on_signal(number: int, _frame: object) -> None:
     sys.exit(128 + number)
 
 
-def _run(spec: ChildSpec, keys: bytes) -> None:
+def _run(spec: child_spec.ChildSpec, keys: bytes) -> None:
     """Run the process of this role. A relay does not import torch, so it starts quickly."""
-    if isinstance(spec, RelaySpec):
+    if isinstance(spec, child_spec.RelaySpec):
         from asyncrl.relay.setup import run_relay
 
-        asyncio.run(run_relay(spec, msgspec.msgpack.decode(keys, type=RelayKeys)))
+        asyncio.run(run_relay(spec, msgspec.msgpack.decode(keys, type=child_spec.RelayKeys)))
         return
-    if isinstance(spec, TrainerSpec):
+    if isinstance(spec, child_spec.TrainerSpec):
         configure_allocator(os.environ)
     gc.disable()  # until `without_collecting_the_start`: imports leave no garbage
     import torch
 
     torch.set_num_threads(spec.threads)
-    if isinstance(spec, GeneratorSpec):
+    if isinstance(spec, child_spec.GeneratorSpec):
         from asyncrl.generator.setup import run_generator
 
-        asyncio.run(run_generator(spec, msgspec.msgpack.decode(keys, type=GeneratorKeys)))
+        asyncio.run(
+            run_generator(spec, msgspec.msgpack.decode(keys, type=child_spec.GeneratorKeys))
+        )
     else:
         from asyncrl.trainer_process.setup import run_trainer
 
-        asyncio.run(run_trainer(spec, msgspec.msgpack.decode(keys, type=TrainerKeys)))
+        asyncio.run(run_trainer(spec, msgspec.msgpack.decode(keys, type=child_spec.TrainerKeys)))
 
 
 def main() -> None:
     """Run the process that the command line describes; exit with 1 or 2 if it fails."""
-    spec = read_spec(sys.argv[1], os.environ)
+    spec = child_spec.read_spec(sys.argv[1], os.environ)
     end_with_parent(spec.parent, signal.SIGTERM)
     keys = _read_keys()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -100,12 +93,9 @@ def main() -> None:
         take_permissions_of(Path(spec.run_directory))
     try:
         _run(spec, keys)
-    except AsyncrlError as error:
+    except (AsyncrlError, EngineError, TrainerError, MonitoringError, WireError) as error:
         logger.error("%s", error)
-        sys.exit(error.exit_code)
-    except (EngineError, TrainerError, MonitoringError, WireError) as error:
-        logger.error("%s", error)
-        sys.exit(1)
+        sys.exit(getattr(error, "exit_code", 1))
     except BaseExceptionGroup as group:
         logger.exception("a loop of this process failed", exc_info=group)
         sys.exit(1)

@@ -104,8 +104,7 @@ def divide_machine(
     """Return the threads of each process of a run, and the cores with `pin_cores`.
 
     A trainer of `ranks` processes is added to the generators. By default each process has an even
-    share of the usable cores. Raises UserError if there are too few cores to pin, or the system
-    cannot pin.
+    share of the usable cores. Raises UserError if the system cannot pin, or has too few cores.
     """
     can_pin = hasattr(os, "sched_getaffinity")
     available = sorted(os.sched_getaffinity(0)) if can_pin else [0, 1]
@@ -137,13 +136,11 @@ def plan_cores(
 
 def stay_on(cores: Sequence[int], pid: int = 0) -> None:
     """Pin every thread of a process to these cores; threads that it starts later inherit this."""
-    tasks = Path(f"/proc/{pid or os.getpid()}/task")
-    for thread in tasks.iterdir():
+    for thread in Path(f"/proc/{pid or os.getpid()}/task").iterdir():
         os.sched_setaffinity(int(thread.name), cores)
 
 
 def stay_on_helper_cores() -> None:
     """Pin this process to the cores in HELPER_CORES, if that is set. Reward workers call it."""
-    cores = os.environ.get(HELPER_CORES)
-    if cores:
+    if cores := os.environ.get(HELPER_CORES):
         stay_on([int(core) for core in cores.split(",")])

@@ -36,9 +36,8 @@ class Health:
             self._server = MetricsServer(host, port, self._answer)
         except OSError as error:
             raise UserError(
-                f"--health-port: this machine cannot listen at {host_port(host, port)} "
-                f"({error.strerror}); "
-                "another program has the port, or the host is not one of its addresses"
+                f"--health-port: cannot listen at {host_port(host, port)} ({error.strerror}); "
+                "another program has the port, or the host is not an address of this machine"
             ) from error
         self.port = self._server.port
         threading.Thread(target=self._server.serve_forever, name="health", daemon=True).start()

@@ -33,7 +33,6 @@ class Rule(NamedTuple):
 
 _STEP, _BEGUN, _LIVE = Rule("next step"), Rule("first step not begun"), Rule("at once")
 _LENGTH = Rule("resume", "the schedules and the end of the run were planned with it")
-_TRAINER = "the trainer was built with it"
 _RESUMED: tuple[str, ...] = (
     "device", "compile", "fused", "threads", "learning_rate_minimum", "learning_rate_schedule",
     "schedule_steps", "warmup_steps", "weight_decay", "max_grad_norm", "async_checkpoints",
@@ -44,6 +43,7 @@ _RESUMED: tuple[str, ...] = (
 """Settings of the trainer that affect only speed, memory and rounding, and those that people adjust
 when a run goes wrong. A checkpoint that was written with others of them is continued."""
 
+_GROUPS = Rule("never", "which groups belong to a step depends on it")
 _EXAMPLES = Rule("never", "which examples belong to a step depends on it")
 _OF_EXAMPLES = ("learn", "response_field", "batch_size", "max_tokens", "too_long")
 
@@ -73,10 +73,8 @@ RULES: dict[str, Rule] = {
     "cache": Rule("resume", "the generators' caches were built with it"),
     "scheduler": Rule("resume", "the work in flight was admitted under it"),
     "scheduler.group_size": Rule("never", "which samples belong to a group depends on it"),
-    "scheduler.groups_per_step": Rule("never", "which groups belong to a step depends on it"),
-    "scheduler.dynamic_sampling.enabled": Rule(
-        "never", "which groups belong to a step depends on it"
-    ),
+    "scheduler.groups_per_step": _GROUPS,
+    "scheduler.dynamic_sampling.enabled": _GROUPS,
     "scheduler.max_off_policy_steps": _BEGUN,
     "scheduler.max_runahead_groups": _BEGUN,
     "scheduler.on_update": _BEGUN,
@@ -88,7 +86,7 @@ RULES: dict[str, Rule] = {
     ),
     "trainer.learning_rate": _STEP,
     "trainer.checkpoint_every": _STEP,
-    **{f"trainer.{key}": Rule("resume", _TRAINER) for key in _RESUMED},
+    **{f"trainer.{key}": Rule("resume", "the trainer was built with it") for key in _RESUMED},
     "evaluation": Rule("resume", "the accuracies before and after training could not be compared"),
     "evaluation.every": _LIVE,
     "evaluation.hold_seconds": _LIVE,

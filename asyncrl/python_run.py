@@ -110,8 +110,7 @@ class Run:
 
         `resume` continues the run of this name, `clean` deletes it first. Ctrl-C finishes the step
         and ends the run in order, a second one ends it at once (KeyboardInterrupt). Raises
-        UserError for a mistake that only the start shows, RunFailed if the run failed, and what a
-        callback raised.
+        UserError for a mistake, RunFailed if the run failed, and what a callback raised.
         """
         refuse_unfit(self.config, resume=resume, clean=clean)
         self._write_files()

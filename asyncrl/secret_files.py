@@ -25,8 +25,7 @@ def refuse_open_file(path: Path, status: os.stat_result, setting: str) -> None:
 def take_permissions_of(folder: Path) -> None:
     """Make files that this process and its children create as private as the run's folder is.
 
-    asyncrl makes that folder with mode 0700; a user who opens it opens what is written from the
-    next start on. Raises OSError.
+    A user who opens that folder (mode 0700) opens what later starts write. Raises OSError.
     """
     closed = ~folder.stat().st_mode & 0o077
     os.umask(os.umask(0o077) | closed)

@@ -1,8 +1,9 @@
-"""Parts of error messages: hints at similar names, and quoted values of bounded length."""
+"""Parts of messages: similar names, quoted values of bounded length, and commands to paste."""
 
 import difflib
 import json
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,33 @@ def written(value: Any, limit: int = 160) -> str:
         return repr(shortened(value, limit))
     text = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
     return shortened(text, limit)
+
+
+DEFAULT_RUNS = Path("runs")
+"""The folder in which commands look for runs without `--runs`."""
+
+
+def command_for(verb: str, run: Path) -> str:
+    """Return the command `verb` for the run in this folder, with `--runs` if needed.
+
+    Example:
+        >>> command_for("status", Path("runs/mine"))
+        'asyncrl status mine'
+        >>> command_for("stop", Path("/data/my runs/mine"))
+        "asyncrl stop mine --runs '/data/my runs'"
+    """
+    folder = [] if run.parent == DEFAULT_RUNS else ["--runs", str(run.parent)]
+    return shlex.join(["asyncrl", verb, run.name, *folder])
+
+
+def resume_command(
+    run: Path, config_file: Path | None = None, overrides: Sequence[str] = (), verb: str = "run"
+) -> str:
+    """Return the command that continues the run, by default from its own configuration."""
+    words = ["asyncrl", verb, str(config_file or run / "config.yaml")]
+    for override in overrides if config_file is not None else ():
+        words += ["--set", override]
+    return shlex.join([*words, "--resume"])
 
 
 def _closest(name: str, folder: Path) -> Path | None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from asyncrl.mutability import LIVE
-from asyncrl.runs.command_lines import DEFAULT_RUNS
+from asyncrl.suggestions import DEFAULT_RUNS
 
 
 class TerminalConsole(Console):
@@ -54,13 +54,8 @@ class _ByPanel(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
         """Return the commands' names, the headings in the order above."""
-        panels = (TRAINING, WATCHING, STEERING, MACHINE)
-        return sorted(self.commands, key=lambda name: panels.index(_panel(self.commands[name])))
-
-
-def _panel(command: Any) -> str:
-    panel: str = command.rich_help_panel
-    return panel
+        panels, known = (TRAINING, WATCHING, STEERING, MACHINE), dict[str, Any](self.commands)
+        return sorted(known, key=lambda name: panels.index(known[name].rich_help_panel))
 
 
 app = typer.Typer(

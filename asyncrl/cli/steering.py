@@ -10,8 +10,7 @@ import typer
 
 from asyncrl.cli.app import STEERING, OrderedRun, Runs, app, names_and_live_settings
 from asyncrl.errors import UserError
-from asyncrl.runs.command_lines import DEFAULT_RUNS
-from asyncrl.suggestions import shortened
+from asyncrl.suggestions import DEFAULT_RUNS, shortened
 
 if TYPE_CHECKING:
     from asyncrl.wire.messages import control

@@ -20,8 +20,8 @@ from rich.text import Text
 
 from asyncrl.cli.app import TRAINING, Overrides, Runs, TerminalConsole, app
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.runs.command_lines import DEFAULT_RUNS, resume_command
 from asyncrl.simulation.command import simulate
+from asyncrl.suggestions import DEFAULT_RUNS, resume_command
 
 if TYPE_CHECKING:
     from asyncrl.config.run_config import RunConfig
@@ -45,8 +45,7 @@ DryRun = Annotated[
 @app.command(rich_help_panel=TRAINING, epilog="Example: asyncrl init first")
 def init(
     folder: Annotated[
-        Path,
-        typer.Argument(metavar="FOLDER", help="Folder to write to; created if missing."),
+        Path, typer.Argument(metavar="FOLDER", help="Folder to write to; created if missing.")
     ] = Path(),
     prometheus: Annotated[
         bool,
@@ -80,12 +79,7 @@ def run(
     resume: Resume = False,
     resume_from: Annotated[
         int | None,
-        typer.Option(
-            "--resume-from",
-            metavar="STEP",
-            min=1,
-            help="Continue from the checkpoint of this step.",
-        ),
+        typer.Option(metavar="STEP", min=1, help="Continue from the checkpoint of this step."),
     ] = None,
     changed_data: Annotated[
         bool,
@@ -100,18 +94,14 @@ def run(
         ),
     ] = False,
     health_port: Annotated[
-        int | None,
-        typer.Option("--health-port", min=0, max=65535, help="Answer /healthz and /readyz here."),
+        int | None, typer.Option(min=0, max=65535, help="Answer /healthz and /readyz here.")
     ] = None,
-    health_host: Annotated[
-        str, typer.Option("--health-host", help="Host of --health-port.")
-    ] = "127.0.0.1",
+    health_host: Annotated[str, typer.Option(help="Host of --health-port.")] = "127.0.0.1",
     dry_run: DryRun = False,
     explain: Explain = False,
     end_with: Annotated[
         int | None,
         typer.Option(
-            "--end-with",
             metavar="PID",
             min=1,
             help="End as after Ctrl-C when PID, the process that started this one, ends.",
@@ -126,7 +116,7 @@ def run(
 
     config = _config_for_rl(config_file, overrides or [])
     if explain:
-        typer.echo(explain_config(config, lambda line: typer.style(line, dim=True)), nl=False)
+        typer.echo(explain_config(config, partial(typer.style, dim=True)), nl=False)
         from asyncrl.startup.memory import memory_comment
 
         typer.echo(memory_comment(config))
@@ -151,8 +141,7 @@ def run(
         resume = resume or may_be_resumed(config)
     console = TerminalConsole(markup=False)
     from asyncrl.runs.directory import refuse_unfit
-    from asyncrl.runs.template_date import with_recorded_date
-    from asyncrl.startup.gpu_defaults import with_recorded_dtype
+    from asyncrl.startup.gpu_defaults import with_recorded_date, with_recorded_dtype
     from asyncrl.steering.user_commands import with_orders
 
     with contextlib.suppress(OSError):  # `execute` says what cannot be read
@@ -195,8 +184,7 @@ def run(
 
 
 @app.command(
-    rich_help_panel=TRAINING,
-    epilog="Example: asyncrl sft examples/sft.yaml --set sft.epochs=2",
+    rich_help_panel=TRAINING, epilog="Example: asyncrl sft examples/sft.yaml --set sft.epochs=2"
 )
 def sft(
     config_file: ConfigFile,
@@ -217,9 +205,7 @@ def sft(
         raise UserError("--resume continues a run and --clean deletes it: give only one of them")
     config = load_config(config_file, overrides or [])
     if explain:
-        typer.echo(
-            explain_config(config, lambda line: typer.style(line, dim=True), "sft"), nl=False
-        )
+        typer.echo(explain_config(config, partial(typer.style, dim=True), "sft"), nl=False)
         return
     if not resume:
         refuse_without_effect(config, str(config_file), "sft")
@@ -279,16 +265,14 @@ def evaluate(
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run.")],
     step: Annotated[
-        int | None,
-        typer.Option("--step", min=0, help="Checkpoint's step; default: the newest whole one."),
+        int | None, typer.Option(min=0, help="Checkpoint's step; default: the newest whole one.")
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", metavar="DIR", help="Output; default: RUN/exports/step-NNNNNN."),
+        Path | None, typer.Option(metavar="DIR", help="Output; default: RUN/exports/step-NNNNNN.")
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option("--dtype", help="Data type of the weights; default: as trained."),
+        typer.Option(help="Data type of the weights; default: as trained."),
     ] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="With LoRA: write the merged model, not the adapter.")
@@ -334,9 +318,8 @@ app.command(
 def _end_with(parent: int) -> None:
     """Send this command one SIGTERM when its parent ends. Raises UserError for another parent.
 
-    The kernel's own signal (PR_SET_PDEATHSIG) also comes when the thread that has started this
-    process ends, and several times when a parent with threads is killed: the second ends a run at
-    once.
+    The kernel's PR_SET_PDEATHSIG also comes when the thread that started this process ends, and
+    several times when a parent with threads is killed: the second signal ends a run at once.
     """
     if sys.platform != "linux":
         raise UserError("--end-with works on Linux only")

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from asyncrl.cli.app import WATCHING, Json, RunName, Runs, TerminalConsole, app
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.runs.command_lines import DEFAULT_RUNS
+from asyncrl.suggestions import DEFAULT_RUNS
 
 
 @app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl status arithmetic --json")
@@ -53,7 +53,7 @@ def _status_now(run: Path) -> tuple[Mapping[str, Any], list[str]]:
 
 def _status_at_the_end(run: Path) -> tuple[Mapping[str, Any], list[str]]:
     """Return the last numbers without speeds, and what can be done with the run."""
-    from asyncrl.runs.command_lines import command_for, resume_command
+    from asyncrl.suggestions import command_for, resume_command
     from asyncrl.web.controller_link import EndedRun
 
     found = EndedRun(run).final
@@ -114,11 +114,9 @@ def logs(
     run, process = _run_and_process(words or [], runs)
     log_reading.find_logs(run, process)
     reader = log_reading.LogReader(lambda: log_reading.find_logs(run, process), lines)
-    found = (
-        log_reading.follow(reader, lambda: not is_alive(run))
-        if follow
-        else reader.new_lines(last=True)
-    )
+    found = reader.new_lines(last=True)
+    if follow:
+        found = log_reading.follow(reader, lambda: not is_alive(run))
     with contextlib.suppress(KeyboardInterrupt):
         for source, line in found:
             typer.echo(line if process is not None else f"{source} | {line}")
@@ -242,8 +240,7 @@ def web(
     name: RunName = None,
     runs: Runs = DEFAULT_RUNS,
     port: Annotated[
-        int,
-        typer.Option("--port", min=0, max=65535, help="Port for an ended run; 0: any free one."),
+        int, typer.Option(min=0, max=65535, help="Port for an ended run; 0: any free one.")
     ] = 0,
 ) -> None:
     """Print the link to the page of an active run, or serve the page of an ended one.

@@ -28,13 +28,8 @@ _MESSAGES = {
 }
 
 _OUT_OF_BOUNDS = (
-    "greater_than",
-    "greater_than_equal",
-    "less_than",
-    "less_than_equal",
-    "finite_number",
-    "string_pattern_mismatch",
-    "union",
+    *("greater_than", "greater_than_equal", "less_than", "less_than_equal"),
+    *("finite_number", "string_pattern_mismatch", "union"),
 )
 
 _Location = tuple[int | str, ...]

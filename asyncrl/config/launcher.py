@@ -17,8 +17,7 @@ class ClusterConfig(BaseModel):
     """Folder in memory for weights, the same on every node."""
     relays: Literal["auto", "always"] = "auto"
     """Use of a relay on each node for weights between nodes: `auto` if the run's processes are on
-    several machines, `always` also between nodes of one machine, as if they did not share memory.
-    """
+    several machines, `always` also between nodes of one machine, as if their memory were apart."""
     max_relay_restarts: int = Field(default=10, ge=0, le=10_000)
     """Maximum number of replacements of lost relays; the other processes continue."""
     place_seconds: float = Field(default=120.0, gt=0, le=WEEK_SECONDS)
@@ -36,8 +35,7 @@ class AgentsConfig(ClusterConfig):
     """`HOST:PORT` at which the controller waits for agents (`asyncrl agent --controller`). HOST is
     an address of this machine; 0.0.0.0 is every one."""
     control_port: int | None = Field(default=None, ge=1, le=MAX_PORT)
-    """Port of the same host at which the controller accepts the run's processes; null: the one
-    after that of `listen`."""
+    """Port of the same host for the run's processes; null: the one after that of `listen`."""
     key_file: AbsolutePath | None = Field(default=None, max_length=4096)
     """File with the secret that the controller and all agents share: `asyncrl agent-key FILE`
     writes one. Needed with `launcher.kind: agents`."""
@@ -83,9 +81,7 @@ class Bundle(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     cpus: float = Field(default=1.0, gt=0, le=4096)
-    """Cores. A process uses this number of threads, rounded down, unless `launcher.threads` is
-    set.
-    """
+    """Cores. A process uses this many threads, rounded down, unless `launcher.threads` is set."""
     resources: dict[str, float] = {}
     """Custom resources of Ray that a node must have, e.g. {"fast_disk": 1}."""
 
@@ -120,11 +116,9 @@ class RayConfig(ClusterConfig):
     image: str | None = Field(default=None, max_length=500)
     """Container image of the processes (Ray's `image_uri`), with the same asyncrl."""
     bind_address: str | None = Field(default=None, max_length=300)
-    """Address of this machine at which the controller listens for the processes; null: the one by
-    which Ray knows this machine."""
+    """Address of this machine for the processes; null: the one by which Ray knows this machine."""
     connect_seconds: float = Field(default=30.0, gt=0, le=WEEK_SECONDS)
-    """Longest wait for an answer of the cluster. A dead head does not refuse a connection, it is
-    silent."""
+    """Longest wait for an answer of the cluster: a dead head is silent instead of refusing."""
 
 
 GpuName = Annotated[str, Field(pattern=r"^(GPU|MIG)-[0-9A-Za-z/-]+$")]
@@ -138,8 +132,8 @@ class LauncherConfig(BaseModel):
 
     kind: Literal["local", "ray", "agents"] = "local"
     """`local`: child processes on this machine. `ray`: on the nodes of a Ray cluster
-    (docs/deploy.md). `agents`: on machines or in containers that somebody else has started, with
-    `asyncrl agent` in each (docs/deploy.md)."""
+    (docs/deploy.md). `agents`: on machines or in containers that you have started, with `asyncrl
+    agent` in each (docs/deploy.md)."""
     generators: int = Field(default=1, ge=1, le=10_000)
     """Number of generator processes."""
     threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
@@ -153,8 +147,7 @@ class LauncherConfig(BaseModel):
     weights: Literal["files", "broadcast"] = "files"
     """Transport of new weights to the generators. `files`: each reads them from the memory of its
     node. `broadcast`: the trainer sends them to all at once, by NCCL between GPUs and by gloo
-    otherwise; a generator that misses the broadcast reads the file. The sockets do not have keys:
-    needs `trusted_network`."""
+    otherwise; one that misses it reads the file. The sockets lack keys: needs `trusted_network`."""
     trusted_network: bool = False
     """Confirms that only people you trust can log in to the run's nodes, or connect to or listen to
     the network between them. Only `weights: broadcast` and `trainer.rank_network` need it

@@ -1,5 +1,6 @@
 """Generates the reference of all settings from the Config classes."""
 
+import math
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ Schema = Mapping[str, Any]
 
 _WIDTH = 100
 _HUGE = 604_800
-"""A bound that no user reaches, from here on, is not shown."""
+"""A bound that no user reaches: the page leaves out those from here on."""
 
 _INTRODUCTION = """\
 # Configuration
@@ -66,6 +67,8 @@ class Setting:
     """Allowed values: the type or the choices, then the bounds."""
     default: str
     meaning: str
+    condition: str = ""
+    """The sentence that says when it has an effect; empty: always."""
     may_change: str = ""
     """`at a step`, `live`, `on resume` or `never`."""
 
@@ -80,20 +83,19 @@ class Section:
     """A group of settings: one Config class at one place of the configuration."""
 
     path: str
-    """Dotted path of the section; `[]` stands for each entry of a list, `NAME` for each name of a
-    mapping."""
+    """Dotted path; `[]` stands for each entry of a list, `NAME` for each name of a mapping."""
     meaning: str
     """Docstring of the class and of the field that holds it. May have several paragraphs."""
     settings: tuple[Setting, ...]
 
 
-def sections() -> list[Section]:
-    """Return every section of the configuration; a nested section follows its parent."""
+def sections(most: float = math.inf) -> list[Section]:
+    """Return every section, with bounds below `most`; a nested section follows its parent."""
     schema = RunConfig.model_json_schema()
     return [
         section
         for name, field in schema["properties"].items()
-        for section in _sections(name, field, schema["$defs"])
+        for section in _sections(name, field, schema["$defs"], most)
     ]
 
 
@@ -112,7 +114,7 @@ def explain_config(config: RunConfig, grey: Callable[[str], str] = str, verb: st
 def reference_page() -> str:
     """Return the text of docs/configuration.md."""
     described: dict[Setting, str] = {}
-    pages = ("\n".join(_page_section(section, described)) + "\n" for section in sections())
+    pages = ("\n".join(_page_section(section, described)) + "\n" for section in sections(_HUGE))
     return "\n".join([_INTRODUCTION, *pages])
 
 
@@ -126,17 +128,20 @@ def _page_section(section: Section, described: dict[Setting, str]) -> Iterator[s
     changes = {setting.may_change for setting in section.settings}
     if changes == {"never"}:
         yield from ("None of these may change in a run that has begun.", "")
-    shared = _shared_conditions(section)
-    for condition, names in shared.items():
-        yield from (f"{condition.removesuffix('.')}: {', '.join(f'`{one}`' for one in names)}.", "")
+    names: dict[str, list[str]] = {}
+    for setting in section.settings:
+        names.setdefault(setting.condition, []).append(f"`{setting.name}`")
+    shared = {condition: keys for condition, keys in names.items() if condition and len(keys) > 1}
+    for condition, keys in shared.items():
+        yield from (f"{condition.removesuffix('.')}: {', '.join(keys)}.", "")
     column = " may change |" if len(changes) > 1 else ""
     yield f"| key | values | default |{column} meaning |"
     yield f"|---|---|---|{'---|' if column else ''}---|"
     for setting in section.settings:
         may_change = f" {setting.may_change.replace('on resume', '')} |" if column else ""
         meaning = setting.meaning
-        for condition in shared:
-            meaning = meaning.removesuffix(f" {condition}")
+        if setting.condition not in shared:
+            meaning = f"{meaning} {setting.condition}".rstrip()
         earlier = described.setdefault(setting, section.path)
         if earlier != section.path:
             meaning = f"As in `{earlier}`."
@@ -146,61 +151,49 @@ def _page_section(section: Section, described: dict[Setting, str]) -> Iterator[s
         )
 
 
-def _shared_conditions(section: Section) -> dict[str, list[str]]:
-    """Return the conditions that several keys of a section have, each with its keys."""
-    names: dict[str, list[str]] = {}
-    for setting in section.settings:
-        for condition in _only(f"{section.path}.{setting.name}"):
-            names.setdefault(condition, []).append(setting.name)
-    return {condition: keys for condition, keys in names.items() if len(keys) > 1}
-
-
-def _sections(path: str, field: Schema, models: Schema) -> Iterator[Section]:
+def _sections(path: str, field: Schema, models: Schema, most: float) -> Iterator[Section]:
     model: Schema = models[field["$ref"].rpartition("/")[2]]
     settings: list[Setting] = []
     nested: list[Section] = []
     for name, inner in model["properties"].items():
         if "$ref" in inner:
-            nested += _sections(f"{path}.{name}", inner, models)
+            nested += _sections(f"{path}.{name}", inner, models, most)
             continue
-        settings.append(_setting(path, name, inner))
+        settings.append(_setting(path, name, inner, most))
         if "$ref" in inner.get("items", {}):
-            nested += _sections(f"{path}.{name}[]", inner["items"], models)
+            nested += _sections(f"{path}.{name}[]", inner["items"], models, most)
         entries = inner.get("additionalProperties", {})
         if isinstance(entries, Mapping) and "$ref" in entries:
-            nested += _sections(f"{path}.{name}.NAME", entries, models)
+            nested += _sections(f"{path}.{name}.NAME", entries, models, most)
     meaning = model.get("description", "").partition("\n\nExample:")[0]
     if "description" in field:
         meaning += "\n\n" + field["description"]
-    yield Section(path, " ".join([meaning.strip(), *_only(path)]), tuple(settings))
+    yield Section(path, f"{meaning.strip()} {_only(path)}".strip(), tuple(settings))
     yield from nested
 
 
-def _only(key: str) -> Iterator[str]:
-    """Yield when a setting or section has an effect, if it does not always have one."""
-    if key in EFFECTS:
-        yield f"Only {EFFECTS[key].when}."
+def _only(key: str) -> str:
+    return f"Only {EFFECTS[key].when}." if key in EFFECTS else ""
 
 
-def _setting(path: str, name: str, field: Schema) -> Setting:
+def _setting(path: str, name: str, field: Schema, most: float) -> Setting:
     default = _yaml(field["default"]) if "default" in field else "none, it must be given"
     if "bytes" in name:
         default += f" ({field['default'] >> 20} MiB)"
-    meaning = " ".join([*field.get("description", "").split(), *_only(f"{path}.{name}")])
-    return Setting(
-        name, _values(field), default, meaning, _MAY_CHANGE[rule_of(f"{path}.{name}").when]
-    )
+    meaning, key = " ".join(field.get("description", "").split()), f"{path}.{name}"
+    may_change = _MAY_CHANGE[rule_of(key).when]
+    return Setting(name, _values(field, most), default, meaning, _only(key), may_change)
 
 
-def _values(field: Schema) -> str:
+def _values(field: Schema, most: float) -> str:
     if "anyOf" in field:
-        return ", or ".join(_values(choice) for choice in field["anyOf"])
+        return ", or ".join(_values(choice, most) for choice in field["anyOf"])
     if "enum" in field:
         choices = [f"`{value}`" for value in field["enum"]]
         return f"{', '.join(choices[:-1])} or {choices[-1]}"
     if "const" in field:
         return f"`{field['const']}`"
-    return " ".join([_type(field), ", ".join(_bounds(field))]).strip()
+    return " ".join([_type(field), ", ".join(_bounds(field, most))]).strip()
 
 
 def _type(field: Schema) -> str:
@@ -211,14 +204,13 @@ def _type(field: Schema) -> str:
     return names.get(kind, kind)
 
 
-def _bounds(field: Schema) -> Iterator[str]:
-    for key, sign in (
-        ("minimum", "≥"),
-        ("exclusiveMinimum", ">"),
-        ("maximum", "≤"),
-        ("exclusiveMaximum", "<"),
-    ):
-        if key in field and abs(field[key]) < _HUGE:
+def _bounds(field: Schema, most: float) -> Iterator[str]:
+    lower, upper = (
+        {"minimum": "≥", "exclusiveMinimum": ">"},
+        {"maximum": "≤", "exclusiveMaximum": "<"},
+    )
+    for key, sign in (lower | upper).items():
+        if key in field and abs(field[key]) < most:
             bound = field[key]
             yield f"{sign} {bound:,.0f}" if bound == int(bound) else f"{sign} {bound:g}"
     if "pattern" in field:
@@ -262,7 +254,7 @@ class _Explained:
         self, path: str, setting: Setting, value: Any, at: Place, indent: str
     ) -> Iterator[str]:
         name = setting.name
-        yield from _comment(setting.meaning, indent)
+        yield from _comment(f"{setting.meaning} {setting.condition}", indent)
         yield from _comment(setting.summary.replace("`", ""), indent)
         if value and f"{path}.{name}.NAME" in self.known:
             yield f"{indent}{name}:"

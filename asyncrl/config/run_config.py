@@ -40,14 +40,9 @@ from asyncrl.trainer.base.rank_network import is_loopback
 from asyncrl.wire.transport.paths import FOLDER
 
 
-def clock_dependencies(
-    scheduler: SchedulerConfig,
-    engine: EngineConfig,
-    cache: CacheConfig,
-    trainer: TrainerConfig,
-    environment: EnvironmentConfig,
-) -> Iterator[str]:
+def clock_dependencies(config: RunConfig) -> Iterator[str]:
     """Yield each setting that makes a run depend on the clock: the setting, why, and a remedy."""
+    scheduler, engine, trainer = config.scheduler, config.engine, config.trainer
     if scheduler.on_update == "verify":
         yield (
             "scheduler.on_update: verify, because the point at which new weights interrupt a "
@@ -63,7 +58,7 @@ def clock_dependencies(
             f"scheduler.sample_deadline_seconds: {scheduler.sample_deadline_seconds}, because the "
             "clock decides which samples are cut off; set it to null"
         )
-    if cache.reuse == "lenient":
+    if config.cache.reuse == "lenient":
         yield (
             "cache.reuse: lenient, because a sample begins with tokens that its generator happens "
             "to have; set cache.reuse: drafts"
@@ -74,13 +69,12 @@ def clock_dependencies(
             "pass; set trainer.mix_groups: false"
         )
     for kind in dict.fromkeys(engine.kinds) or (engine.kind,):
-        if kind == "torch":
-            continue
-        yield (
-            f"engine.kind: {kind}, because its log-probabilities depend on what else is in "
-            "the batch; set engine.kind: torch"
-        )
-    yield from _environments(environment)
+        if kind != "torch":
+            yield (
+                f"engine.kind: {kind}, because its log-probabilities depend on what else is in "
+                "the batch; set engine.kind: torch"
+            )
+    yield from _environments(config.environment)
     if trainer.ranks > 1:
         yield (
             f"trainer.ranks: {trainer.ranks}, because the order in which groups finish decides "
@@ -252,16 +246,14 @@ class RunConfig(BaseModel):
                 f"trainer.rank_network: {network} lets the trainer's ranks listen at sockets that "
                 "have neither keys nor encryption, because gloo and NCCL have none: anyone "
                 "who reaches them can read gradients and weights and disturb the run. If you trust "
-                "everybody in that network, say so with launcher.trusted_network: true; otherwise "
+                "everyone in that network, say so with launcher.trusted_network: true; otherwise "
                 "keep all ranks on one machine, without trainer.rank_network"
             )
         return self
 
     @model_validator(mode="after")
     def _repeatable_runs_do_not_depend_on_the_clock(self) -> Self:
-        sections = self.scheduler, self.engine, self.cache, self.trainer, self.environment
-        found = list(clock_dependencies(*sections)) if self.run.repeatable else []
-        if found:
+        if self.run.repeatable and (found := list(clock_dependencies(self))):
             listed = ". Nor does it work with ".join(found)
             raise ValueError(f"run.repeatable: true does not work with {listed}")
         return self
@@ -289,6 +281,11 @@ class RunConfig(BaseModel):
                 wrong = "; ".join(mistakes({}, error, RunConfig))
                 raise ValueError(f"run.changes, step {step}: {wrong}") from error
         return self
+
+    def with_values(self, section: str, **values: object) -> RunConfig:
+        """Return a copy with other values in a section; they are not validated."""
+        part = getattr(self, section).model_copy(update=values)
+        return self.model_copy(update={section: part})
 
     def at(self, step: int) -> RunConfig:
         """Return the configuration of a step, with the changes (`run.changes`) up to it only."""
@@ -428,6 +425,6 @@ def _place_of(part: str, place: Any, shown: str) -> Any:
     if part.isdecimal() and len(part) < 9 and int(part) <= len(place):
         return int(part)
     raise ConfigError(
-        f"{shown}: {shortened(part)} is no place in a list of {len(place):,}: they are numbered "
-        "from 0, and the next number appends an entry"
+        f"{shown}: {shortened(part)} is not an index of a list of {len(place):,}: entries are "
+        "numbered from 0, and the next number appends one"
     )

@@ -27,7 +27,7 @@ MAX_DEPTH = 100
 _TOO_MANY = f"more than {MAX_VALUES:,} values, aliases written out"
 
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]*[0-9][0-9_]*")
-
+"""`010`, which YAML 1.1 reads as 8, and `08`, which it reads as text."""
 _UNREADABLE = (ValueError, OverflowError, LookupError, AttributeError)
 """Exceptions of PyYAML for `!!bool x`, `!!int ""`, `2026-13-45` and integers of 5,000 digits."""
 
@@ -117,9 +117,7 @@ class _Loader(yaml.SafeLoader):
     def fetch_flow_collection_start(self, TokenClass: Any) -> None:  # noqa: N803 - PyYAML's name
         """Refuse brackets that are nested too deeply. Raises MarkedYAMLError."""
         if self.flow_level >= MAX_DEPTH:
-            raise _refused(
-                f"brackets are nested too deeply: more than {MAX_DEPTH}", self.get_mark()
-            )
+            raise _refused(f"brackets are nested too deeply: over {MAX_DEPTH}", self.get_mark())
         super().fetch_flow_collection_start(TokenClass)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
@@ -134,8 +132,13 @@ class _Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Return a node's value; convert PyYAML's other errors to MarkedYAMLError."""
-        if isinstance(node, yaml.ScalarNode):
-            _refuse_leading_zero(node)
+        is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
+        if is_plain and _LEADING_ZERO.fullmatch(node.value):
+            raise _refused(
+                f"the number {shortened(node.value, 40)} begins with 0, so YAML reads it as octal "
+                "or as text; write it without the 0, or in quotes if it is text",
+                node.start_mark,
+            )
         try:
             return super().construct_object(node, deep=deep)
         except _UNREADABLE as error:
@@ -145,16 +148,6 @@ class _Loader(yaml.SafeLoader):
                 f"{shortened(str(error), 80)}",
                 node.start_mark,
             ) from error
-
-
-def _refuse_leading_zero(node: yaml.ScalarNode) -> None:
-    """Refuse `010`, which YAML 1.1 reads as 8, and `08`, which it reads as text."""
-    if node.style is None and _LEADING_ZERO.fullmatch(node.value):
-        raise _refused(
-            f"the number {shortened(node.value, 40)} begins with 0, so YAML reads it as octal or "
-            "as text; write it without the 0, or in quotes if it is text",
-            node.start_mark,
-        )
 
 
 def _refuse_duplicates(node: yaml.MappingNode) -> None:

@@ -26,8 +26,7 @@ from asyncrl.reward_server.keeping import served
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.runs.directory import find_run
-from asyncrl.runs.template_date import with_date
-from asyncrl.startup.gpu_defaults import with_drafts_that_pay
+from asyncrl.startup.gpu_defaults import with_date, with_drafts_that_pay
 from asyncrl.startup.model_check import check_files, check_numbers
 from asyncrl.startup.model_checks import check_positions
 from asyncrl.tasks.config import ModelConfig

@@ -49,9 +49,8 @@ class ConditionWait:
     ) -> None:
         """Wait until the condition holds, at most `seconds` without `progress`.
 
-        It is evaluated after every change. Any change of the number `progress()` restarts the
-        limit; time in which this process was suspended does not count. Raises WaitTimeout with
-        `what()`.
+        It is evaluated after every change. A change of `progress()` restarts the limit; time in
+        which this process was suspended does not count. Raises WaitTimeout with `what()`.
         """
         waited, made = 0.0, progress()
         while not condition():

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,19 @@ logger = logging.getLogger(__name__)
 BRING_SECONDS = 30.0
 
 
+@dataclass(eq=False)
 class NodeFiles:
-    """Orders relays to copy files. `run_key` gives them the keys to each other."""
+    """Orders relays to copy files. `_run_key` gives them the keys to each other."""
 
-    def __init__(
-        self, relays: Relays, run_key: RunKey, send: Callable[[str, Any], None], run: Path
-    ) -> None:
-        self._relays = relays
-        self._run_key = run_key
-        self._send = send
-        self._run = run
-        self._told: tuple[str, tuple[to_relay.FileSource, ...]] = ("", ())
-        self._seen: dict[str, to_relay.FileSource] = {}
-        self._node_of: dict[str, str] = {}
-        self._attempt = 0
-        self._attempts: dict[int, asyncio.Future[str]] = {}
+    _relays: Relays
+    _run_key: RunKey
+    _send: Callable[[str, Any], None]
+    _run: Path
+    _told: tuple[str, tuple[to_relay.FileSource, ...]] = ("", ())
+    _seen: dict[str, to_relay.FileSource] = field(default_factory=dict)
+    _node_of: dict[str, str] = field(default_factory=dict)
+    _attempt: int = 0
+    _attempts: dict[int, asyncio.Future[str]] = field(default_factory=dict)
 
     def update(self, workers: Iterable[Worker]) -> None:
         """Order a relay what to copy, if that has changed; `workers` are all ever started."""

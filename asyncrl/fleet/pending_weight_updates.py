@@ -25,19 +25,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from asyncrl.errors import RunFailed
+from asyncrl.fleet import weight_routes
 from asyncrl.fleet.process_state import GeneratorWorker, RelayWorker, TrainerRank
 from asyncrl.fleet.relays import Relays
-from asyncrl.fleet.weight_routes import (
-    MAX_TRIES,
-    Fetch,
-    Forget,
-    GiveUp,
-    Hopeless,
-    Order,
-    RelayPlace,
-    Serve,
-    WeightRoutes,
-)
+from asyncrl.fleet.weight_routes import MAX_TRIES, WeightRoutes
 from asyncrl.launch.child_spec import weights_hub
 from asyncrl.wire import RunKey
 from asyncrl.wire.messages import from_relay, to_relay
@@ -46,27 +37,21 @@ from asyncrl.wire.messages.to_generator import InstallWeights, Verify
 from asyncrl.wire.weights.layout import WeightManifest
 
 
+@dataclass(eq=False)
 class WeightFetching:
     """Passes events to the routes, and their orders to relays.
 
-    All methods raise RunFailed if a node cannot get the weights. `cut_off` kills a process; the
+    All methods raise RunFailed if a node cannot get the weights. `_cut_off` kills a process; the
     watchdog reports it with the reason and replaces it.
     """
 
-    def __init__(
-        self,
-        relays: Relays,
-        run_key: RunKey,
-        send: Callable[[str, Struct], None],
-        cut_off: Callable[[str, str], None],
-    ) -> None:
-        self._relays = relays
-        self._run_key = run_key
-        self._send = send
-        self._cut_off = cut_off
-        self._routes = WeightRoutes()
-        self._published: tuple[WeightManifest, str] | None = None
-        self._ready: dict[str, str] = {}
+    _relays: Relays
+    _run_key: RunKey
+    _send: Callable[[str, Struct], None]
+    _cut_off: Callable[[str, str], None]
+    _routes: WeightRoutes = field(default_factory=WeightRoutes)
+    _published: tuple[WeightManifest, str] | None = None
+    _ready: dict[str, str] = field(default_factory=dict)
 
     def manifest_at(self, node: str) -> WeightManifest | None:
         """`WeightRoutes.manifest_at`."""
@@ -92,7 +77,7 @@ class WeightFetching:
             said = worker.ready_message
             if node not in self._ready and said is not None:
                 self._ready[node] = worker.name
-                place = RelayPlace(worker.name, said.source, said.node)
+                place = weight_routes.RelayPlace(worker.name, said.source, said.node)
                 self._obey(self._routes.relay_ready(node, place))
         return lost
 
@@ -114,22 +99,22 @@ class WeightFetching:
         """Retry after some time."""
         self._obey(self._routes.again())
 
-    def _obey(self, orders: list[Order]) -> None:
+    def _obey(self, orders: list[weight_routes.Order]) -> None:
         for order in orders:
             match order:
-                case Serve(relay, manifest, attempt):
+                case weight_routes.Serve(relay, manifest, attempt):
                     self._send(relay, to_relay.ServeWeights(manifest, attempt))
-                case Forget(relay):
+                case weight_routes.Forget(relay):
                     self._send(relay, to_relay.ForgetWeights())
-                case Fetch(relay, manifest, parents, attempt):
+                case weight_routes.Fetch(relay, manifest, parents, attempt):
                     asked = tuple(
                         Parent(name, address, self._run_key.line(weights_hub(name), relay))
                         for name, address in parents
                     )
                     self._send(relay, to_relay.FetchWeights(manifest, asked, attempt))
-                case GiveUp(relay, reason):
+                case weight_routes.GiveUp(relay, reason):
                     self._cut_off(relay, f"it cannot get the weights: {reason}")
-                case Hopeless(_, reason):
+                case weight_routes.Hopeless(_, reason):
                     raise RunFailed(
                         f"weights do not reach a node of the run, after {2 * MAX_TRIES} tries: "
                         f"{reason}"

@@ -11,17 +11,10 @@ from msgspec.structs import replace
 
 from asyncrl.config.launcher import LauncherConfig
 from asyncrl.cores import trainer_name
+from asyncrl.fleet import process_state
 from asyncrl.fleet.node_files import NodeFiles
 from asyncrl.fleet.pending_weight_updates import Installations
-from asyncrl.fleet.process_state import (
-    GeneratorWorker,
-    RelayWorker,
-    TrainerRank,
-    Worker,
-    cause_of_death,
-    left_early,
-    what_starts,
-)
+from asyncrl.fleet.process_state import GeneratorWorker, RelayWorker, TrainerRank, Worker
 from asyncrl.fleet.relays import Relays
 from asyncrl.fleet.shutdown import STOP_SECONDS, attended, end_all, raise_if_late
 from asyncrl.launch.child_spec import GeneratorSpec, SpecsOfRun, TrainerSpec, keys_of
@@ -55,7 +48,7 @@ class Fleet:
         hub: Hub[Any],
         run_key: RunKey,
     ) -> None:
-        self._config = config
+        self.config = config
         self._launcher = launcher
         self._specs = specs
         self._run_key = run_key
@@ -78,7 +71,7 @@ class Fleet:
     def start_all(self) -> None:
         """Start the trainer and the generators."""
         self._start_trainer()
-        for index in range(self._config.generators):
+        for index in range(self.config.generators):
             self._start_generator(f"generator-{index}", first=True)
 
     async def make_room(self, generators: list[int]) -> None:
@@ -99,7 +92,7 @@ class Fleet:
 
     def leave(self, worker: GeneratorWorker) -> None:
         """Give a generator no more work; end it if it is not ready yet."""
-        worker.leave_by = time.monotonic() + self._config.leave_seconds
+        worker.leave_by = time.monotonic() + self.config.leave_seconds
         if not worker.is_ready:
             worker.handle.end(by_force=False)
 
@@ -156,9 +149,7 @@ class Fleet:
         return self._launcher.start(spec, keys)
 
     async def send(
-        self,
-        name: str,
-        message: to_generator.ToGenerator | to_trainer.ToTrainer | to_relay.ToRelay,
+        self, name: str, message: to_generator.ToGenerator | to_trainer.ToTrainer | to_relay.ToRelay
     ) -> None:
         """Send to a process. A message to a dead one is dropped; `deaths` will report it."""
         self._hub.send_soon(name, message)
@@ -170,12 +161,7 @@ class Fleet:
 
     def configure(self, config: LauncherConfig) -> None:
         """Set other limits; the number of generators does not change."""
-        self._config = self.relays.config = config
-
-    @property
-    def config(self) -> LauncherConfig:
-        """The limits in force."""
-        return self._config
+        self.config = self.relays.config = config
 
     @property
     def trainer(self) -> TrainerRank:
@@ -242,7 +228,7 @@ class Fleet:
 
     def what_starts(self) -> str:
         """Describe the processes that are not ready, and what each logged last."""
-        return what_starts(self.alive)
+        return process_state.what_starts(self.alive)
 
     def everyone(self) -> Iterable[TrainerRank | GeneratorWorker]:
         """Return all trainers and generators that were ever started, lost ones included."""
@@ -289,8 +275,8 @@ class Fleet:
                 if one.waits_for_room:  # as long as there are others
                     one.heard = now
         for worker in [*self.alive, *self.relays.alive]:
-            reason = cause_of_death(worker, now, self._config)
-            if reason is not None and not left_early(worker, self.ranks):
+            reason = process_state.cause_of_death(worker, now, self.config)
+            if reason is not None and not process_state.left_early(worker, self.ranks):
                 worker.is_gone = True
                 self._hub.abandon(worker.name)
                 found.append((worker, reason))
@@ -336,7 +322,7 @@ class Fleet:
         if with_machine:
             self._renamed += 1
             return True
-        if self._restarts >= self._config.max_restarts:
+        if self._restarts >= self.config.max_restarts:
             return False
         self._restarts += 1
         return True
@@ -381,8 +367,8 @@ class Fleet:
         end in time and were killed, or files were not copied in time.
         """
         async with attended(self._hub, self.relays, lambda: self._ending, self.alive):
-            killed = await end_all(self.alive, self._hub, self._config, told=self._ending)
+            killed = await end_all(self.alive, self._hub, self.config, told=self._ending)
         seconds = 0.0 if self._ending else STOP_SECONDS
         left = await self.files.finish(self._hub, seconds)
-        killed |= await end_all(self.relays.alive, self._hub, self._config, told=self._ending)
+        killed |= await end_all(self.relays.alive, self._hub, self.config, told=self._ending)
         raise_if_late(killed, left)

@@ -6,6 +6,7 @@ A lost relay is replaced as long as its node has processes. It counts against a 
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -21,27 +22,20 @@ _NOT_READY_SECONDS = 5.0
 """The same if the last one was never ready: its node may be gone, which is soon known."""
 
 
+@dataclass(eq=False)
 class Relays:
-    """Starts relays, and knows each node's; `next_index` numbers the run's processes."""
+    """Starts relays, and knows each node's; `_next_index` numbers the run's processes."""
 
-    def __init__(
-        self,
-        config: LauncherConfig,
-        launcher: Launcher,
-        spec: RelaySpec,
-        run_key: RunKey,
-        next_index: Callable[[], int],
-    ) -> None:
-        self._next_index = next_index
-        self.config = config
-        self._launcher = launcher
-        self._spec = spec
-        self._run_key = run_key
-        self._workers: dict[str, RelayWorker] = {}
-        self._of_nodes: dict[str, list[RelayWorker]] = {}
-        """All relays that each node ever had, the current one last."""
-        self._started: dict[str, float] = {}
-        self._restarts: dict[str, int] = {}
+    config: LauncherConfig
+    _launcher: Launcher
+    _spec: RelaySpec
+    _run_key: RunKey
+    _next_index: Callable[[], int]
+    _workers: dict[str, RelayWorker] = field(default_factory=dict)
+    _of_nodes: dict[str, list[RelayWorker]] = field(default_factory=dict)
+    """All relays that each node ever had, the current one last."""
+    _started: dict[str, float] = field(default_factory=dict)
+    _restarts: dict[str, int] = field(default_factory=dict)
 
     @property
     def are_used(self) -> bool:

@@ -66,8 +66,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"):
     relay_address: str = ""
     """Address of its node's relay; the launcher knows it on the process's node only."""
     config_json: str = ""
-    """The run's resolved configuration; empty: it is read from the run directory, which a process
-    of another node may not see."""
+    """The run's resolved configuration; empty: the process reads it from the run directory."""
 
     def exporter(self, config: MonitoringConfig, registry: CollectorRegistry) -> Exporter | None:
         """Make the server of its metrics; None where they are off. Raises ExporterError."""
@@ -111,8 +110,7 @@ class TrainerSpec(ModelSpec, frozen=True, kw_only=True, tag="trainer"):
     resume_from: int | None = None
     """The number of steps of the checkpoint to continue from; None: from the model."""
     engine_device: Literal["cpu", "cuda"] | None = None
-    """Device of the generators, which a trainer with other GPUs cannot see; None: torch decides in
-    any process."""
+    """Device of the generators, which a trainer on other GPUs cannot see; None: torch decides."""
     fence: str = ""
     """The token of this trainer (`asyncrl.trainer.checkpoint.trainer_lease`)."""
     ports: tuple[int, ...] = ()
@@ -223,8 +221,7 @@ class RelayKeys(msgspec.Struct, frozen=True, tag=True):
     weights: HubKeys
     """Keys for the nodes that request weights from this one."""
     children: HubKeys
-    """Keys for the processes of its node. It does not have a key of passes: the controller checks
-    these."""
+    """Keys for the processes of its node. The controller checks their passes."""
     files: HubKeys
     """Keys for the relays that request files from this one."""
 
@@ -247,9 +244,8 @@ def keys_of(run_key: RunKey, name: str, role: Role, *, relayed: bool = False) ->
         return TrainerKeys(control, run_key.hub("data"))
     if role == "relay":
         children = HubKeys(run_key.hub(_RELAYS).secret, b"")
-        return RelayKeys(
-            control, run_key.hub(weights_hub(name)), children, run_key.hub(files_hub(name))
-        )
+        weights, files = run_key.hub(weights_hub(name)), run_key.hub(files_hub(name))
+        return RelayKeys(control, weights, children, files)
     return GeneratorKeys(control, run_key.line("data", name))
 
 

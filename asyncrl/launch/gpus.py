@@ -122,7 +122,7 @@ def _ask(*arguments: str) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stdout", None) or getattr(error, "stderr", None) or error
         raise UserError(
-            f"nvidia-smi does not say which GPUs this machine has: {str(said).strip()}. Repair the "
+            f"nvidia-smi does not list this machine's GPUs: {str(said).strip()}. Repair the "
             "driver, or set launcher.gpus: [] to run on the CPU"
         ) from error
     return done.stdout
@@ -132,14 +132,10 @@ def _from_proc() -> list[Gpu]:
     found: list[Gpu] = []
     for path in sorted(PROC.glob("*/information")):  # folders are named by PCI address, as CUDA's
         text = path.read_text(encoding="utf-8", errors="replace")
-        fields = {
-            key.strip(): value.strip()
-            for key, _, value in (line.partition(":") for line in text.splitlines())
-        }
-        uuid = fields.get("GPU UUID", "")
-        if uuid.startswith("GPU-"):
-            number = len(found)
-            found.append(Gpu(str(number), uuid, fields.get("Model", "GPU"), number=number))
+        model = re.search(r"^Model:\s*(.*\S)", text, re.MULTILINE)
+        if (uuid := re.search(r"^GPU UUID:\s*(GPU-.*\S)", text, re.MULTILINE)) is not None:
+            number, name = len(found), "GPU" if model is None else model[1]
+            found.append(Gpu(str(number), uuid[1], name, number=number))
     return found
 
 
@@ -157,10 +153,7 @@ def torch_build() -> TorchBuild:
     spec = importlib.util.find_spec("torch")
     origin = None if spec is None else spec.origin
     path = Path("missing") if origin is None else Path(origin).with_name("version.py")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        return TorchBuild("(unknown)", "unknown")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
     version = re.search(r"^__version__ = '([^']*)'", text, re.MULTILINE)
     cuda = re.search(r"^cuda(?::[^=]*)? = (?:'([^']*)'|None)", text, re.MULTILINE)
     return TorchBuild(

@@ -49,8 +49,7 @@ class ProcessStatus(NamedTuple):
 
 def identity_of(pid: int) -> ProcessIdentity | None:
     """Return the identity of the process that has this id now, or None."""
-    status = status_of(pid)
-    boot = _boot_id()
+    status, boot = status_of(pid), _boot_id()
     if status is None or boot is None:
         return None
     return ProcessIdentity(pid, status.started, boot)
@@ -82,12 +81,9 @@ def ancestors() -> set[int]:
 def is_running(process: ProcessIdentity) -> bool:
     """Return True if this very process exists and has not ended."""
     status = status_of(process.pid)
-    return (
-        status is not None
-        and status.state not in "ZX"
-        and status.started == process.started
-        and process.boot == _boot_id()
-    )
+    if status is None or status.state in "ZX":
+        return False
+    return (status.started, _boot_id()) == (process.started, process.boot)
 
 
 def send(process: ProcessIdentity, number: signal.Signals) -> None:
@@ -100,6 +96,13 @@ def send(process: ProcessIdentity, number: signal.Signals) -> None:
                 signal.pidfd_send_signal(descriptor, number)
         finally:
             os.close(descriptor)
+
+
+def pidfd_of(pid: int) -> int | None:
+    """Return a descriptor that is readable once this process has ended; None if it has."""
+    with contextlib.suppress(ProcessLookupError):
+        return os.pidfd_open(pid)
+    return None
 
 
 def session_members(leaders: set[int]) -> Iterator[ProcessIdentity]:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.launch.child_spec import CONFIG_VARIABLE
+from asyncrl.launch.identity import pidfd_of
 from asyncrl.launch.orphan_reaper import MARK_VARIABLE
 from asyncrl.launch.records import MARK_VARIABLE as RUN_MARK
 from asyncrl.launch.start_order import last_lines, open_log
@@ -188,7 +189,9 @@ class NodeChild:
 
     def _keep_one(self, command: list[str], keeper: int) -> None:
         while True:
-            _wait_for_end(keeper)
+            if (end := pidfd_of(keeper)) is not None:
+                select.select([end], [], [])
+                os.close(end)
             if self._ended.wait(_KEEPER_SECONDS):
                 return
             with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
@@ -229,17 +232,6 @@ def _started_keeper(command: list[str]) -> int:
         start_new_session=True,
     )
     return int(done.stdout)
-
-
-def _wait_for_end(process: int) -> None:
-    try:
-        end = os.pidfd_open(process)
-    except ProcessLookupError:
-        return
-    try:
-        select.select([end], [], [])
-    finally:
-        os.close(end)
 
 
 def _relay_address(run_id: str, place: str) -> str:

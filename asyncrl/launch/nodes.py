@@ -15,17 +15,14 @@ class NodeInfo(msgspec.Struct, frozen=True):
     ip: str
     hostname: str
     memory: str
-    """Identifies the memory that the processes of a machine share; equal on two nodes if they share
-    it."""
+    """Identifies the memory that a machine's processes share; equal on two nodes that share it."""
     python: str
     asyncrl: str
     """Version and digest of the code; empty if it cannot be imported."""
     shares_run_directory: bool
     has_model: bool
     disk: str = ""
-    """Identifies its folder of temporary files, which holds a run's files that it does not
-    share.
-    """
+    """Identifies its folder of temporary files, which holds a run's files that are not shared."""
 
     def __str__(self) -> str:
         return f"{self.ip} ({self.hostname})"

@@ -22,10 +22,9 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.launch.identity import ProcessIdentity, send, session_members, with_variable
+from asyncrl.launch.identity import pidfd_of, send, session_members, with_variable
 from asyncrl.launch.records import MARK_VARIABLE as RUN_MARK
 
 MARK_VARIABLE = "ASYNCRL_PROCESS_MARK"
@@ -38,14 +37,7 @@ def main() -> None:
     """Leave the starting process, then wait."""
     agent, child = int(sys.argv[1]), int(sys.argv[2])
     mark, run_mark, folder, run_id, name = sys.argv[3:8]
-    try:
-        agent_end: int | None = os.pidfd_open(agent)
-    except ProcessLookupError:
-        agent_end = None
-    try:
-        child_end: int | None = os.pidfd_open(child)
-    except ProcessLookupError:
-        child_end = None
+    agent_end, child_end = pidfd_of(agent), pidfd_of(child)
     if keeper := os.fork():
         print(keeper, flush=True)  # for the agent, which starts another when this one ends
         os._exit(0)  # so that it is no child of the agent, which may be killed with its children
@@ -111,17 +103,12 @@ def keep(
         select.select([child_end], [], [], grace)
     began = time.monotonic()
     while time.monotonic() - began < KILL_SECONDS:
-        left = list(_left(child, mark))
+        left = [*with_variable(MARK_VARIABLE, {mark}), *session_members({child})]
         for process in left:
             send(process, signal.SIGKILL)
         if not left:
             return
         time.sleep(_POLL_SECONDS)
-
-
-def _left(child: int, mark: str) -> Iterator[ProcessIdentity]:
-    yield from with_variable(MARK_VARIABLE, {mark})
-    yield from session_members({child})
 
 
 if __name__ == "__main__":

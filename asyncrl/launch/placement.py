@@ -75,18 +75,15 @@ class GpuPlan:
 
     def with_generators(self, count: int) -> GpuPlan:
         """Return a plan for this many generators; others keep their GPUs. Raises UserError."""
-        size = len(self.generators[0])
-        wanted = (count - len(self.generators)) * size
+        size, more = len(self.generators[0]), count - len(self.generators)
+        wanted = more * size
         if wanted > len(self.spare):
             raise UserError(
                 f"generator-{count - 1} needs {size} more GPU(s), and of those that "
                 f"this run may use {len(self.spare)} are left over: {_listed(self.spare)}. "
-                f"{VISIBLE} and launcher.gpus said at the start which GPUs the run may use"
+                f"{VISIBLE} and launcher.gpus determined at the start which GPUs the run may use"
             )
-        added = tuple(
-            self.spare[index * size : (index + 1) * size]
-            for index in range(count - len(self.generators))
-        )
+        added = tuple(self.spare[i * size : (i + 1) * size] for i in range(more))
         spare = self.spare[max(0, wanted) :]
         return replace(self, generators=self.generators + added, spare=spare)
 
@@ -106,9 +103,7 @@ class GpuPlan:
 
     def lines(self) -> list[str]:
         """Describe the plan: a line per process, one for what is left over."""
-        shown = [
-            f"generator-{index}: {_listed(gpus)}" for index, gpus in enumerate(self.generators)
-        ]
+        shown = [f"generator-{i}: {_listed(gpus)}" for i, gpus in enumerate(self.generators)]
         shared = ", shared with the last generator" if self.shares else ""
         shown.append(f"trainer: {_listed(self.trainer)}{shared}")
         if self.spare:
@@ -122,14 +117,11 @@ def select_gpus(
     """Return the GPUs that a run may use, in the order of assignment.
 
     `found` are all of the machine; `visible` is the value of CUDA_VISIBLE_DEVICES (None: not set);
-    `wanted` is `launcher.gpus` (None: all visible). Raises UserError if one does not exist, is not
-    visible or is duplicate.
+    `wanted` is `launcher.gpus` (None: all visible). Raises UserError for wrong or repeated names.
     """
     usable = list(found)
     if visible is not None:
-        names = [name.strip() for name in visible.split(",")]
-        if visible.strip() in NONE_VISIBLE:
-            names = []
+        names = [] if visible.strip() in NONE_VISIBLE else [x.strip() for x in visible.split(",")]
         usable = _named(names, found, f"{VISIBLE}={visible}", "this machine has")
     if wanted is None:
         return usable

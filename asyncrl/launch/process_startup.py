@@ -84,10 +84,9 @@ def timeline_file(spec: ModelSpec, config: RunConfig, folder: str) -> Path | Non
 def without_collecting_the_start() -> Iterator[None]:
     """Exempt all objects that exist now from garbage collection while the body runs.
 
-    Libraries and models are some 430,000 objects, which a full collection visits one by one: 0.25
-    s, in which no thread of the process runs Python. While they are made, the process entry point
-    (`asyncrl.child`) has disabled collection, which saves a sixth of the start. A program that has
-    not, and runs this in a thread, keeps its collection settings.
+    A full collection visits some 430,000 objects of libraries and models, 0.25 s in which no thread
+    runs Python. `asyncrl.child` disables collection while they are made, which saves a sixth of the
+    start; a program that has not, and runs this in a thread, keeps its settings.
     """
     if gc.isenabled():
         yield
@@ -112,9 +111,8 @@ async def bring_up(
     """Bring up a child process; on exit report a failure and close everything.
 
     `commands` is the union of messages that the controller sends to this role. `failure` makes the
-    message to the controller about an error; it returns None for an unexpected error, whose
-    traceback is in the process's log. Raises the error of the body; the first one of an exception
-    group.
+    message to the controller about an error, None for an unexpected one, whose traceback is in the
+    process's log. Raises the body's error, the first of a group.
     """
     async with contextlib.AsyncExitStack() as closing:
         control: Line[Any]

@@ -22,15 +22,8 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.launch.identity import (
-    ProcessIdentity,
-    ancestors,
-    identity_of,
-    is_running,
-    send,
-    session_members,
-    with_variable,
-)
+from asyncrl.launch import identity
+from asyncrl.launch.identity import ProcessIdentity, send, with_variable
 from asyncrl.monitoring.errors import RecordError
 from asyncrl.monitoring.records.jsonl import RetryingJsonlWriter, read_jsonl
 
@@ -63,7 +56,7 @@ class ProcessRecords:
 
     def add(self, name: str, pid: int) -> None:
         """Record a child that was just started; do nothing if it has already ended."""
-        process = identity_of(pid)
+        process = identity.identity_of(pid)
         if process is not None:
             with closing(RetryingJsonlWriter[ProcessRecord](self._path)) as writer:
                 writer.append(ProcessRecord(name, process, self.mark))
@@ -90,13 +83,13 @@ def end_leftovers(run: Path, say: Callable[[str], None]) -> None:
     except RecordError as error:
         say(f"processes that an earlier controller left behind cannot be looked for: {error}")
         return
-    ours = ancestors()
+    ours = identity.ancestors()
     names = {record.process.pid: record.name for record in records}
 
     def remaining() -> dict[int, ProcessIdentity]:
-        known = [record.process for record in records if is_running(record.process)]
+        known = [record.process for record in records if identity.is_running(record.process)]
         marked = with_variable(MARK_VARIABLE, {record.mark for record in records})
-        found = [*known, *session_members({process.pid for process in known}), *marked]
+        found = [*known, *identity.session_members({process.pid for process in known}), *marked]
         return {process.pid: process for process in found if process.pid not in ours}
 
     found = remaining()

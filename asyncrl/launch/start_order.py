@@ -17,8 +17,6 @@ from asyncrl.launch.records import MARK_VARIABLE
 logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 16_384
-_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
-"""Variables by which a user configures torch's CUDA allocator."""
 
 
 def child_environment(threads: int, mark: str) -> dict[str, str]:
@@ -35,7 +33,7 @@ def child_environment(threads: int, mark: str) -> dict[str, str]:
 
 def configure_allocator(environment: MutableMapping[str, str]) -> None:
     """Let torch's CUDA allocator grow its segments: else batches of all lengths leave gaps."""
-    if _ALLOCATOR.isdisjoint(environment):
+    if {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}.isdisjoint(environment):
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
@@ -59,6 +57,12 @@ def last_lines(log: Path, lines: int) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
+def last_line(log: Path) -> str:
+    """Return the last line of a log that is not blank; empty if there is none."""
+    lines = reversed(last_lines(log, 99).splitlines())
+    return next((line for line in lines if line.strip()), "")
+
+
 def start_order(spec: ChildSpec, *, mark: str, relay_per_node: bool) -> str:
     """Return the order for `asyncrl.launch.node_child.NodeChild.start`, JSON."""
     order: dict[str, Any] = {
@@ -76,8 +80,7 @@ def start_order(spec: ChildSpec, *, mark: str, relay_per_node: bool) -> str:
 def inline_config(config: RunConfig) -> str:
     """Return the configuration as JSON without `runtime_env`, which may hold passwords."""
     ray = config.launcher.ray.model_copy(update={"runtime_env": {}})
-    launcher = config.launcher.model_copy(update={"ray": ray})
-    return config.model_copy(update={"launcher": launcher}).model_dump_json()
+    return config.with_values("launcher", ray=ray).model_dump_json()
 
 
 def random_letters() -> str:

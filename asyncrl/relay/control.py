@@ -20,6 +20,7 @@ import contextlib
 import logging
 import time
 from collections import deque
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -55,17 +56,11 @@ class RelayLine(Generic[In]):
     """Messages of the relay's own process to the controller and back; used like a `wire.Line`."""
 
     def __init__(self, relay: ControlRelay, keys: LineKeys, incoming: Any) -> None:
-        self._identity = keys.identity
-        self._relay = relay
-        self.session: SessionEnd[In] = SessionEnd(
-            incoming, max_bytes=LINE_BYTES, transmit=self._transmit
-        )
+        transmit = partial(relay.gather, keys.identity)
+        self.session = SessionEnd[In](incoming, max_bytes=LINE_BYTES, transmit=transmit)
         self._ready: deque[In] = deque()
         self._arrived = asyncio.Event()
         self.refusals = Refusals()
-
-    def _transmit(self, frame: bytes) -> None:
-        self._relay.gather(self._identity, frame)
 
     def send_soon(self, message: msgspec.Struct, *, urgent: bool | None = None) -> None:
         """Queue a message for the controller. Raises Unreachable as `wire.Line.send_soon`."""

@@ -49,6 +49,7 @@ class FileServer:
         )
         self._disk = ThreadPoolExecutor(1, "file-server")
         self.sent_bytes = 0
+        """Bytes of files served so far."""
         self.fetched: dict[str, int] = {}
         """Files that came from other nodes, by the time of their last change: not listed."""
 
@@ -154,45 +155,30 @@ class RelayFiles:
         self._root = root
         self._shares = shares
         self._say = say
-        self._server = FileServer(root, address, keys, may_remove=not shares)
-        self._puller = Puller(root)
+        self.server = FileServer(root, address, keys, may_remove=not shares)
+        self.puller = Puller(root)
         self._pace = Pace(pull.BYTES_PER_SECOND)
         with contextlib.suppress(OSError):
             Mirror(root, "fetched").remove_remains()
-        self._serving = asyncio.create_task(self._server.serve())
+        self._serving = asyncio.create_task(self.server.serve())
         self._tasks: set[asyncio.Task[None]] = set()
-        self.ready = from_relay.FilesReady(self._server.address, _id_of(root), shares)
+        self.ready = from_relay.FilesReady(self.server.address, _id_of(root), shares)
 
     def check(self) -> None:
         """Raise WireError if the files are not served any more, which is a defect."""
         if self._serving.done():
             raise WireError("the task that serves files has ended")
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of files served so far."""
-        return self._server.sent_bytes
-
-    @property
-    def pulled_bytes(self) -> int:
-        """Bytes of other nodes' files copied so far."""
-        return self._puller.pulled_bytes
-
-    @property
-    def nodes(self) -> tuple[int, int]:
-        """`Puller.nodes`."""
-        return self._puller.nodes
-
     def pull(self, order: to_relay.PullFiles) -> None:
         """Copy the files of these nodes into the run's folder."""
         if self._shares:
-            self._puller.follow(order.sources)
+            self.puller.follow(order.sources)
 
     def finish(self, order: to_relay.FinishPull) -> None:
         """Copy what is left; answered by `PullFinished`."""
 
         async def work() -> None:
-            self._say(from_relay.PullFinished(await self._puller.finish(order.seconds)))
+            self._say(from_relay.PullFinished(await self.puller.finish(order.seconds)))
 
         self._start(work())
 
@@ -209,7 +195,7 @@ class RelayFiles:
                 if not found:
                     raise FileUnavailable(f"{server.name} has no {order.path}")
                 if not self._shares:
-                    self._server.fetched[order.path] = found[0].changed
+                    self.server.fetched[order.path] = found[0].changed
                 await pull.fetch_whole(client, Mirror(self._root, "fetched"), found[0], self._pace)
             except (FileUnavailable, PathRefused, OSError) as error:
                 reasons.append(str(error))
@@ -236,10 +222,10 @@ class RelayFiles:
 
     def close(self) -> None:
         """End all tasks and close the socket."""
-        self._puller.close()
+        self.puller.close()
         for task in [self._serving, *self._tasks]:
             task.cancel()
-        self._server.close()
+        self.server.close()
 
 
 def _id_of(root: Path) -> str:

@@ -92,8 +92,7 @@ def files_of(root: Path) -> Iterator[tuple[str, os.stat_result]]:
 def folder_below(root: Path, path: str, *, make: bool) -> Iterator[int]:
     """Open the folder of a file below a folder, without following links; return a descriptor.
 
-    Raises PathRefused for a file that is not copied; OSError without the folder, unless `make` is
-    set.
+    Raises PathRefused for a file that is not copied; OSError without the folder, if not `make`.
     """
     rule_of(path)
     at = os.open(root, os.O_RDONLY | os.O_DIRECTORY)

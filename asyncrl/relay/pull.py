@@ -197,8 +197,7 @@ class Copying:
 async def fetch_whole(client: FileClient, mirror: Mirror, file: files.FileInfo, pace: Pace) -> int:
     """Copy a file as a whole, or not at all; return its bytes.
 
-    Raises FileUnavailable if it is not served, or was replaced during the copy; OSError if the copy
-    cannot be written.
+    Raises FileUnavailable if it is not served, or is replaced during the copy; OSError of the disk.
     """
     copy = await asyncio.to_thread(mirror.copy_for, file.path)
     try:
@@ -233,6 +232,7 @@ class Puller:
         self._pace = Pace(BYTES_PER_SECOND)
         self._nodes: dict[files.Server, _Node] = {}
         self.pulled_bytes = 0
+        """Bytes of other nodes' files copied so far."""
 
     def follow(self, sources: tuple[FileSource, ...]) -> None:
         """Copy the files of these nodes, and of no others, from now on."""

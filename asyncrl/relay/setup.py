@@ -19,6 +19,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,7 @@ class RelayWeights:
 
     Binds `address` for the weights of this node's trainer (port `*` takes any free one), and
     `node_address`, by default the same, for received ones. `directory` is in memory; `files_id`
-    identifies this relay's files on this machine. `say` queues a message for the controller; it is
-    called in the event loop.
+    names this relay's files on this machine; `say` queues a message in the event loop.
     """
 
     def __init__(
@@ -73,6 +73,8 @@ class RelayWeights:
         self._say = say
         self._loop = asyncio.get_running_loop()
         self._source = WeightSource(name, address, keys)
+        self.source_address = self._source.address
+        """Address that serves the weights of this node's trainer."""
         try:
             here = node_address or address
             self._node = WeightNode(
@@ -81,16 +83,8 @@ class RelayWeights:
         except BaseException:
             self._source.close()
             raise
-
-    @property
-    def source_address(self) -> str:
-        """Address that serves the weights of this node's trainer."""
-        return self._source.address
-
-    @property
-    def node_address(self) -> str:
+        self.node_address = self._node.address
         """Address that serves the weights that this node has received."""
-        return self._node.address
 
     def check_threads(self) -> None:
         """Raise WireError if one of the threads has ended, which is a defect."""
@@ -168,42 +162,34 @@ def _failed(attempt: int, error: BaseException) -> from_relay.WeightsFailed:
 REPORT_SECONDS = 1.0
 
 
+@dataclass(eq=False)
 class RelayProcess:
-    """Dispatches commands and reports; `reached_at` maps bound addresses to reachable ones."""
+    """Dispatches commands and reports; `_reached_at` maps bound addresses to reachable ones."""
 
-    def __init__(
-        self,
-        passing: ControlRelay,
-        weights: RelayWeights,
-        files: RelayFiles,
-        metrics: RelayMetrics,
-        metrics_port: int | None,
-        reached_at: Callable[[str], str] = lambda address: address,
-    ) -> None:
-        self._metrics = metrics
-        self._metrics_port = metrics_port
-        self._reached_at = reached_at
-        self._passing = passing
-        self._control: RelayLine[to_relay.ToRelay] = passing.line
-        self._weights = weights
-        self._files = files
+    _passing: ControlRelay
+    _weights: RelayWeights
+    _files: RelayFiles
+    _metrics: RelayMetrics
+    _metrics_port: int | None
+    _reached_at: Callable[[str], str]
 
     async def run(self) -> None:
         """Serve until the shutdown command. Raises ExceptionGroup with the error of a loop."""
         reached, weights, files = self._reached_at, self._weights, self._files.ready
         addresses = reached(weights.source_address), reached(weights.node_address)
-        files = replace(files, address=reached(files.address))
-        await self._control.send(from_relay.RelayReady(*addresses, files, self._metrics_port))
+        files, control = replace(files, address=reached(files.address)), self._passing.line
+        await control.send(from_relay.RelayReady(*addresses, files, self._metrics_port))
         async with asyncio.TaskGroup() as loops:
             running = [loops.create_task(loop) for loop in (self._passing.run(), self._report())]
             await self._dispatch_commands()
             for task in running:
                 task.cancel()
-        await self._control.send(from_relay.Goodbye())
+        await control.send(from_relay.Goodbye())
 
     async def _dispatch_commands(self) -> None:
+        control: RelayLine[to_relay.ToRelay] = self._passing.line
         while True:
-            match await self._control.receive():
+            match await control.receive():
                 case to_relay.ServeWeights() as order:
                     self._weights.serve(order)
                 case to_relay.ForgetWeights():
@@ -211,7 +197,7 @@ class RelayProcess:
                 case to_relay.FetchWeights() as order:
                     self._weights.fetch(order)
                 case to_relay.CheckWeights() as question:
-                    await self._control.send(await self._weights.check(question))
+                    await control.send(await self._weights.check(question))
                 case to_relay.PullFiles() as order:
                     self._files.pull(order)
                 case to_relay.FinishPull() as order:
@@ -225,20 +211,20 @@ class RelayProcess:
 
     async def _report(self) -> None:
         while True:
-            files = self._files
             self._weights.check_threads()
-            files.check()
-            self._measure()
-            counts = (self._weights.sent_bytes, files.sent_bytes, files.pulled_bytes)
-            await self._control.send(from_relay.RelayReport(*counts))
+            self._files.check()
+            sent, files = self._weights.sent_bytes, self._files.server.sent_bytes
+            pulled = self._files.puller.pulled_bytes
+            self._measure(sent, files, pulled)
+            await self._passing.line.send(from_relay.RelayReport(sent, files, pulled))
             await asyncio.sleep(REPORT_SECONDS)
 
-    def _measure(self) -> None:
-        metrics, files = self._metrics, self._files
-        metrics.weights_sent.follow(self._weights.sent_bytes)
-        metrics.files_sent.follow(files.sent_bytes)
-        metrics.files_copied.follow(files.pulled_bytes)
-        followed, failing = files.nodes
+    def _measure(self, sent: int, files: int, pulled: int) -> None:
+        metrics = self._metrics
+        metrics.weights_sent.follow(sent)
+        metrics.files_sent.follow(files)
+        metrics.files_copied.follow(pulled)
+        followed, failing = self._files.puller.nodes
         metrics.nodes_followed.set(followed)
         metrics.nodes_failing.set(failing)
 

@@ -45,13 +45,11 @@ from asyncrl.launch.identity import status_of
 from asyncrl.monitoring.records.jsonl import read_undamaged
 from asyncrl.mutability import RULES, fixed_difference, value_of
 from asyncrl.runs import failed_starts, folder_lock
-from asyncrl.runs.command_lines import command_for
 from asyncrl.runs.input_files import RunInputs
 from asyncrl.runs.resuming import find_resume_point
 from asyncrl.runs.runtime_folders import Folder, clear_leftovers
-from asyncrl.runs.template_date import forget_unnamed
 from asyncrl.secret_files import take_permissions_of
-from asyncrl.suggestions import written
+from asyncrl.suggestions import command_for, written
 from asyncrl.trainer.checkpoint.format.files import ResumePoint
 from asyncrl.trainer.checkpoint.trainer_lease import fenced, raise_fence
 from asyncrl.wire.records.step import StepMetrics
@@ -145,10 +143,8 @@ class RunDirectory:
 
         Leftovers of a killed controller of the run are ended and removed first, with a message by
         `say`. A run is resumed from its newest whole checkpoint, or from the one after
-        `resume_from` steps; all checks precede changes to its files.
-
-        Raises AsyncrlError if a leftover process does not end; UserError as `refuse_unfit`, or if
-        no usable checkpoint exists.
+        `resume_from` steps; all checks precede changes to its files. Raises AsyncrlError if a
+        leftover process does not end; UserError as `refuse_unfit`, or without a usable checkpoint.
         """
         path = config.directory
         refuse_unfit(config, resume=resume, clean=clean)
@@ -394,7 +390,9 @@ def _refuse_unreadable_records(path: Path) -> None:
 def _refuse_if_different(path: Path, config: RunConfig) -> None:
     previous = load_config(path / "config.yaml").model_dump(mode="json")
     current = config.model_dump(mode="json")
-    forget_unnamed(previous, current)
+    tasks, day = (previous["task"], current["task"]), "chat_template_date"
+    for one in tasks if None in (one[day] for one in tasks) else ():
+        one[day] = None  # only one of the two sets it
     for unread in OF_RL if is_supervised(path) else ("sft",):
         section, _, name = unread.partition(".")
         for one in (previous, current):

@@ -30,15 +30,8 @@ from asyncrl.monitoring.records.metrics_log import drop_superseded
 from asyncrl.monitoring.records.samples import SampleRecord, recent_files
 from asyncrl.monitoring.records.trained_samples import copy_later
 from asyncrl.trainer.base.errors import CheckpointError
-from asyncrl.trainer.checkpoint.format.files import (
-    ResumePoint,
-    by_step,
-    choose,
-    path_of,
-    set_aside,
-    steps_of,
-    up_to,
-)
+from asyncrl.trainer.checkpoint.format import files
+from asyncrl.trainer.checkpoint.format.files import ResumePoint
 from asyncrl.trainer.checkpoint.format.manifest import check_settings, settings_of
 from asyncrl.wire.records.evaluations import EvaluationRecord
 from asyncrl.wire.records.noise_floor import NoiseFloor
@@ -55,7 +48,7 @@ from asyncrl.wire.transport.atomic_files import write_atomically
 
 def unfinished_folder(run: Path, step: int) -> Path:
     """Return the folder of unfinished samples for the checkpoint after `step` steps."""
-    return path_of(run / "unfinished", step)
+    return files.path_of(run / "unfinished", step)
 
 
 def moved_folder(run: Path) -> Path:
@@ -71,7 +64,7 @@ def remove_moved(run: Path) -> None:
 
 def remove_unfinished(run: Path, *, unless: Callable[[int], bool]) -> None:
     """Remove the folders of steps for which `unless` is false. Raises OSError."""
-    for step, folder in by_step(run / "unfinished").items():
+    for step, folder in files.by_step(run / "unfinished").items():
         if not unless(step):
             shutil.rmtree(folder)
 
@@ -94,13 +87,8 @@ def add_lost(
     for one in sorted(trained, key=lambda one: one.step):
         if one.step not in steps:
             before = steps.get(one.step - 1)
-            groups = _groups_of(
-                one.step,
-                one.groups,
-                groups_per_step,
-                before=0 if before is None else before.groups.end,
-                most=max_groups,
-            )
+            end = 0 if before is None else before.groups.end
+            groups = _groups_of(one.step, one.groups, groups_per_step, before=end, most=max_groups)
             steps[one.step] = _record(one, before, groups)
     return [steps[step] for step in sorted(steps)]
 
@@ -153,7 +141,7 @@ def find_resume_point(path: Path, config: RunConfig, step: int | None) -> Resume
     Raises UserError if none is usable, or if its settings make this another run.
     """
     try:
-        point = choose(path / "checkpoints", step)
+        point = files.choose(path / "checkpoints", step)
         if point.directory is not None and point.manifest is not None:
             check_settings(point.directory, point.manifest, checkpoint_settings(config))
     except CheckpointError as error:
@@ -189,7 +177,7 @@ def rewind(
     metrics = path / "metrics.jsonl"
     remove_unfinished(path, unless=lambda step: step <= point.step)
     remove_moved(path)
-    aside = set_aside(
+    aside = files.set_aside(
         path / "checkpoints",
         newer_than=point.step,
         copy_records=lambda target: _copy_records(path, target, from_step=point.step),
@@ -261,11 +249,11 @@ def _trained(
 ) -> list[TrainedStep]:
     """Return the trainer's records of missing steps, from this and older checkpoints."""
     found: dict[int, TrainedStep] = {}
-    for directory in up_to(checkpoints, point.step):
+    for directory in files.up_to(checkpoints, point.step):
         if missing <= found.keys():
             break
         try:
-            steps = steps_of(directory)
+            steps = files.steps_of(directory)
         except CheckpointError as error:
             said.append(f"{error}; no step record is taken from there")
             continue

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from asyncrl.errors import AsyncrlError, Interrupted, RunFailed
 from asyncrl.launch.records import end_leftovers
 from asyncrl.launch.shared_memory import remove_files_of
-from asyncrl.runs.command_lines import resume_command
+from asyncrl.suggestions import resume_command
 from asyncrl.wire import Hub, RuntimeDirectory, WireError
 from asyncrl.wire.transport.addresses import remove_stale_directories, runtime_directory_of
 
@@ -36,9 +36,8 @@ def clear_leftovers(
 ) -> None:
     """Remove what the earlier controller of a run left behind. The caller holds the run's lock.
 
-    `pid` is the earlier controller's. `control_address`, where it answered users, determines the
-    folder of its sockets. `say` reports the processes that were ended. Raises AsyncrlError if a
-    process does not end.
+    `pid` is the earlier controller's; `control_address`, where it answered users, tells the folder
+    of its sockets. `say` reports ended processes. Raises AsyncrlError if one does not end.
     """
     end_leftovers(run, say)
     sockets = runtime_directory_of(control_address)

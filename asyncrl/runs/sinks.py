@@ -16,6 +16,7 @@ from pathlib import Path
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
+from asyncrl.launch.start_order import last_line
 from asyncrl.monitoring.records.jsonl import read_tail
 from asyncrl.monitoring.sinks.config import SinkKind
 from asyncrl.monitoring.sinks.follow import read_state
@@ -104,7 +105,7 @@ class Sinks:
             )
 
     def _later(self, sink: _Sink) -> str:
-        words = _last_line(sink.log)
+        words = last_line(sink.log)[:300]
         return (
             f"{': ' + words if words else ''}. Training continues, and metrics.jsonl has "
             f"everything; `python -m asyncrl.monitoring.sinks {self._run} {sink.kind} --once` "
@@ -135,11 +136,3 @@ class Sinks:
                     f"{self._later(sink)}"
                 )
         self._sinks = []
-
-
-def _last_line(path: Path) -> str:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line for line in reversed(lines) if line.strip()), "")[:300]

@@ -42,11 +42,10 @@ from asyncrl.monitoring.records.metrics_log import (
 from asyncrl.runs.directory import Ending, RunDirectory, may_be_resumed, read_state, refuse_unfit
 from asyncrl.runs.resuming import rewind
 from asyncrl.runs.sinks import Sinks
-from asyncrl.runs.template_date import with_date, with_recorded_date
 from asyncrl.scheduler.config import DynamicSamplingConfig
 from asyncrl.sft.training import Rank, SftTraining, Watcher, join_ranks, prepare_memory
 from asyncrl.startup import startup_summary
-from asyncrl.startup.gpu_defaults import with_recorded_dtype
+from asyncrl.startup.gpu_defaults import with_date, with_recorded_date, with_recorded_dtype
 from asyncrl.startup.lora_check import check_peft, with_adapter
 from asyncrl.startup.memory import device_here, memory_of, refuse_too_large, shape_of
 from asyncrl.startup.model_check import check_files, check_numbers, check_vocabulary, description_of
@@ -146,7 +145,7 @@ def train(
     check_numbers(model)
     config = with_adapter(config, model)
     say(startup_summary.model_line(config, model_path))
-    described, tokenizer = description_of(model, "model.path"), load_tokenizer(model_path)
+    described, tokenizer = description_of(model), load_tokenizer(model_path)
     most_tokens, dated = described.get("max_position_embeddings"), with_date(config)
     examples = load_examples(dated.task, config.sft, tokenizer, config.run.seed, most_tokens)
     check_vocabulary(model, tokenizer, examples.named())

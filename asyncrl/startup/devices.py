@@ -54,13 +54,10 @@ def engine_device(plan: GpuPlan | None) -> Literal["cpu", "cuda"] | None:
 
 
 def _refuse_cuda(config: RunConfig, build: TorchBuild, why: str) -> None:
-    for setting, device in (
-        ("engine.device", config.engine.device),
-        ("trainer.device", config.trainer.device),
-    ):
-        if device == "cuda":
+    for section in ("engine", "trainer"):
+        if getattr(config, section).device == "cuda":
             because = f"torch {build.version} is built for the CPU" if build.cuda is None else why
             raise UserError(
-                f"{setting}: cuda needs a GPU, and {because}; use {setting}: auto, or a torch with "
-                "CUDA on a machine with a GPU"
+                f"{section}.device: cuda needs a GPU, and {because}; use {section}.device: auto, "
+                "or a torch with CUDA on a machine with a GPU"
             )

@@ -4,19 +4,18 @@ import os
 import platform
 import shutil
 from collections.abc import Callable
-from importlib import metadata
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.cores import usable_cores
 from asyncrl.engine.errors import EngineStartError
-from asyncrl.engine.sglang.config import SglangConfig, check_interpreter, path_of
+from asyncrl.engine.sglang.config import check_interpreter, path_of
 from asyncrl.environments.workers import interpreter
 from asyncrl.errors import RewardError, UserError
 from asyncrl.launch.gpus import Gpu, find_gpus, torch_build
 from asyncrl.launch.placement import VISIBLE
-from asyncrl.startup.devices import needs_of, place
+from asyncrl.startup.devices import needs_of
 from asyncrl.startup.launching import slots_of
-from asyncrl.startup.machine_checks import check_everything
+from asyncrl.startup.machine_checks import check_everything, version_of
 from asyncrl.startup.preflight import check_machine
 from asyncrl.wire.weights.layout import SHARED_MEMORY
 
@@ -36,16 +35,16 @@ def diagnose(config: RunConfig, say: Callable[[str], None]) -> None:
         say(line)
     say("")
     findings = list(check_everything(config, gpus, torch_build()))
-    for finding in sorted(findings, key=lambda one: not one.fix):
-        say(str(finding))
-    say("")
-    for line in _limits(config):
+    for line in (*map(str, sorted(findings, key=lambda one: not one.fix)), "", _limits(config)):
         say(line)
+    sglang, python = config.engine.sglang, config.environment.python
     if any(engine.kind == "sglang" for engine in config.engines):
-        say(_sglang(config.engine.sglang))
-    if config.environment.python is not None:
-        say(_environments(config.environment.python))
-    check_machine(config)
+        where = f"SGLang's interpreter ({path_of(sglang)})"
+        say(_interpreter(where, lambda: check_interpreter(sglang)))
+    if python is not None:
+        where = f"the environment's interpreter ({python})"
+        say(_interpreter(where, lambda: f"python {interpreter.check_interpreter(python)}"))
+    plan = check_machine(config)
     if config.launcher.kind == "ray":
         where = config.launcher.ray.address or "a cluster of this machine alone"
         say(f"processes: on the nodes of a Ray cluster, {where}; each takes")
@@ -60,7 +59,6 @@ def diagnose(config: RunConfig, say: Callable[[str], None]) -> None:
             "With device: auto they do without where the agents have none"
         )
         return
-    plan = place(config)
     for line in ["processes: all on the CPU"] if plan is None else plan.lines():
         say(line)
 
@@ -69,11 +67,8 @@ def _machine(gpus: str) -> list[str]:
     build = torch_build()
     cuda = "for the CPU" if build.cuda is None else f"for CUDA {build.cuda}"
     found = [f"python {platform.python_version()}, torch {build.version} ({cuda})"]
-    for name in _PACKAGES:
-        try:
-            found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
+    versions = {name: version_of(name) for name in _PACKAGES}
+    found += [f"{name} {version}" for name, version in versions.items() if version is not None]
     usable, all_cores = usable_cores(), os.cpu_count()
     why = f" of {all_cores}, by this process's affinity and quota" if usable != all_cores else ""
     found.append(f"cores: {usable}{why}")
@@ -88,27 +83,18 @@ def _machine(gpus: str) -> list[str]:
     return found
 
 
-def _sglang(config: SglangConfig) -> str:
-    where = f"SGLang's interpreter ({path_of(config)})"
+def _interpreter(where: str, check: Callable[[], str]) -> str:
     try:
-        return f"{where}: {check_interpreter(config)}"
-    except EngineStartError as error:
+        return f"{where}: {check()}"
+    except (EngineStartError, RewardError) as error:
         return f"{where}: {error}"
 
 
-def _environments(python: str) -> str:
-    where = f"the environment's interpreter ({python})"
-    try:
-        return f"{where}: python {interpreter.check_interpreter(python)}"
-    except RewardError as error:
-        return f"{where}: {error}"
-
-
-def _limits(config: RunConfig) -> list[str]:
+def _limits(config: RunConfig) -> str:
     outer = config.launcher.startup_seconds
-    lines = [f"a process may take {outer:g} s to start (launcher.startup_seconds)"]
+    line = f"a process may take {outer:g} s to start (launcher.startup_seconds)"
     for engine in config.engines:
         inner = engine.started_within(outer).start_limit
         if inner is not None:
-            lines[0] += f", {engine.kind} {inner:g} s of that"
-    return lines
+            line += f", {engine.kind} {inner:g} s of that"
+    return line

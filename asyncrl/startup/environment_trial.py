@@ -45,12 +45,7 @@ def try_environment(config: RunConfig, task: Task) -> list[str]:
 
 async def _first_sample(config: RunConfig, task: Task) -> Traits | None:
     """Return an environment's traits, or None if its `reset` is slow. Raises RewardError."""
-    tried = config.model_copy(
-        update={
-            "environment": config.environment.model_copy(update={"workers": 1}),
-            "rewards": config.rewards.model_copy(update={"on_error": "stop"}),
-        }
-    )
+    tried = config.with_values("environment", workers=1).with_values("rewards", on_error="stop")
 
     def decode(tokens: list[int]) -> str:
         return str(task.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -103,17 +98,13 @@ def _warnings(config: RunConfig, task: Task, traits: Traits | None) -> list[str]
 
 def _unseen_tools(config: RunConfig, task: Task, traits: Traits | None) -> list[str]:
     template = getattr(task.tokenizer, "chat_template", None)
-    if traits is None or not traits.tools:
+    is_used = template and config.task.chat_template != "never"
+    if traits is None or not traits.tools or (is_used and "tools" in str(template)):
         return []
-    if template and config.task.chat_template != "never":
-        if "tools" in str(template):
-            return []
-        why = "the chat template of the model does not mention tools"
-    else:
-        why = "no chat template is used"
+    why = "the model's chat template does not mention tools" if is_used else "no template is used"
     warning = (
-        f"warning: environment {config.environment.name} has tools, and {why}, so nothing tells "
-        "the model of them; describe them in task.system_prompt or in the prompts, and set "
+        f"warning: environment {config.environment.name} has tools, and {why}, so the model does "
+        "not see them; describe them in task.system_prompt or in the prompts, and set "
         "environment.tool_format to the format of a call"
     )
     return [warning]

@@ -1,21 +1,24 @@
 """Resolves settings from a run's devices and data at its start, for config.yaml.
 
 run.steps                of `run.epochs`, by the number of prompts
+task.chat_template_date  the day of the run's first start
 trainer.dtype            by the compute capability of the trainer's GPUs
 cache.max_draft_tokens   by whether drafts can pay on the engines' GPUs
 
-The others return the configuration and a line for the user, which is empty if nothing was
+The last two return the configuration and a line for the user, which is empty if nothing was
 chosen or everything runs on a CPU.
 """
 
+import contextlib
 import math
 from fractions import Fraction
 
 from asyncrl.cache.config import DRAFT_TOKENS
-from asyncrl.config.run_config import RunConfig
+from asyncrl.config.run_config import RunConfig, load_config
 from asyncrl.errors import UserError
 from asyncrl.launch.gpus import torch_build
 from asyncrl.launch.placement import GpuPlan
+from asyncrl.tasks.templates.variables import today
 from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
 from asyncrl.trainer.checkpoint.format.files import dtype_of_run
 from asyncrl.wire.transport.paths import MAX_STEPS
@@ -38,10 +41,9 @@ def with_trainer_dtype(config: RunConfig, gpus: GpuPlan | None) -> tuple[RunConf
     unseen = gpus is None and torch_build().cuda is not None and config.trainer.device != "cpu"
     if config.launcher.kind != "local" or unseen or len(known) < len(mine):
         least = "{}.{}".format(*BFLOAT16_CAPABILITY)
-        return config, _line(
-            "compute",
-            f"trainer.dtype: auto is bfloat16 on a GPU of compute capability {least} or above, "
-            "else float32; the trainer's log says which",
+        return config, (
+            f"compute    trainer.dtype: auto is bfloat16 on a GPU of compute capability {least} or "
+            "above, else float32; the trainer's log says which"
         )
     capability = min(known, default=None)
     on_cpu = gpus is None or not gpus.generators[0]
@@ -53,7 +55,7 @@ def with_trainer_dtype(config: RunConfig, gpus: GpuPlan | None) -> tuple[RunConf
     why = "GPU {} has compute capability {}.{}".format(mine[0].name, *capability)
     if capability >= BFLOAT16_CAPABILITY and trainer.dtype == "float32":
         why = "the engines hold the model of trainer.lora in float32"
-    return config, _line("compute", f"trainer in {trainer.dtype} (trainer.dtype: auto): {why}")
+    return config, f"compute    trainer in {trainer.dtype} (trainer.dtype: auto): {why}"
 
 
 def with_recorded_dtype(config: RunConfig) -> RunConfig:
@@ -61,8 +63,24 @@ def with_recorded_dtype(config: RunConfig) -> RunConfig:
     found = dtype_of_run(config.directory / "checkpoints")
     if config.trainer.dtype != "auto" or found is None:
         return config
-    trainer = config.trainer.model_copy(update={"dtype": found})
-    return config.model_copy(update={"trainer": trainer})
+    return config.with_values("trainer", dtype=found)
+
+
+def with_date(config: RunConfig) -> RunConfig:
+    """Return the configuration with today as the date for chat templates, if it is not set."""
+    if config.task.chat_template_date is not None:
+        return config
+    return config.with_values("task", chat_template_date=today())
+
+
+def with_recorded_date(config: RunConfig) -> RunConfig:
+    """Return the configuration with the date of the resumed run's start. Raises ConfigError."""
+    recorded = None
+    with contextlib.suppress(OSError):  # opening the run's folder says what cannot be read
+        recorded = load_config(config.directory / "config.yaml").task.chat_template_date
+    if config.task.chat_template_date is not None or recorded is None:
+        return config
+    return config.with_values("task", chat_template_date=recorded)
 
 
 def with_steps(config: RunConfig, prompts: int) -> RunConfig:
@@ -79,8 +97,7 @@ def with_steps(config: RunConfig, prompts: int) -> RunConfig:
             f"run.epochs: {config.run.epochs:g} of {prompts:,} prompts are {steps:,} steps of "
             f"{config.scheduler.groups_per_step:,}; a run has at most {MAX_STEPS:,}"
         )
-    run = config.run.model_copy(update={"steps": steps, "epochs": None})
-    return config.model_copy(update={"run": run})
+    return config.with_values("run", steps=steps, epochs=None)
 
 
 def visits_of(config: RunConfig, prompts: int) -> float:
@@ -110,13 +127,8 @@ def with_drafts_that_pay(
         why = "the torch engine drafts where it is faster"
     if not on_gpu:
         tokens = DRAFT_TOKENS
-    cache = config.cache.model_copy(update={"max_draft_tokens": tokens})
-    config = config.model_copy(update={"cache": cache})
-    if not on_gpu or not cache.enabled:
+    config = config.with_values("cache", max_draft_tokens=tokens)
+    if not on_gpu or not config.cache.enabled:
         return config, ""
     what = f"at most {tokens} tokens a step" if tokens else "none"
-    return config, _line("drafts", f"{what} (cache.max_draft_tokens: auto): {why}")
-
-
-def _line(name: str, text: str) -> str:
-    return f"{name:<10} {text}"
+    return config, f"drafts     {what} (cache.max_draft_tokens: auto): {why}"

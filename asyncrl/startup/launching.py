@@ -100,17 +100,18 @@ async def _open_agents(
     by_ray = config.launcher.kind == "ray"
     found: AgentsLauncher
     if by_ray:
-        ray = await open_ray(config, slots_of(config), asked, records, say, run / "logs")
-        found, control = ray, f"{ray.node_ip}:*"
+        slots, logs = slots_of(config), run / "logs"
+        found = ray = await open_ray(config, slots, asked, records, closing, say, logs)
+        control = f"{ray.node_ip}:*"
     else:
-        found, control = await open_agents(config, asked, say), config.launcher.agents.control
-    closing.push_async_callback(found.close)
+        found = await open_agents(config, asked, closing, say)
+        control = config.launcher.agents.control
     return Launching(
         found,
         f"tcp://{control}",
         "",
         model_path,
-        "cuda" if found.roster.generators_have_gpus else "cpu",
+        "cuda" if found.roster.gpus.of("generator") else "cpu",
         found.on_lost,
         found.use,
         None if by_ray else found,

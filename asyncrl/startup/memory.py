@@ -3,7 +3,6 @@
 memory     trainer: 61 GiB of GPU 1 (80 GiB): moments 22 GiB, weights 17 GiB, gradients 12 GiB, ...
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +15,12 @@ from asyncrl.launch.placement import GpuPlan
 from asyncrl.monitoring.terminal.formatting import size
 from asyncrl.tasks.data import hub
 from asyncrl.tasks.model_files import parameters
+from asyncrl.tasks.model_tokenizer import readable_settings
 from asyncrl.trainer.base.algorithm_registry import entry_of
 from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
 from asyncrl.trainer.base.rank_network import is_loopback
-from asyncrl.trainer.model.memory_estimate import (
-    FULL,
-    ModelShape,
-    Samples,
-    StepMemory,
-    host_bytes,
-    remedies,
-    step_memory,
-)
+from asyncrl.trainer.model import memory_estimate
+from asyncrl.trainer.model.memory_estimate import FULL, ModelShape, Samples, StepMemory
 
 _MIB = 2**20
 
@@ -53,7 +46,9 @@ def device_of(config: RunConfig, gpus: GpuPlan | None) -> Device | None:
     if config.launcher.kind != "local":
         return None
     if gpus is None or not gpus.trainer:
-        return Device("this machine", host_bytes(), on_gpu=False, ranks=config.trainer.ranks)
+        return Device(
+            "this machine", memory_estimate.host_bytes(), on_gpu=False, ranks=config.trainer.ranks
+        )
     mine = gpus.trainer[0]
     size = None if mine.memory_mib is None else mine.memory_mib * _MIB
     return Device(f"GPU {mine.name}", size, on_gpu=True)
@@ -69,7 +64,7 @@ def device_here(config: RunConfig) -> Device:
     if device.type != "cuda":
         # With a network, ranks may be on several machines, and how many are here is not known.
         here = config.trainer.ranks if is_loopback(config.trainer.rank_network) else 1
-        return Device("this machine", host_bytes(), on_gpu=False, ranks=here)
+        return Device("this machine", memory_estimate.host_bytes(), on_gpu=False, ranks=here)
     found = torch.cuda.get_device_properties(device)
     return Device(f"its GPU ({found.name})", found.total_memory, on_gpu=True)
 
@@ -89,14 +84,9 @@ def shape_of(
     `count` is the number of parameters. `sizes`, from `check_files`, hold numbers of config.json by
     their usual names, for families that use other names (GPT-2, OPT).
     """
-    try:
-        found = json.loads((model / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    shape = ModelShape.of(found, count) if isinstance(found, dict) else None
+    shape = ModelShape.of(readable_settings(model / "config.json"), count)
     if shape is None and sizes:
-        usual = dict(sizes)
-        usual.setdefault("intermediate_size", 4 * sizes.get("hidden_size", 0))
+        usual = {"intermediate_size": 4 * sizes.get("hidden_size", 0), **sizes}
         shape = ModelShape.of(usual, count)
     if shape is None:
         return None
@@ -110,7 +100,7 @@ def memory_of(config: RunConfig, shape: ModelShape, *, on_gpu: bool) -> StepMemo
     """
     trainer = config.trainer.for_device(BFLOAT16_CAPABILITY if on_gpu else None)
     wide = config.engine.dtype == "float32" or (config.engine.dtype == "auto" and not on_gpu)
-    return step_memory(
+    return memory_estimate.step_memory(
         shape, trainer, samples_of(config), on_gpu=on_gpu, engine_bytes=4 if wide else 2
     )
 
@@ -163,7 +153,7 @@ def refuse_too_large(config: RunConfig, shape: ModelShape, device: Device) -> No
     room, least = device.room, needs.device if device.on_gpu else needs.least
     if device.bytes is None or room is None or least <= room:
         return
-    settings, with_them = remedies(
+    settings, with_them = memory_estimate.remedies(
         shape,
         config.trainer.for_device(BFLOAT16_CAPABILITY if device.on_gpu else None),
         samples_of(config),

@@ -20,17 +20,10 @@ import msgspec
 from asyncrl.errors import ModelError
 from asyncrl.rollout.trajectory import IntArray
 from asyncrl.startup.loading_trial import Loaded
+from asyncrl.tasks import model_files
 from asyncrl.tasks.model import default_cache_dir
-from asyncrl.tasks.model_files import (
-    DAMAGED,
-    INDEX,
-    WHOLE,
-    header_of,
-    headers_of,
-    weight_files,
-    why_no_tensor,
-)
-from asyncrl.tasks.model_tokenizer import POINTER_ADVICE, is_pointer
+from asyncrl.tasks.model_files import INDEX, WHOLE, weight_files
+from asyncrl.tasks.model_tokenizer import POINTER_ADVICE, is_pointer, read_settings
 from asyncrl.tasks.prompts import Task, held_out_sets
 from asyncrl.wire.transport.atomic_files import write_atomically
 
@@ -41,13 +34,9 @@ _TRIAL_SECONDS = 300.0
 _OTHER_FORMATS = ("pytorch_model*.bin", "*.pth", "*.gguf", "consolidated*.safetensors")
 
 
-def description_of(directory: Path, setting: str) -> dict[str, Any]:
+def description_of(directory: Path) -> dict[str, Any]:
     """Return config.json, or its text part if nested; empty if missing. Raises ModelError."""
-    file = directory / "config.json"
-    try:
-        found = json.loads(file.read_bytes()) if file.is_file() else {}
-    except ValueError as error:
-        raise ModelError(f"{setting}: {file} is not JSON: {error}") from error
+    found = read_settings(directory / "config.json")
     text = found.get("text_config", found)
     return text if isinstance(text, dict) else {}
 
@@ -125,7 +114,7 @@ def prompts_of(task: Task) -> Iterator[tuple[str, IntArray]]:
 
 def check_vocabulary(model: Path, tokenizer: Any, texts: Iterable[tuple[str, IntArray]]) -> None:
     """Refuse texts with token ids that the model does not have. Raises ModelError, naming one."""
-    size = description_of(model, "model.path").get("vocab_size")
+    size = description_of(model).get("vocab_size")
     if not isinstance(size, int) or len(tokenizer) <= size:
         return  # ids that no text has (of padding, say) do no harm
     for name, tokens in texts:
@@ -162,13 +151,10 @@ def _check_weight_files(model: Path, setting: str) -> None:
 
 
 def _check_description(model: Path, setting: str) -> None:
-    file = model / "config.json"
     try:
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{setting}: {file} cannot be read as JSON: {error}{_AGAIN}") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{setting}: {file} must hold a JSON object{_AGAIN}")
+        found = read_settings(model / "config.json")
+    except ModelError as error:
+        raise ModelError(f"{setting}: {error}{_AGAIN}") from error
     quantised = found.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
@@ -176,18 +162,14 @@ def _check_description(model: Path, setting: str) -> None:
             f"{setting}: {model} is quantised ({method or 'quantization_config in config.json'}), "
             "and quantised weights cannot be trained; use the model that it was made from"
         )
-    if found.get("auto_map") and not _is_known(found):
-        raise ModelError(
-            f"{setting}: {model} is a model with custom code (auto_map in config.json), which is "
-            "not supported; use a model that transformers itself knows"
-        )
+    if found.get("auto_map"):
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-
-def _is_known(description: dict[str, Any]) -> bool:
-    """Return True if transformers has this model type, so the folder's own code is not needed."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    return description.get("model_type") in CONFIG_MAPPING_NAMES
+        if found.get("model_type") not in CONFIG_MAPPING_NAMES:  # else its own code is not needed
+            raise ModelError(
+                f"{setting}: {model} is a model with custom code (auto_map in config.json), which "
+                "is not supported; use a model that transformers itself knows"
+            )
 
 
 def _instead_of(model: Path) -> str:
@@ -207,13 +189,9 @@ def _listed(names: Sequence[str]) -> str:
 
 def _loaded(model: Path) -> Loaded:
     """Return the result of `loading_trial`, cached by config.json and the headers."""
-    seen = hashlib.blake2b(digest_size=16)
-    for part in (
-        importlib.metadata.version("transformers"),
-        (model / "config.json").read_bytes(),
-        json.dumps(headers_of(model), sort_keys=True),
-    ):
-        seen.update(part if isinstance(part, bytes) else part.encode())
+    version, headers = importlib.metadata.version("transformers"), model_files.headers_of(model)
+    seen = hashlib.blake2b(version.encode() + (model / "config.json").read_bytes(), digest_size=16)
+    seen.update(json.dumps(headers, sort_keys=True).encode())
     with contextlib.suppress(ModelError):  # no home folder: nothing is kept
         kept = default_cache_dir() / "loading-trials" / f"{seen.hexdigest()}.json"
         with contextlib.suppress(OSError, msgspec.MsgspecError):
@@ -248,11 +226,13 @@ def why_not_whole(file: Path) -> str | None:
     if is_pointer(file):
         return POINTER_ADVICE
     try:
-        header = header_of(file)
+        header = model_files.header_of(file)
         with file.open("rb") as opened:
             begin = 8 + int.from_bytes(opened.read(8), "little")
-        wrong = next((why for one in header.items() if (why := why_no_tensor(*one))), None)
-    except DAMAGED:
+        wrong = next(
+            (why for one in header.items() if (why := model_files.why_no_tensor(*one))), None
+        )
+    except model_files.DAMAGED:
         return "is not a safetensors file, or is damaged"
     if wrong is not None:
         return f"is damaged: its header says {wrong}"

@@ -113,7 +113,7 @@ def check_positions(config: RunConfig, model: Path) -> None:
 
     vLLM and SGLang have their own rules for models with scaled positions.
     """
-    described = description_of(model, "model.path")
+    described = description_of(model)
     if any(engine.kind == "torch" for engine in config.engines):
         longest = described.get("max_position_embeddings")
         if isinstance(longest, int):
@@ -170,7 +170,7 @@ def with_critic(config: RunConfig, model_path: str, tokenizer: Any) -> RunConfig
         )
     check_directory(directory, _SETTING)
     check_files(directory, _SETTING, needs_head=False)
-    described = description_of(directory, _SETTING)
+    described = description_of(directory)
     _check_vocabulary(described, directory, model_path)
     expected, found = tokenizer_digest(tokenizer), tokenizer_digest(load_tokenizer(str(directory)))
     if expected.vocabulary != found.vocabulary:
@@ -185,12 +185,11 @@ def with_critic(config: RunConfig, model_path: str, tokenizer: Any) -> RunConfig
             f"{needed:,} (engine.max_model_len); lower it, or choose another value model"
         )
     critic = config.trainer.critic.model_copy(update={"model": str(directory.resolve())})
-    trainer = config.trainer.model_copy(update={"critic": critic})
-    return config.model_copy(update={"trainer": trainer})
+    return config.with_values("trainer", critic=critic)
 
 
 def _check_vocabulary(critic: dict[str, Any], directory: Path, model_path: str) -> None:
-    theirs = description_of(Path(model_path), "model.path").get("vocab_size")
+    theirs = description_of(Path(model_path)).get("vocab_size")
     own = critic.get("vocab_size")
     if isinstance(own, int) and isinstance(theirs, int) and own < theirs:
         raise UserError(

@@ -14,6 +14,7 @@ from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.sglang.config import check_interpreter
 from asyncrl.environments.workers.pool import EnvironmentPool
 from asyncrl.errors import UserError
+from asyncrl.launch.placement import GpuPlan
 from asyncrl.launch.ray.launcher import check_ray
 from asyncrl.monitoring.sinks.config import missing_credentials, missing_package
 from asyncrl.reward_server.keeping import starts_servers
@@ -28,8 +29,8 @@ from asyncrl.tasks.data.map_worker import MAP
 from asyncrl.user_code.loading import check_name
 
 
-def check_machine(config: RunConfig) -> None:
-    """Refuse engines and numbers of threads that this machine lacks. Raises UserError."""
+def check_machine(config: RunConfig) -> GpuPlan | None:
+    """Refuse what this machine lacks; return the GPUs of a local run. Raises UserError."""
     _check_engine(config)
     check_peft(config)
     check_serving(config)
@@ -39,7 +40,7 @@ def check_machine(config: RunConfig) -> None:
         missing = missing_package(sink.kind) or missing_credentials(sink)
         if missing is not None:
             raise UserError(missing)
-    launcher = config.launcher
+    launcher, plan = config.launcher, None
     if launcher.kind != "local" and starts_servers(config.rewards):
         raise UserError(
             "rewards.functions: the reward model of args.model would be served on this machine's "
@@ -51,8 +52,8 @@ def check_machine(config: RunConfig) -> None:
         check_ray()  # what the nodes have is asked when the cluster is opened
     elif launcher.kind == "local":
         _check_threads(config)
-        _check_compiler(config)
-        plan = place(config) if launcher.colocate else None
+        plan = place(config)
+        _check_compiler(config, plan)
         if launcher.colocate and not (plan is not None and plan.trainer and plan.generators[0]):
             raise UserError(
                 "launcher.colocate: true has an effect only where trainer and generator each take "
@@ -67,12 +68,12 @@ def check_machine(config: RunConfig) -> None:
     for function in (config.task.map, *(one.map for one in config.evaluation.sets.values())):
         if function is not None:
             check_name(MAP, function)
+    return plan
 
 
-def _check_compiler(config: RunConfig) -> None:
+def _check_compiler(config: RunConfig, plan: GpuPlan | None) -> None:
     if not config.trainer.compile:
         return
-    plan = place(config)
     on_gpu = plan is not None and bool(plan.trainer)
     if (finding := compiler(shutil.which, on_gpu=on_gpu)).fix:
         raise UserError(

@@ -19,7 +19,6 @@ so vLLM receives the share of its part, and SGLang the share of everything but i
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import threading
 from collections.abc import Iterator
@@ -32,43 +31,19 @@ from rich.progress import Progress as ProgressBar
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.sglang.config import SglangConfig
-from asyncrl.engine.vllm.config import VllmConfig
 from asyncrl.errors import DataError, UserError
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.monitoring.terminal.formatting import size
-from asyncrl.runs.template_date import with_date
-from asyncrl.startup import startup_summary
-from asyncrl.startup.devices import engine_device, place
-from asyncrl.startup.gpu_defaults import (
-    visits_of,
-    with_drafts_that_pay,
-    with_steps,
-    with_trainer_dtype,
-)
+from asyncrl.startup import gpu_defaults, memory, model_checks, startup_summary
+from asyncrl.startup.devices import engine_device
 from asyncrl.startup.lora_check import with_adapter
-from asyncrl.startup.memory import (
-    Device,
-    device_of,
-    memory_of,
-    memory_text,
-    refuse_too_large,
-    samples_of,
-    shape_of,
-)
+from asyncrl.startup.memory import Device
 from asyncrl.startup.model_check import check_files, check_vocabulary, prompts_of, unexpected_line
-from asyncrl.startup.model_checks import (
-    check_algorithm,
-    check_builtin_positions,
-    check_positions,
-    check_rows,
-    with_critic,
-)
 from asyncrl.startup.preflight import check_environment, check_machine, check_rewards
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.model_files import parameters
-from asyncrl.tasks.prompts import Task, held_out_sets
+from asyncrl.tasks.prompts import Task
 from asyncrl.tasks.templates.variables import names_the_date
 from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
 from asyncrl.trainer.model.memory_estimate import FULL, GIB, ModelShape, StepMemory, remedies
@@ -81,6 +56,7 @@ activations."""
 _ROOM = 1.1
 """Factor of the KV that all slots can fill, for partial blocks and steps in flight."""
 _FINER = 10_000
+_SHARES = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}
 TELL_SECONDS = 0.7
 """Silence before a line says what takes so long."""
 _WRITTEN = "(a run writes both to its config.yaml when it starts)"
@@ -162,8 +138,7 @@ def with_shared_gpu(
     """
     if gpus is None or not gpus.trainer or not gpus.generators[0]:
         return config, None
-    launcher = config.launcher.model_copy(update={"colocate": gpus.shares})
-    config = config.model_copy(update={"launcher": launcher})
+    config = config.with_values("launcher", colocate=gpus.shares)
     if not gpus.shares:
         return config, None
     engine = config.engine.of_generator(config.launcher.generators - 1)
@@ -173,11 +148,11 @@ def with_shared_gpu(
             f"in free memory, and the trainer takes memory of one of its {engine.gpus}; set "
             "launcher.colocate: false, engine.sglang.tensor_parallel_size: 1 or engine.kind: vllm"
         )
-    device = device_of(config, gpus)
+    device = memory.device_of(config, gpus)
     if device is None or device.bytes is None or shape is None:
         return config, _not_divided(engine, gpus, shape)
     needs = EngineNeeds.of(shape, engine, drafts_of(config))
-    trainer = memory_of(config, shape, on_gpu=True)
+    trainer = memory.memory_of(config, shape, on_gpu=True)
     found = divide(device.bytes, trainer, needs, _given_kv(engine, needs, device.bytes))
     if not found.fits:
         raise UserError(_too_small(config, engine, shape, device, found, trainer))
@@ -193,10 +168,7 @@ def _given_kv(engine: EngineConfig, needs: EngineNeeds, total: int) -> int | Non
     """Return the KV from the user's setting or share; None if neither is set."""
     if engine.kind == "torch":
         return needs.slots * needs.request
-    if engine.kind == "vllm":
-        gib, share = engine.vllm.kv_cache_gib, engine.vllm.gpu_memory_utilization
-    else:
-        gib, share = engine.sglang.kv_cache_gib, engine.sglang.mem_fraction_static
+    gib, share = _set(engine)
     if gib is not None:
         return int(gib * GIB)
     if share is None:
@@ -209,54 +181,46 @@ def _told(config: RunConfig, engine: EngineConfig, found: Division) -> RunConfig
     """Return the configuration with the engine's sizes of a division. Raises UserError."""
     if engine.kind == "torch":  # allocates its slots at its start, and asks nothing
         return config
-    gib = math.floor(1000 * found.kv / GIB) / 1000
-    if engine.kind == "vllm":
-        ours = {"kv_cache_gib": engine.vllm.kv_cache_gib or gib}
-        ours["gpu_memory_utilization"] = _utilization(engine.vllm, found)
-        update: dict[str, object] = {"vllm": engine.vllm.model_copy(update=ours)}
-    else:
-        ours = {"kv_cache_gib": engine.sglang.kv_cache_gib or gib}
-        ours["mem_fraction_static"] = _fraction(engine.sglang, found)
-        update = {"sglang": engine.sglang.model_copy(update=ours)}
-    return config.model_copy(update={"engine": config.engine.model_copy(update=update)})
+    gib = _set(engine)[0] or math.floor(1000 * found.kv / GIB) / 1000
+    sizes = {"kv_cache_gib": gib, _SHARES[engine.kind]: _share(engine, found)}
+    own = getattr(engine, engine.kind).model_copy(update=sizes)
+    return config.with_values("engine", **{engine.kind: own})
 
 
-def _utilization(given: VllmConfig, found: Division) -> float:
-    share, most = given.gpu_memory_utilization, USABLE - found.trainer / found.total
-    if given.kv_cache_gib is None or share is None:
-        return found.utilization
-    if share > most + 1 / _FINER:
+def _set(engine: EngineConfig) -> tuple[float | None, float | None]:
+    """Return the user's KV in GiB, and the share of the GPU, of vLLM or SGLang."""
+    own = getattr(engine, engine.kind)
+    return own.kv_cache_gib, getattr(own, _SHARES[engine.kind])
+
+
+def _share(engine: EngineConfig, found: Division) -> float:
+    gib, share = _set(engine)
+    if gib is None or share is None:
+        return found.utilization if engine.kind == "vllm" else found.fraction
+    most = USABLE - found.trainer / found.total
+    least = (found.trainer + found.engine.weights + found.kv) / found.total
+    if engine.kind == "vllm" and share > most + 1 / _FINER:
         raise UserError(
             f"engine.vllm.gpu_memory_utilization: {share:g} of a GPU that the trainer shares must "
             f"be free when vLLM starts, and the trainer leaves {most:.2f}; lower it, or leave it "
             f"out {_WRITTEN}"
         )
-    return share
-
-
-def _fraction(given: SglangConfig, found: Division) -> float:
-    share = given.mem_fraction_static
-    if given.kv_cache_gib is None or share is None:
-        return found.fraction
-    least = (found.trainer + found.engine.weights + found.kv) / found.total
-    if share < least:
+    if engine.kind == "sglang" and share < least:
         raise UserError(
             f"engine.sglang.mem_fraction_static: {share:g} of a GPU that the trainer shares leaves "
-            f"less than kv_cache_gib: {given.kv_cache_gib:g}, because SGLang takes what the "
-            f"trainer allocates from it; it must be at least {least:.2f}, or leave it out "
-            f"{_WRITTEN}"
+            f"less than kv_cache_gib: {gib:g}, because SGLang takes what the trainer allocates "
+            f"from it; it must be at least {least:.2f}, or leave it out {_WRITTEN}"
         )
     return share
 
 
 def _not_divided(engine: EngineConfig, gpus: GpuPlan, shape: ModelShape | None) -> str:
     what = f"the memory of {gpus.trainer[0]}" if shape is not None else "the size of the model"
-    ours = engine.vllm if engine.kind == "vllm" else engine.sglang
-    if engine.kind != "torch" and ours.kv_cache_gib is None:
+    if engine.kind != "torch" and _set(engine)[0] is None:
         raise UserError(
             f"trainer and generator share GPU {gpus.trainer[0].name} (launcher.colocate), and "
             f"{what} is not known here, so it cannot be divided: set "
-            f"engine.{engine.kind}.kv_cache_gib and engine.{engine.kind}.{_share_name(engine)}"
+            f"engine.{engine.kind}.kv_cache_gib and engine.{engine.kind}.{_SHARES[engine.kind]}"
         )
     return (
         f"shared     GPU {gpus.trainer[0].name}: trainer and generator; {what} is not known, so "
@@ -291,25 +255,21 @@ def _too_small(
         if (slots := left // needs.request) >= 1:
             ways.append(f"Set engine.slots: {slots}")
     elif divide(found.total, trainer, needs).fits:
-        both = f"engine.{engine.kind}.kv_cache_gib and .{_share_name(engine)}"
+        both = f"engine.{engine.kind}.kv_cache_gib and .{_SHARES[engine.kind]}"
         ways.append(f"Leave out {both} {_WRITTEN}")
     if room > 0:
         resolved = config.trainer.for_device(BFLOAT16_CAPABILITY)
-        settings, then = remedies(shape, resolved, samples_of(config), room, on_gpu=True)
+        settings, then = remedies(shape, resolved, memory.samples_of(config), room, on_gpu=True)
         if settings and then <= room:
             ways.append(f"Set {' and '.join(settings)}: then a step needs about {size(then)}")
     ways.append("Give the trainer a separate GPU, or use a larger GPU or a smaller model")
     return (
         f"{device.name} ({size(found.total)}) is too small for the trainer and a generator "
         f"(launcher.colocate): {size(found.trainer)} are set aside for a training step "
-        f"({memory_text(trainer, None)}), and {engine.kind} needs {size(needs.without_kv + kv)}: "
-        f"weights {size(needs.weights)}, KV {size(kv)} and {size(needs.process)} for its process. "
-        + ". Or: ".join(ways)
+        f"({memory.memory_text(trainer, None)}), and {engine.kind} needs "
+        f"{size(needs.without_kv + kv)}: weights {size(needs.weights)}, KV {size(kv)} and "
+        f"{size(needs.process)} for its process. " + ". Or: ".join(ways)
     )
-
-
-def _share_name(engine: EngineConfig) -> str:
-    return "gpu_memory_utilization" if engine.kind == "vllm" else "mem_fraction_static"
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,24 +285,22 @@ class Prepared:
 
 def prepare(config: RunConfig, console: Console) -> Prepared:
     """Check and prepare a run's inputs, and describe the run. Raises UserError."""
-    check_machine(config)
-    check_builtin_positions(config)
-    local = config.launcher.kind == "local"
-    gpus = place(config) if local else None
-    config, compute = with_trainer_dtype(config, gpus)
+    gpus = check_machine(config)
+    model_checks.check_builtin_positions(config)
+    config, compute = gpu_defaults.with_trainer_dtype(config, gpus)
     with _telling(console, "checking the rewards and the environment"):
         check_rewards(config.rewards)
         check_environment(config)
-        check_algorithm(config)
+        model_checks.check_algorithm(config)
     with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
         model_path = resolve_model(config.model, bar)
     loaded = check_files(Path(model_path))
-    check_positions(config, Path(model_path))
+    model_checks.check_positions(config, Path(model_path))
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
-    say(startup_summary.model_line(config, model_path))
-    if (unused := unexpected_line(Path(model_path), loaded)) is not None:
-        say(unused)
-    dated = with_date(config)
+    unused = unexpected_line(Path(model_path), loaded)
+    for line in filter(None, (startup_summary.model_line(config, model_path), unused)):
+        say(line)
+    dated = gpu_defaults.with_date(config)
     with _telling(console, "reading and tokenising the data"):
         task = load_task(
             dated.task,
@@ -353,17 +311,17 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
             room=_room(config),
         )
     config = dated if names_the_date(task.tokenizer) else config
-    config = with_adapter(with_critic(config, model_path, task.tokenizer), Path(model_path))
-    epochs, config = config.run.epochs, with_steps(config, len(task.train))
+    config = with_adapter(
+        model_checks.with_critic(config, model_path, task.tokenizer), Path(model_path)
+    )
+    epochs, config = config.run.epochs, gpu_defaults.with_steps(config, len(task.train))
     say(startup_summary.data_line(config, task, epochs))
-    for sentence in startup_summary.not_reached(config, task):
-        say(sentence)
-    for sentence in startup_summary.shared_prompts(task):
-        say(sentence)
+    for line in startup_summary.not_reached(config, task) + startup_summary.shared_prompts(task):
+        say(line)
     _check_prompts(config, task)
     check_vocabulary(Path(model_path), task.tokenizer, prompts_of(task))
-    for sentence in check_rows(config, task):
-        say(sentence)
+    for line in model_checks.check_rows(config, task):
+        say(line)
     if config.sampling.stop:
         from asyncrl.tasks.token_bytes import token_bytes  # imports numba, which takes a second
 
@@ -375,22 +333,24 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
 
         with _telling(console, "trying the environment"):
             tried = try_environment(config, task)
-        for sentence in tried:
-            say(sentence)
+        for line in tried:
+            say(line)
     drafts = ""
-    if local:
-        on_gpu, visits = engine_device(gpus) == "cuda", visits_of(config, len(task.train))
-        config, drafts = with_drafts_that_pay(config, on_gpu=on_gpu, visits=visits)
-    for line in filter(None, (compute, drafts)):
-        say(line)
+    if config.launcher.kind == "local":
+        on_gpu, visits = (
+            engine_device(gpus) == "cuda",
+            gpu_defaults.visits_of(config, len(task.train)),
+        )
+        config, drafts = gpu_defaults.with_drafts_that_pay(config, on_gpu=on_gpu, visits=visits)
     count = parameters(Path(model_path))
-    say(startup_summary.processes_line(config, gpus, count))
-    shape = shape_of(config, Path(model_path), count, loaded.sizes)
+    processes = startup_summary.processes_line(config, gpus, count)
+    for line in filter(None, (compute, drafts, processes)):
+        say(line)
+    shape = memory.shape_of(config, Path(model_path), count, loaded.sizes)
     say(startup_summary.memory_line(*_memory(config, gpus, shape)))
     config, shared = with_shared_gpu(config, gpus, shape)
-    if shared is not None:
-        say(shared)
-    say(startup_summary.results_line(config))
+    for line in filter(None, (shared, startup_summary.results_line(config))):
+        say(line)
     return Prepared(config, model_path, task, gpus)
 
 
@@ -398,12 +358,12 @@ def _memory(
     config: RunConfig, gpus: GpuPlan | None, shape: ModelShape | None
 ) -> tuple[StepMemory | None, Device | None]:
     """Return the trainer's memory and its device. Raises UserError if the device has less."""
-    device = device_of(config, gpus)
+    device = memory.device_of(config, gpus)
     if shape is None:
         return None, device
     if device is not None:
-        refuse_too_large(config, shape, device)
-    return memory_of(config, shape, on_gpu=device is None or device.on_gpu), device
+        memory.refuse_too_large(config, shape, device)
+    return memory.memory_of(config, shape, on_gpu=device is None or device.on_gpu), device
 
 
 @contextlib.contextmanager
@@ -427,12 +387,10 @@ def _room(config: RunConfig) -> int:
 
 
 def _check_prompts(config: RunConfig, task: Task) -> None:
-    room = _room(config)
-    sets = held_out_sets(task).values()
-    for prompt in itertools.chain(task.train, *sets):
-        if len(prompt.tokens) > room:
+    for name, tokens in prompts_of(task):
+        if len(tokens) > _room(config):
             raise DataError(
-                f"prompt {prompt.prompt_id} has {len(prompt.tokens)} tokens; with "
+                f"{name} has {len(tokens)} tokens; with "
                 f"sampling.max_tokens {config.sampling.max_tokens} that exceeds "
                 f"engine.max_model_len {config.engine.max_model_len}. Raise engine.max_model_len, "
                 "or leave out long prompts with task.max_prompt_tokens and task.too_long: filter"

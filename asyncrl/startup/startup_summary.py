@@ -1,6 +1,5 @@
 """Writes seven lines about a starting run; more with an environment or a shared GPU."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from asyncrl.startup.memory import Device, critic_parameters, memory_text
 from asyncrl.suggestions import shortened
 from asyncrl.tasks.evaluation_config import EvaluationConfig
 from asyncrl.tasks.model_files import parameters
+from asyncrl.tasks.model_tokenizer import read_settings
 from asyncrl.tasks.prompts import Task, held_out_sets
 from asyncrl.trainer.model.memory_estimate import StepMemory
 from asyncrl.trainer.objective.bias_analysis import estimate_of
@@ -26,8 +26,7 @@ _TRAINED, _MOMENTS = 8, 8
 
 def model_line(config: RunConfig, model: str) -> str:
     """Describe name, family and size of `model`, a directory or a hub id not yet downloaded."""
-    found = Path(model) / "config.json"
-    family = json.loads(found.read_bytes()).get("model_type", "") if found.is_file() else ""
+    family = read_settings(Path(model) / "config.json").get("model_type", "")
     count = parameters(Path(model))
     size = f"{_counted(count)} parameters" if count is not None else "its size is not known yet"
     return _line("model", f"{config.model.path}: {', '.join(filter(None, (family, size)))}")
@@ -74,15 +73,11 @@ def shared_prompts(task: Task) -> list[str]:
     if not task.evaluation_sets:
         return []
     trained = {prompt.tokens.tobytes() for prompt in task.train}
-    found = {
-        name: sum(prompt.tokens.tobytes() in trained for prompt in prompts)
-        for name, prompts in task.evaluation_sets.items()
-    }
     return [
-        f"warning: {count:,} of {len(task.evaluation_sets[name]):,} prompts of evaluation.sets."
-        f"{name} are also trained on, so its accuracy is not one of held-out prompts"
-        for name, count in found.items()
-        if count
+        f"warning: {count:,} of {len(prompts):,} prompts of evaluation.sets.{name} are also "
+        "trained on, so its accuracy is not one of held-out prompts"
+        for name, prompts in task.evaluation_sets.items()
+        if (count := sum(prompt.tokens.tobytes() in trained for prompt in prompts))
     ]
 
 

@@ -11,9 +11,9 @@ import msgspec
 
 from asyncrl.config.run_config import load_config
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.runs.command_lines import command_for, resume_command
 from asyncrl.runs.directory import is_alive, read_state
 from asyncrl.steering.status_stream import Audience
+from asyncrl.suggestions import command_for, resume_command
 from asyncrl.wire import Hub, Line, RunKey, Unreachable
 from asyncrl.wire.errors import KeyUnusable, NoReply
 from asyncrl.wire.messages import control
@@ -23,8 +23,6 @@ from asyncrl.wire.transport.refusals import Refusals
 logger = logging.getLogger(__name__)
 
 REPLY_SECONDS = 10.0
-_REQUEST_BYTES = 1 << 16
-_QUEUED_REQUESTS = 100
 _AT_ONCE = 200
 _HUB = "user"
 
@@ -40,14 +38,7 @@ def control_key_file(run: Path) -> Path:
 
 def user_hub(address: str, key: RunKey, refusals: Refusals) -> Hub[control.Request]:
     """Open the socket on which the controller takes the requests of users."""
-    return Hub(
-        address,
-        key.hub(_HUB),
-        control.Request,
-        refusals,
-        max_bytes=_REQUEST_BYTES,
-        queued=_QUEUED_REQUESTS,
-    )
+    return Hub(address, key.hub(_HUB), control.Request, refusals, max_bytes=1 << 16, queued=100)
 
 
 async def serve_control(
@@ -57,8 +48,7 @@ async def serve_control(
 ) -> None:
     """Answer requests and show the run to watchers, until cancelled.
 
-    A request that fails is refused. A slow one (a checkpoint) does not delay others; at most
-    `_AT_ONCE` are answered at once.
+    A failed request is refused. A slow one (a checkpoint) does not delay others, up to `_AT_ONCE`.
     """
     audience = Audience(hub, view)
 

@@ -7,8 +7,7 @@ from pydantic import BaseModel
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import ConfigError, UserError
 from asyncrl.mutability import LIVE, RULES, When, instead_of, rule_of
-from asyncrl.runs.command_lines import command_for
-from asyncrl.suggestions import nearest, shortened
+from asyncrl.suggestions import command_for, nearest, shortened
 
 
 def check_is_safe(key: str, config: RunConfig) -> When:
@@ -20,7 +19,10 @@ def check_is_safe(key: str, config: RunConfig) -> When:
         return RULES[key].when
     known = dict(_keys(RunConfig))
     if key not in known:
-        raise ConfigError(f"there is no setting {shortened(key)!r}.{_similar(key, known)}")
+        last = key.rpartition(".")[2]
+        same = [one for one in known if one.rpartition(".")[2] == last]  # in another section
+        hint = f" Did you mean {same[0]!r}?" if same else nearest(key, known)
+        raise ConfigError(f"there is no setting {shortened(key)!r}.{hint}")
     if known[key]:
         raise ConfigError(f"{key} is a section; name one of its settings, such as {key}.KEY")
     rule = rule_of(key)
@@ -31,15 +33,6 @@ def check_is_safe(key: str, config: RunConfig) -> When:
         f"{key} cannot be changed while the run is active: {rule.reason}. {instead}. "
         f"Settings that can be changed: {', '.join(LIVE)}"
     )
-
-
-def _similar(key: str, known: dict[str, bool]) -> str:
-    """Return a setting with a similar name: the whole, or the last part in any section."""
-    last = key.rpartition(".")[2]
-    same = [one for one in known if one.rpartition(".")[2] == last]
-    if same:
-        return f" Did you mean {same[0]!r}?"
-    return nearest(key, known)
 
 
 def _keys(model: type[BaseModel], outer: str = "") -> list[tuple[str, bool]]:

@@ -21,10 +21,10 @@ from asyncrl.config.run_config import load_config
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.monitoring.terminal.live import LiveView
 from asyncrl.monitoring.terminal.run_view import RunView
-from asyncrl.runs.command_lines import resume_command
 from asyncrl.runs.directory import is_alive, read_state
 from asyncrl.steering.control_socket import ENDINGS, REPLY_SECONDS, open_line
 from asyncrl.steering.status_stream import VIEW_SECONDS
+from asyncrl.suggestions import resume_command
 from asyncrl.wire.errors import NoReply
 from asyncrl.wire.messages import control
 

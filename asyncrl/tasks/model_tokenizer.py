@@ -87,8 +87,8 @@ def _digest(text: str) -> str:
 
 def _known_class(directory: Path) -> Any:
     """Return the tokenizer's class if it is known without AutoTokenizer, otherwise None."""
-    model = _settings(directory / "config.json")
-    tokenizer = _settings(directory / "tokenizer_config.json")
+    model = readable_settings(directory / "config.json")
+    tokenizer = readable_settings(directory / "tokenizer_config.json")
     if "auto_map" in model or "auto_map" in tokenizer:
         return None  # code of the model's own
     if not (directory / "tokenizer.json").is_file():
@@ -132,11 +132,11 @@ def model_stop_tokens(model_path: str, tokenizer: Any) -> tuple[int, ...]:
 def _configured_stop_tokens(model_path: str) -> list[int]:
     folder = Path(model_path)
     if folder.is_dir():
-        model = _read_settings(folder / "config.json")
+        model = read_settings(folder / "config.json")
         text = model.get("text_config")
         model = text | model if isinstance(text, dict) else model
         generating = folder / "generation_config.json"
-        sources = {str(generating): _read_settings(generating), str(folder / "config.json"): model}
+        sources = {str(generating): read_settings(generating), str(folder / "config.json"): model}
         size = model.get("vocab_size")
     else:
         from transformers import AutoConfig, GenerationConfig
@@ -170,7 +170,7 @@ def _token_ids(file: str, value: Any, size: int | None) -> list[int]:
     return ids
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
     """Return a JSON object; empty if the file is missing. Raises ModelError if it is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -183,9 +183,10 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return content
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def readable_settings(path: Path) -> dict[str, Any]:
+    """Return a JSON object; empty if the file is missing or damaged."""
     try:
-        return _read_settings(path)
+        return read_settings(path)
     except ModelError:
         return {}
 

@@ -11,8 +11,8 @@ import yaml
 
 from asyncrl.errors import UserError
 from asyncrl.monitoring.config import WebConfig
-from asyncrl.runs.command_lines import command_for
 from asyncrl.runs.directory import is_alive, read_state
+from asyncrl.suggestions import command_for
 from asyncrl.web.serving import listen, read_token, token_path, url_of
 
 

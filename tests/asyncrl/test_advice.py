@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from asyncrl.cli.app import app
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.runs.command_lines import command_for, resume_command
 from asyncrl.steering.control_socket import ask
+from asyncrl.suggestions import command_for, resume_command
 from asyncrl.wire.messages import control
 
 ROOT = Path(__file__).parents[2]

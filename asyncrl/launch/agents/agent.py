@@ -48,11 +48,8 @@ def count_gpus() -> int:
     return len(select_gpus(find_gpus(), os.environ.get(VISIBLE), None))
 
 
-_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+_FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_FAILED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _OPENED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _EVENTS = _OPENED | _FAILED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _GREETING_SECONDS = 2.0
@@ -110,8 +107,7 @@ class AgentLine(Line[to_agent.ToAgent]):
             loop = asyncio.get_running_loop()
             await loop.getaddrinfo(self._host, self._port, family=socket.AF_INET)
         except socket.gaierror as error:
-            why = f"is unknown, or does not have an IPv4 address ({error.strerror})"
-            return f"the host {self._host} {why}"
+            return f"the host {self._host} is unknown, or lacks an IPv4 address ({error.strerror})"
         return "nothing listens there, or it cannot be reached"
 
     async def is_refused(self, times: int) -> bool:
@@ -226,8 +222,7 @@ class Agent:
         """Join controllers and serve them, one after the other, until a signal.
 
         `health` reports that this loop turns and that the child can take work. Raises UserError if
-        the controller refuses this agent or has another secret, and AsyncrlError if its child did
-        not leave in time at the end.
+        the controller refuses this agent or has another secret, AsyncrlError if its child is late.
         """
         self._changed = asyncio.Event()
         self._hosting = Hosting(self._place, self._ports, self._changed.set)
@@ -258,9 +253,16 @@ class Agent:
             self._line.close()
             end_beat()
         if settings.once and self._silent is not None and not self._is_leaving:
-            raise _gone(self._run, self._silent)
+            raise AsyncrlError(
+                f"the controller of run {self._run} was silent for {self._silent:.0f} s, so this "
+                "agent ends with the run (--once)"
+            )
         if self._late:
-            raise _late(self._late, settings.grace_seconds)
+            raise AsyncrlError(
+                f"{', '.join(self._late)} did not leave within {settings.grace_seconds:g} s "
+                "(--grace) and was killed; its work is generated again, or trained again from the "
+                "newest checkpoint"
+            )
 
     @property
     def _is_leaving(self) -> bool:
@@ -326,8 +328,7 @@ class Agent:
             if found != trouble or (found and now - said > SAY_SECONDS):
                 trouble, said = found, now
                 logger.info(
-                    "no controller at %s after %d attempts in %.0f s: %s; trying again every "
-                    "second",
+                    "no controller at %s after %d attempts in %.0f s: %s; trying every second",
                     self._settings.controller, attempts, now - began, found,
                 )  # fmt: skip
             if attempts % int(AGAIN_SECONDS / BEAT_SECONDS) == 0:
@@ -434,20 +435,6 @@ def _hello(settings: Settings, ip: str, code: str, beginning: str) -> from_agent
         f"{sys.version_info.major}.{sys.version_info.minor}",
         code,
         beginning,
-    )
-
-
-def _gone(run: str, silent: float) -> AsyncrlError:
-    return AsyncrlError(
-        f"the controller of run {run} was silent for {silent:.0f} s, "
-        "so this agent ends with the run (--once)"
-    )
-
-
-def _late(children: list[str], grace: float) -> AsyncrlError:
-    return AsyncrlError(
-        f"{', '.join(children)} did not leave within {grace:g} s (--grace) and was killed; its "
-        "work is generated again, or trained again from the newest checkpoint"
     )
 
 

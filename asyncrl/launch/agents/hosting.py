@@ -75,17 +75,15 @@ class _Hosted:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+@dataclass(eq=False)
 class Hosting:
-    """Runs the processes on an agent's machine. Create it within the event loop."""
+    """Runs the processes on an agent's machine."""
 
-    def __init__(
-        self, place: Callable[[dict[str, object]], Place], ports: Ports, changed: Callable[[], None]
-    ) -> None:
-        self._place = place
-        self._ports = ports
-        self._changed = changed
-        self._hosted: dict[str, _Hosted] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+    _place: Callable[[dict[str, object]], Place]
+    _ports: Ports
+    _changed: Callable[[], None]
+    _hosted: dict[str, _Hosted] = field(default_factory=dict, init=False)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     @property
     def work(self) -> list[str]:
@@ -145,8 +143,7 @@ class Hosting:
             one.is_started = True
             self._end(one, ending=one.ending, by_force=one.by_force)
             while one.code is None:
-                code, tail = await asyncio.to_thread(one.child.watch, _WATCH_SECONDS)
-                one.code, one.tail = code, tail
+                one.code, one.tail = await asyncio.to_thread(one.child.watch, _WATCH_SECONDS)
         self._ports.take_back(one.name)
         one.ended.set()
         self._changed()
@@ -166,8 +163,7 @@ class Hosting:
                 self._end(one, ending=True, by_force=force)
             waits = [asyncio.create_task(one.ended.wait()) for one in living]
             if waits:
-                seconds = KILL_SECONDS if force else GRACE_SECONDS
-                await asyncio.wait(waits, timeout=seconds)
+                await asyncio.wait(waits, timeout=KILL_SECONDS if force else GRACE_SECONDS)
             for wait in waits:
                 wait.cancel()
 

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.launch.agents.agent_state import AgentProcess
 from asyncrl.launch.agents.registry import AgentRegistry, Needs
 from asyncrl.launch.agents.secret import HUB
 from asyncrl.launch.child_spec import ChildKeys, ChildSpec, Role
@@ -95,8 +94,7 @@ class AgentsLauncher:
             if isinstance(message, from_agent.Hello):
                 self._hub.send_soon(name, self.roster.hello(name, message, now))
             elif not self.roster.state(name, message, now):
-                # The agent is of another session, or was given up: it ends its processes and says
-                # hello.
+                # It is of another session, or was given up: it ends its processes and says hello.
                 self._hub.send_soon(name, to_agent.Orders(to_agent.NO_SESSION))
             else:
                 self.roster.place()
@@ -154,8 +152,7 @@ class AgentsLauncher:
             weights_directory=self._config.launcher.cluster.weights_directory,
             config_json=inline_config(self._config),
         )
-        process: AgentProcess = self.roster.add(full, keys, node)
-        return process
+        return self.roster.add(full, keys, node)
 
     def use(self, config: RunConfig) -> None:
         """Start processes with this configuration from now on."""

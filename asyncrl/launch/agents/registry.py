@@ -96,8 +96,7 @@ class AgentRegistry:
         self.silence_seconds = needs.silence_seconds
         """An agent that is silent for this long is lost."""
         self.hold_seconds = 0.0
-        """Time for which the end of a process is kept back, if its machine may be the cause: by
-        then a lost machine is known."""
+        """Delay before a process's end counts, so that a loss of its machine is known first."""
         self.may_host: Callable[[ChildSpec, Agent], bool] = lambda _spec, _agent: True
         """Returns True if a process may be started by an agent that has room for it."""
         self.gpus = NeededGpus(wanted, needs.optional_gpus, self.agents, say)
@@ -108,11 +107,6 @@ class AgentRegistry:
     def are_several(self) -> bool:
         """True if the agents, and the controller, are on several machines."""
         return self._machines.are_several
-
-    @property
-    def generators_have_gpus(self) -> bool:
-        """True if generators run on GPUs."""
-        return self.gpus.of("generator") > 0
 
     def hello(
         self, name: str, hello: from_agent.Hello, now: float
@@ -254,13 +248,12 @@ class AgentRegistry:
         wanted = ranks[0].ranks if ranks else 0
         incomplete = len(ranks) < wanted or len(self.free("trainer")) < wanted
         for process in sorted(self.waiting, key=lambda one: one.spec.role != "trainer"):
-            if process.spec.role == "trainer" and incomplete:
+            spec = process.spec
+            if spec.role == "trainer" and incomplete:
                 continue
-            found = [
-                one for one in self.free(process.spec.role) if self.may_host(process.spec, one)
-            ]
+            found = [one for one in self.free(spec.role) if self.may_host(spec, one)]
             if incomplete:  # what a rank may need is kept for it
-                found = [one for one in found if one.hello.role == process.spec.role]
+                found = [one for one in found if one.hello.role == spec.role]
             if found:
                 self.waiting.remove(process)
                 self._give(process, found[0])
@@ -306,15 +299,13 @@ class AgentRegistry:
                 agent.heard = min(now, agent.heard + missed)
             silent = now - agent.heard
             if silent > self.silence_seconds:
-                setting = self._needs.silence_setting
-                self.lose(agent, f"it was silent for {silent:.0f} s ({setting})")
+                self.lose(
+                    agent, f"it was silent for {silent:.0f} s ({self._needs.silence_setting})"
+                )
         self.place()
 
     def lose(self, agent: Agent, why: str, *, with_machine: bool = True) -> None:
-        """Remove a lost agent, and its processes with it.
-
-        `with_machine`: its machine may be gone too, so its processes are not at fault.
-        """
+        """Remove a lost agent and its processes; `with_machine`: they are not at fault."""
         del self.agents[agent.name]
         lost = f"agent {agent} was lost: {why}"
         if not agent.processes:

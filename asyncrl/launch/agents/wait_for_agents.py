@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -71,9 +72,9 @@ def needs_of_run(
 
 
 async def open_agents(
-    config: RunConfig, needs: Needs, say: Callable[[str], None]
+    config: RunConfig, needs: Needs, closing: AsyncExitStack, say: Callable[[str], None]
 ) -> AgentsLauncher:
-    """Listen for agents, and wait for those that the run begins with.
+    """Listen for agents until `closing`, and wait for those that the run begins with.
 
     Raises UserError if the secret cannot be read, the port is in use, or the agents do not come.
     """
@@ -90,18 +91,15 @@ async def open_agents(
         advice="HOST of launcher.agents.listen must be one of its addresses (0.0.0.0: all), and no "
         "other program may have the port, nor another run's controller",
     )
-    try:
-        await gather(
-            launcher,
-            config,
-            say,
-            place=f"at {settings.listen}",
-            advice="start `asyncrl agent --controller HOST:PORT --key-file FILE --role ROLE`, and "
-            "read its output",
-        )
-    except BaseException:
-        await launcher.close()
-        raise
+    closing.push_async_callback(launcher.close)
+    await gather(
+        launcher,
+        config,
+        say,
+        place=f"at {settings.listen}",
+        advice="start `asyncrl agent --controller HOST:PORT --key-file FILE --role ROLE`, and read "
+        "its output",
+    )
     return launcher
 
 
@@ -128,8 +126,7 @@ async def gather(
 ) -> None:
     """Wait for the agents of the run's start, or for a signal. Raises UserError if they are late.
 
-    `place` and `advice` are parts of the messages; `hopeless` returns why the agents will never
-    come, None if they may.
+    `place` and `advice` are parts of messages; `hopeless` returns why agents cannot come, if so.
     """
     loop, settings = asyncio.get_running_loop(), config.launcher.cluster
     ended = asyncio.Event()

@@ -62,8 +62,7 @@ class ClusterRefused(Exception):  # noqa: N818 - as in `Refused`
 class Driver:
     """A connection to a Ray cluster, with room for the run.
 
-    `say` sends a message to the controller. Raises ClusterRefused if the cluster cannot be reached
-    or cannot carry the run.
+    `say` sends a message to the controller. Raises ClusterRefused if the cluster cannot be used.
     """
 
     def __init__(self, asked: messages.Open, say: Callable[[messages.FromDriver], None]) -> None:
@@ -189,22 +188,16 @@ class Driver:
 
     def _make(self, slot: Slot, group: PlacementGroup, bundle: int) -> Any:
         """Create an actor, which Ray restarts when its worker or node is lost."""
-        place = PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=bundle
+        made = ray.remote(actor.AgentActor).options(
+            num_cpus=slot.cpus,
+            num_gpus=slot.gpus,
+            resources=slot.resources,
+            max_restarts=-1,
+            max_concurrency=_THREADS,
+            runtime_env=self._asked.runtime_env or None,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
         )
-        return (
-            ray.remote(actor.AgentActor)
-            .options(
-                num_cpus=slot.cpus,
-                num_gpus=slot.gpus,
-                resources=slot.resources,
-                max_restarts=-1,
-                max_concurrency=_THREADS,
-                runtime_env=self._asked.runtime_env or None,
-                scheduling_strategy=place,
-            )
-            .remote()
-        )
+        return made.remote()
 
     def _serve(self, slot: Slot, one: Any) -> str:
         """Run an agent until it ends or its actor is lost; return the cause."""
@@ -333,10 +326,8 @@ def _resources() -> list[Mapping[str, float]]:
 
 
 def _free() -> str:
-    found = sorted(ray.available_resources().items())
-    return (
-        ", ".join(f"{key} {value:g}" for key, value in found if key in ("CPU", "GPU")) or "nothing"
-    )
+    free = ray.available_resources()
+    return ", ".join(f"{key} {free[key]:g}" for key in ("CPU", "GPU") if key in free) or "nothing"
 
 
 def check_port(address: str) -> None:

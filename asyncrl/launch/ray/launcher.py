@@ -15,6 +15,7 @@ import dataclasses
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from asyncrl.launch.child_spec import Role
 from asyncrl.launch.ray import messages
 from asyncrl.launch.ray.messages import Slot
 from asyncrl.launch.records import ProcessRecords
+from asyncrl.launch.start_order import last_line
 from asyncrl.wire import RunKey
 
 DRIVER_MODULE = "asyncrl.launch.ray.driver"
@@ -129,11 +131,7 @@ class DriverProcess:
 
     def last_line(self) -> str:
         """Return the last line of its log."""
-        try:
-            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            return "(no log)"
-        return next((line for line in reversed(lines) if line.strip()), "(its log is empty)")
+        return last_line(self.log) or "(its log is empty)"
 
     def kill(self) -> None:
         """Kill it; Ray ends the processes that a driver leaves behind."""
@@ -308,10 +306,11 @@ async def open_ray(
     slots: tuple[Slot, ...],
     needs: Needs,
     records: ProcessRecords,
+    closing: AsyncExitStack,
     say: Callable[[str], None],
     logs: Path,
 ) -> RayLauncher:
-    """Connect, reserve room, and wait for the agents. Raises UserError; then nothing is left."""
+    """Connect, reserve room until `closing`, and wait for the agents. Raises UserError."""
     check_ray()
     settings = config.launcher.ray
     image = {} if settings.image is None else {"image_uri": settings.image}
@@ -334,16 +333,13 @@ async def open_ray(
         driver.kill()
         await driver.close()
         raise
-    try:
-        await gather(
-            launcher,
-            config,
-            say,
-            place=f"on the Ray cluster {opened.address}",
-            advice=f"look at {driver.log}, and at the logs of the nodes' workers",
-            hopeless=launcher.why_hopeless,
-        )
-    except BaseException:
-        await launcher.close()
-        raise
+    closing.push_async_callback(launcher.close)
+    await gather(
+        launcher,
+        config,
+        say,
+        place=f"on the Ray cluster {opened.address}",
+        advice=f"look at {driver.log}, and at the logs of the nodes' workers",
+        hopeless=launcher.why_hopeless,
+    )
     return launcher

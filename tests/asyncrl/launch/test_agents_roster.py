@@ -235,7 +235,7 @@ def test_a_machine_with_gpus_that_comes_a_second_later_is_not_wasted() -> None:
     world.join("g", "generator")
     assert [one.name for one in world.roster.free("trainer")] == ["gpu"]
     world.roster.gpus.settle()
-    assert world.roster.generators_have_gpus is False
+    assert world.roster.gpus.of("generator") == 0
     assert [one for one in world.said if "no agent for a generator has the GPUs" in one]
     assert not [one for one in world.said if "no agent for a trainer" in one]
     world.start("trainer", "trainer")

@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -335,8 +336,14 @@ def test_a_cluster_that_cannot_be_used_is_refused(
     config = load_config(None, ["launcher.kind=ray", "launcher.ray.place_seconds=0.1"])
     records = ProcessRecords(tmp_path)
     asked = needs(config, tmp_path, records)
+
+    async def check() -> None:
+        async with AsyncExitStack() as closing:
+            logs = tmp_path / "logs"
+            await open_ray(config, slots_of(config), asked, records, closing, print, logs)
+
     with pytest.raises(UserError, match=said):
-        asyncio.run(open_ray(config, slots_of(config), asked, records, print, tmp_path / "logs"))
+        asyncio.run(check())
 
 
 def test_an_agent_that_does_not_come_is_said_at_once(tmp_path: Path) -> None:

@@ -43,7 +43,11 @@ def test_what_grows_is_copied_and_continued(tmp_path: Path) -> None:
         assert log.read_bytes() == b"of an earlier start\none\n" + b"x" * (3 << 20)
         samples = (relays.run / "samples.jsonl").read_bytes()
         assert samples == b"{a}\n{of another node}\n{b}\n"
-        assert relays.home.pulled_bytes == relays.other.sent_bytes == 4 + 4 + 8 + (3 << 20)
+        assert (
+            relays.home.puller.pulled_bytes
+            == relays.other.server.sent_bytes
+            == 4 + 4 + 8 + (3 << 20)
+        )
 
     with_relays(tmp_path, work)
 
@@ -93,9 +97,9 @@ def test_what_is_replaced_as_a_whole_is_copied_as_a_whole(tmp_path: Path) -> Non
         assert await relays.finish() == {}
         assert not (relays.run / unfinished).exists(), "it does not come back"
         assert (relays.run / cache).read_bytes() == b"another"
-        before = relays.home.pulled_bytes
+        before = relays.home.puller.pulled_bytes
         assert await relays.finish() == {}
-        assert relays.home.pulled_bytes == before
+        assert relays.home.puller.pulled_bytes == before
         assert sorted(path.name for path in relays.run.glob(".pulled/*.part")) == []
 
     with_relays(tmp_path, work)

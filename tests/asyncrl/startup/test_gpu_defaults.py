@@ -240,7 +240,7 @@ def test_a_run_is_prepared_with_what_is_chosen(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     place_untrained(tmp_path / "cache", WarmStart())
-    monkeypatch.setattr(prepare_module, "place", lambda _config: plan((9, 0), (9, 0)))
+    monkeypatch.setattr(prepare_module, "check_machine", lambda _config: plan((9, 0), (9, 0)))
     monkeypatch.setattr(prepare_module, "TELL_SECONDS", 0.0)
     monkeypatch.setattr(prepare_module, "check_rewards", lambda _rewards: time.sleep(0.5))
     console = Console(record=True, width=200, force_terminal=False)

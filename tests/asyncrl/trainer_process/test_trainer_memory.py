@@ -88,7 +88,7 @@ def test_a_model_that_is_not_here_and_a_local_run_are_not_checked_again(
 def test_ranks_of_a_cpu_share_its_memory_where_all_are_on_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "host_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(memory.memory_estimate, "host_bytes", lambda: 64 * GIB)
     launcher = {"kind": "ray", "trusted_network": True}
     for network, ranks in (("lo", 4), ("eth0", 1)):
         trainer = {"device": "cpu", "ranks": 4, "rank_network": network}

@@ -22,7 +22,7 @@ from asyncrl.generator.turns.environment_setup import translation_of
 from asyncrl.generator.turns.environment_turns import Episodes
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.runs.directory import RunDirectory
-from asyncrl.runs.template_date import with_date, with_recorded_date
+from asyncrl.startup.gpu_defaults import with_date, with_recorded_date
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.prompts import PromptEncoder, Question
 from asyncrl.tasks.templates.variables import names_the_date
