@@ -56,8 +56,7 @@ def simulate(
         Argument(metavar="CONFIG", help="A run's YAML file: its sizes and its scheduler."),
     ] = None,
     from_run: Annotated[
-        Path | None,
-        Option("--from", metavar="RUN", help="A run's folder: its costs and lengths."),
+        Path | None, Option("--from", metavar="RUN", help="A run's folder: its costs and lengths.")
     ] = None,
     model: Annotated[str, Option(help="1.5b, 7b or 32b; ignored with --from.")] = "7b",
     generators: Annotated[
@@ -77,8 +76,7 @@ def simulate(
         int | None, Option(min=1, help="Longest response in tokens; default 16384.")
     ] = None,
     drift: Annotated[
-        float | None,
-        Option(min=0, max=1, help="Total variation per token and step; default 3e-4."),
+        float | None, Option(min=0, max=1, help="Total variation per token and step; default 3e-4.")
     ] = None,
     rule: Annotated[
         Literal["token", "block"] | None,
@@ -96,8 +94,7 @@ def simulate(
         Option(min=0, max=1, help="Total variation per token at the noise floor; default 0."),
     ] = None,
     redraft: Annotated[
-        float,
-        Option(min=0, max=1, help="Acceptance of rejected continuations as drafts; 0: none."),
+        float, Option(min=0, max=1, help="Acceptance of rejected continuations as drafts; 0: none.")
     ] = 0.7,
     new_length: Annotated[
         float, Option(min=0, max=1, help="Share of rejected answers that get another length.")
@@ -130,8 +127,7 @@ def simulate(
         float, Option(min=1e-3, help="Pieces in which nodes pass weights on, in MiB.")
     ] = 1.0,
     delta_share: Annotated[
-        float,
-        Option(min=1e-3, max=1, help="Bytes of a delta, as a share of the whole weights."),
+        float, Option(min=1e-3, max=1, help="Bytes of a delta, as a share of the whole weights.")
     ] = 1.0,
     failures: Annotated[
         float, Option(min=0, help="Losses per node and hour; see --failure-scope.")

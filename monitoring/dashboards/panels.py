@@ -313,10 +313,7 @@ FLOW = (
         "Many held: their groups wait for one long answer or for rewards. Many queued: the "
         "trainer is the bottleneck.",
         "short",
-        (
-            Query(C["samples"], "{{state}}"),
-            Query(_summed(G["samples_held"]), "held by generators"),
-        ),
+        (Query(C["samples"], "{{state}}"), Query(_summed(G["samples_held"]), "held by generators")),
     ),
     Panel(
         "Requests and KV space",
@@ -378,10 +375,7 @@ HEALTH = (
         "The terminal has the reason of each death. Repeated SIGKILL without a reason is usually "
         "the kernel's, for memory.",
         "short",
-        (
-            Query(C["generators"], "{{state}}"),
-            Query(C["process_failures"], "{{role}}s that died"),
-        ),
+        (Query(C["generators"], "{{state}}"), Query(C["process_failures"], "{{role}}s that died")),
     ),
     Panel(
         "Memory",

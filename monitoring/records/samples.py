@@ -13,12 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from asyncrl.monitoring.records.jsonl import (
-    DiskThread,
-    RetryingJsonlWriter,
-    read_jsonl,
-    read_tail,
-)
+from asyncrl.monitoring.records.jsonl import DiskThread, RetryingJsonlWriter, read_jsonl, read_tail
 
 logger = logging.getLogger(__name__)
 

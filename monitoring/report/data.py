@@ -16,12 +16,7 @@ from asyncrl.monitoring.errors import RecordError, ReportError
 from asyncrl.monitoring.metrics.occupancy import SlotPiece, read_slots
 from asyncrl.monitoring.records.jsonl import read_jsonl
 from asyncrl.monitoring.records.metrics_log import read_evaluations, read_metrics
-from asyncrl.monitoring.records.samples import (
-    SampleRecord,
-    read_samples,
-    trained_on,
-    with_recent,
-)
+from asyncrl.monitoring.records.samples import SampleRecord, read_samples, trained_on, with_recent
 from asyncrl.monitoring.records.spans import Span, read_spans
 from asyncrl.monitoring.report.series import finite
 from asyncrl.monitoring.terminal.evaluation_text import course

@@ -145,12 +145,7 @@ def line_plot(
 
 
 def bar_plot(
-    title: str,
-    x: Sequence[float],
-    layers: Sequence[Series],
-    *,
-    note: str = "",
-    y_label: str = "",
+    title: str, x: Sequence[float], layers: Sequence[Series], *, note: str = "", y_label: str = ""
 ) -> Markup:
     """Stacked layers, one bar per `x`. Gaps count as 0."""
     x_thin, drawn = _thinned(x, layers)
