@@ -13,8 +13,6 @@ from typer import Argument, Context, Option
 _MIN_TABLE_WIDTH = 104
 """Columns that the tables need; a narrower terminal wraps their lines."""
 _MIN_WIDE_WIDTH = 132
-
-
 _OF_ONE_TURN = ("median", "sigma", "longest", "new_length", "regimes")
 
 
@@ -40,13 +38,10 @@ def _environments(
             f"--{name.replace('_', '-')} is for samples of one turn; with --environment-latency "
             "lengths follow from --turns and --turn-tokens"
         )
-    environments = Environments(
-        latency, options["environment_sigma"], turns=options["turns"],
-        turn_tokens=options["turn_tokens"], observation_tokens=options["observation_tokens"],
-        go_back=options["go_back"],
-    )  # fmt: skip
-    room = options["kv_tokens"]
-    return {"environments": environments, "sessions": options["sessions"], "kv_room": room}
+    own = dict(options)
+    sigma, sessions, room = map(own.pop, ("environment_sigma", "sessions", "kv_tokens"))
+    environments = Environments(latency, sigma, **own)
+    return {"environments": environments, "sessions": sessions, "kv_room": room}
 
 
 def simulate(
@@ -220,9 +215,10 @@ def simulate(
     if steps is not None:
         changes["warm_up"] = min(4, steps - 1)
     config = None if config_file is None else load_config(config_file)
+    fit = None
     if from_run is not None:
         note(f"reading the costs and lengths of {from_run}")
-    fit = None if from_run is None else fit_run(from_run)
+        fit = fit_run(from_run)
     cluster = study.cluster(config, fit, **changes)
     note(f"{cluster.steps} steps of {cluster.generators} generators in each mode")
     least = _MIN_TABLE_WIDTH if environment_latency is None else _MIN_WIDE_WIDTH

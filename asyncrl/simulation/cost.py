@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from asyncrl.errors import UserError
 
+MAX_DRAFTS = 16
+_USABLE = 0.9
+"""Share of a device's memory for weights and KV."""
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -42,9 +46,6 @@ MODELS = {
     "7b": Model("7B", 7.6e9, 2 * 28 * 4 * 128 * 2),
     "32b": Model("32B", 32.5e9, 2 * 64 * 8 * 128 * 2),
 }
-
-
-MAX_DRAFTS = 16
 
 
 def tokens_per_step(acceptance: float, drafts: int) -> float:
@@ -169,9 +170,6 @@ def _between(at: Sequence[float], values: Sequence[float], x: float) -> float:
         return values[min(i, len(at) - 1)]
     share = (x - at[i - 1]) / (at[i] - at[i - 1])
     return values[i - 1] + share * (values[i] - values[i - 1])
-
-
-_USABLE = 0.9
 
 
 def kv_tokens(model: Model, device: Device, *, devices: int = 1) -> float:

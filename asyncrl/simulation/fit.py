@@ -246,8 +246,7 @@ def _message_seconds(generators: dict[str, list[Span]], trainer: Iterable[Span])
 def _rewards(intervals: Iterable[Interval], overhead: float) -> tuple[float, float]:
     """Fit (seconds per reward with an idle engine, engine steps per reward while it decodes).
 
-    Where samples always waited for their reward, samples rewarded = idle seconds / seconds of a
-    reward + steps / steps per reward.
+    If samples always waited: rewarded = idle seconds / seconds of a reward + steps / steps of one.
     """
     backlogged = [i for i in intervals if i.rewards_queued]
     y = np.array([i.rewarded for i in backlogged], float)

@@ -28,8 +28,7 @@ class SimRequest:
     """Relative speed while it has tokens to draft from."""
     began: float = 0.0
     attempt: int = 0
-    """Number of its current attempt, an uninterrupted time in a slot; heap entries of earlier
-    attempts are outdated."""
+    """Number of its current attempt in a slot; heap entries of earlier attempts are outdated."""
     decoding: bool = False
     prefilled: bool = False
     """True if its KV exists; otherwise the KV is computed when the request gets a slot."""
@@ -39,8 +38,7 @@ class SimRequest:
     """Time of its reward; 0 if no reward was requested."""
     observed: float = 0.0
     unknown: bool = False
-    """True if it has tokens of a policy that was lost with its trainer, which verification has not
-    judged."""
+    """True if it has unverified tokens of a policy that was lost with its trainer."""
 
     def __post_init__(self) -> None:
         if self.segments:

@@ -32,15 +32,17 @@ MODES: Mapping[str, tuple[Mapping[str, Any], float]] = {
     "verify, k=1": ({"on_update": "verify", "max_off_policy_steps": 1}, 2.0),
     "verify, k=2": ({"on_update": "verify", "max_off_policy_steps": 2}, 2.0),
 }
-"""Scheduler settings by mode, and the number of whole steps that run-ahead may cover. `verify` is a
-run's default."""
+"""Scheduler settings by mode, and the whole steps that run-ahead may cover. Default: `verify`."""
 
 T = TypeVar("T")
+REGIME_MODES = ("sync", "verify", "verify, k=1", "verify, k=2", "keep(4)")
 SESSIONS = 4
 """Default number of a generator's open environments, as a multiple of its slots."""
 BALANCE = 0.9
 """Share of the time for which the trainer would be busy if generators were never idle; it
 determines the trainer's size if that is not given."""
+NEAR = 0.85
+"""Share of the fastest staleness bound's speed that a stricter bound must reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,9 +301,6 @@ class Place:
     outcomes: dict[str, Outcome]
 
 
-REGIME_MODES = ("sync", "verify", "verify, k=1", "verify, k=2", "keep(4)")
-
-
 def regime(
     cluster: Cluster,
     *,
@@ -318,10 +317,6 @@ def regime(
         note(f"median {median:g}, total variation {drift:g}")
         places.append(Place(median, drift, compare(here, modes, note)))
     return places
-
-
-NEAR = 0.85
-"""Share of the fastest staleness bound's speed that a stricter bound must reach."""
 
 
 def right_choice(place: Place) -> str:
