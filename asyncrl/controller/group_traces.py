@@ -59,12 +59,9 @@ class GroupTraces:
         """Note an event and the scheduler's decisions on it."""
         now = self._tracer.now()
         match event:
-            case events.SampleFinished():
-                what: dict[str, Value] = {
-                    "asyncrl.tokens": event.length,
-                    "asyncrl.generator": event.generator,
-                }
-                self._happened(event.sample, "finished", now, what)
+            case events.SampleFinished(generator=name, sample=sample, length=length):
+                what: dict[str, Value] = {"asyncrl.tokens": length, "asyncrl.generator": name}
+                self._happened(sample, "finished", now, what)
             case events.SampleDelivered():
                 self._delivered(event, now)
             case events.StepFinished():
@@ -77,11 +74,8 @@ class GroupTraces:
 
     def _decided(self, command: commands.Command, now: float) -> None:
         match command:
-            case commands.StartSample(generator=generator, sample=sample, priority=priority):
-                more: dict[str, Value] = {
-                    "asyncrl.generator": generator,
-                    "asyncrl.priority": priority,
-                }
+            case commands.StartSample(generator=name, sample=sample, priority=priority):
+                more: dict[str, Value] = {"asyncrl.generator": name, "asyncrl.priority": priority}
                 if self._tracer.is_traced(sample.group):
                     group = self._groups.setdefault(sample.group, _Group(now))
                     group.samples.setdefault(sample, _Sample(now)).is_delivered = False

@@ -64,6 +64,7 @@ class Cost:
     kv_seconds: float
     """Seconds to read the KV of one token of context."""
     step_seconds: float
+    """Constant seconds of a decode step."""
     train_token_seconds: float
     """Seconds of a token in training, on all devices of the trainer together."""
     swap_seconds: float
@@ -186,13 +187,9 @@ def roofline(
     *,
     trainer_devices: float,
     devices_per_generator: int = 1,
-    step_seconds: float = 2e-3,
     swap_seconds: float = 1.0,
 ) -> Cost:
-    """Compute a model's costs; generators and trainer have the same device. Raises UserError.
-
-    `step_seconds` is the constant part of a decode step.
-    """
+    """Compute a model's costs; generators and trainer have the same device. Raises UserError."""
     if trainer_devices <= 0:
         raise UserError("the simulated trainer needs at least one device")
     compute = device.flops_per_second * device.compute_efficiency
@@ -202,7 +199,7 @@ def roofline(
         memory_seconds=model.parameters * model.bytes_per_parameter / memory,
         token_seconds=token,
         kv_seconds=model.kv_bytes_per_token / memory,
-        step_seconds=step_seconds,
+        step_seconds=2e-3,
         train_token_seconds=6 * model.parameters / (compute * trainer_devices),
         swap_seconds=swap_seconds,
     )

@@ -74,19 +74,19 @@ class Interval:
         return self.row_steps / self.steps
 
 
-def fit_run(directory: Path, warm_up: int = WARM_UP) -> Fit:
-    """Fit the costs of a run without its first `warm_up` steps. Raises UserError."""
+def fit_run(directory: Path) -> Fit:
+    """Fit the costs of a run without its first `WARM_UP` steps. Raises UserError."""
     if not (directory / "metrics.jsonl").exists():
         raise UserError(f"{directory} is not the directory of a run: metrics.jsonl is missing")
     steps = read_metrics(directory / "metrics.jsonl")
-    if len(steps) < warm_up + _MIN_INTERVALS:
+    if len(steps) < (needed := WARM_UP + _MIN_INTERVALS):
         raise UserError(
-            f"{directory}: metrics.jsonl has {len(steps)} steps, but a fit needs at least "
-            f"{warm_up + _MIN_INTERVALS}; let the run do more steps"
+            f"{directory}: metrics.jsonl has {len(steps)} steps, but a fit needs {needed} or more; "
+            "let the run train for more steps"
         )
     config = load_config(directory / "config.yaml")
-    began, ended = steps[warm_up - 1].time, steps[-1].time
-    steady = steps[warm_up:]
+    began, ended = steps[WARM_UP - 1].time, steps[-1].time
+    steady = steps[WARM_UP:]
     intervals, lengths = _intervals(directory, began, ended)
     generators, trainers = _spans(directory)
     overhead = _overhead(generators, intervals, began, ended)

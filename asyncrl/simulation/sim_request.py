@@ -16,7 +16,7 @@ class SimRequest:
     """Tokens of the finished answer; a rejection changes it."""
     priority: int = 0
     """0 if due, above 0 if it runs ahead, as in `StartSample`."""
-    segments: list[tuple[int, float]] = field(default_factory=list)
+    segments: list[tuple[int, float]] = field(default_factory=list, init=False)
     """(policy version, tokens), in order, of its closed attempts."""
     generated: float = field(init=False, default=0.0)
     """Sum of the tokens of `segments`, without the current attempt."""
@@ -39,10 +39,6 @@ class SimRequest:
     observed: float = 0.0
     unknown: bool = False
     """True if it has unverified tokens of a policy that was lost with its trainer."""
-
-    def __post_init__(self) -> None:
-        if self.segments:
-            self.generated = sum(tokens for _, tokens in self.segments)
 
     @property
     def oldest_version(self) -> int:
