@@ -276,11 +276,7 @@ class Controller:
         def changed() -> bool:
             return self._waiter.stop_requested or self._training.has_steps_left
 
-        await self._waiter.until(
-            lambda: self._fleet.trainer.state == "ready" or changed(),
-            seconds=self._config.launcher.startup_seconds,
-            what=lambda: f"{self._fleet.trainer.name} to become ready",
-        )
+        await self._training.trainer_is_ready(changed)
         await self._evaluation.bring_to(version)
         await self._waiter.until(
             lambda: changed() or all(one.policy_version >= version for one in generators()),

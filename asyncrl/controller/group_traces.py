@@ -118,12 +118,8 @@ class GroupTraces:
     def _settled(
         self, group: int, now: float, attributes: Mapping[str, Value], *, failure: str = ""
     ) -> None:
-        found = self._groups.pop(group, None)
-        if found is None:
+        if (found := self._groups.pop(group, None)) is None:
             return
-        more: dict[str, Value] = {
-            "asyncrl.outcome": "failed" if failure else "trained",
-            "asyncrl.samples": len(found.samples),
-            **attributes,
-        }
+        more: dict[str, Value] = {"asyncrl.samples": len(found.samples), **attributes}
+        more["asyncrl.outcome"] = "failed" if failure else "trained"
         self._tracer.whole_group(group, found.began, now, more, failure=failure)

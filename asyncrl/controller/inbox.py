@@ -28,8 +28,24 @@ from asyncrl.wire.messages.from_trainer import CheckpointFailed, CheckpointWritt
 from asyncrl.wire.records.step import EngineStats
 from asyncrl.wire.transport.decoding import Reason
 
+logger = logging.getLogger(__name__)
+
+Message = from_generator.FromGenerator | from_trainer.FromTrainer | from_relay.FromRelay
+_Failure = from_generator.Failure | from_trainer.Failure | from_relay.Failure
+_Goodbye = from_generator.Goodbye | from_trainer.Goodbye | from_relay.Goodbye
+_Finding = from_generator.WrongPolicyFound | from_trainer.WrongPolicyFound
+FROM_THE_LOST = (
+    from_generator.SampleDelivered | from_trainer.StepFinished | _Finding | _Failure | _Goodbye
+)
+"""Messages that count after their sender is lost: why it ended, what it had done. All others are
+dropped: on another node the process may live on for a while."""
+_Handlers = dict[type, Callable[[Any, Any], Awaitable[None] | None]]
+"""The handler of each type of message; it gets the sender and the message."""
+
 BURST = 8
 PACE_SECONDS = 1.0
+ROW_SECONDS = 40.0
+"""Row-seconds over which a speed is averaged: 5 s of 8 running samples (or of all, if fewer)."""
 
 
 class PacedWrites:
@@ -71,9 +87,6 @@ class CheckpointRecord:
         if self._failed is not None:
             self._say(f"checkpoints can be written now: {message.path}")
         self._failed = None
-        self._tell(message)
-
-    def _tell(self, message: CheckpointWritten | CheckpointFailed) -> None:
         for listener in self.listeners:
             listener(message)
 
@@ -85,7 +98,8 @@ class CheckpointRecord:
                 f"{message.retry_version} or at the end of the run; {self._newest()}"
             )
         self._failed = message
-        self._tell(message)
+        for listener in self.listeners:
+            listener(message)
 
     def missing(self, steps: int) -> str | None:
         """Return why the state after `steps` steps is not saved; None if it is, or for 0 steps."""
@@ -106,11 +120,6 @@ class CheckpointRecord:
         if newest is None:
             return "there is no checkpoint yet"
         return f"the newest checkpoint is that of step {newest}"
-
-
-ROW_SECONDS = 40.0
-"""Row-seconds over which a speed is averaged: 5 s of 8 running samples (or of all slots, if there
-are fewer)."""
 
 
 @dataclass(slots=True)
@@ -151,28 +160,6 @@ class SpeedMeter:
         known.tokens, known.row_seconds = 0, 0.0
         was_warm, known.is_warm = known.is_warm, True
         return average if was_warm else None
-
-
-logger = logging.getLogger(__name__)
-
-Message = from_generator.FromGenerator | from_trainer.FromTrainer | from_relay.FromRelay
-FROM_THE_LOST = (
-    from_generator.SampleDelivered,
-    from_generator.WrongPolicyFound,
-    from_generator.Failure,
-    from_generator.Goodbye,
-    from_trainer.StepFinished,
-    from_trainer.WrongPolicyFound,
-    from_trainer.Failure,
-    from_trainer.Goodbye,
-    from_relay.Failure,
-    from_relay.Goodbye,
-)
-"""Messages that count after their sender is lost: why it ended, what it had done. All others are
-dropped. A message may have been on its way, and on another node the process may even live on for a
-while."""
-_Handlers = dict[type, Callable[[Any, Any], Awaitable[None] | None]]
-"""The handler of each type of message; it gets the sender and the message."""
 
 
 @dataclass(eq=False)
@@ -320,7 +307,7 @@ class Inbox:
         if not self._fleet.installations.is_answered(worker, message.policy_version):
             return  # it will be sent again
         worker.policy_version = message.policy_version
-        self._policy_watch.installed(worker.name, message.policy_version)
+        self._progress.installed(worker.name, message.policy_version)
         weights = self._fleet.weights
         if weights is not None and message.policy_version < weights.policy_version:
             self._fleet.installations.check(self._fleet.trainer)
@@ -416,11 +403,7 @@ class Inbox:
         self._write_ports()
         self._fleet.look_after_weights()
 
-    def _failure(
-        self,
-        worker: Worker,
-        message: from_generator.Failure | from_trainer.Failure | from_relay.Failure,
-    ) -> None:
+    def _failure(self, worker: Worker, message: _Failure) -> None:
         """Note why a process ends. A user's mistake ends the run; the watchdog does the rest."""
         worker.reason = message.reason
         if message.user_error:

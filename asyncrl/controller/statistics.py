@@ -24,6 +24,9 @@ from asyncrl.wire.records.step import (
     is_on_policy,
 )
 
+RATE_SECONDS = 3.0
+"""Shortest time over which rates are taken: steps may be shorter than generators' reports."""
+
 
 class RewardTotals:
     """Adds up the reward failures of all generators; `earlier` was counted before a resume."""
@@ -82,11 +85,6 @@ class RewardTotals:
         if kind not in self._told:
             self._told.add(kind)
             self._say(text)
-
-
-RATE_SECONDS = 3.0
-"""Shortest time over which rates are taken: generators report twice a second, and a step may take
-less."""
 
 
 class _Work(NamedTuple):
@@ -215,8 +213,7 @@ def too_few_groups(step: StepMetrics, settings: SchedulerConfig) -> str | None:
 class RunGroups:
     """Counts the fates of a run's groups.
 
-    The scheduler's ledger begins with this process. Groups of earlier processes follow from the
-    records of their steps, `earlier`.
+    The scheduler's ledger has those of this process; `earlier`, the records of steps, the others.
     """
 
     def __init__(self, earlier: Sequence[StepMetrics], per_step: int) -> None:

@@ -101,7 +101,7 @@ class Training:
         if self._scheduler is None:
             if not self.has_steps_left:
                 return
-            if not await self._trainer_is_ready():
+            if not await self.trainer_is_ready(lambda: self._waiter.stop_requested):
                 return
             await self._begin()
         while (finished := self._executor.finished) is None:
@@ -113,13 +113,14 @@ class Training:
         if finished.reason:
             self._progress.say(finished.reason)
 
-    async def _trainer_is_ready(self) -> bool:
+    async def trainer_is_ready(self, unless: Callable[[], bool]) -> bool:
+        """Wait until the trainer is ready or `unless()` is true; return False if it is true."""
         await self._waiter.until(
-            lambda: self._fleet.trainer.state == "ready" or self._waiter.stop_requested,
+            lambda: self._fleet.trainer.state == "ready" or unless(),
             seconds=self._config.whole.launcher.startup_seconds,
             what=lambda: f"{self._fleet.trainer.name} to become ready",
         )
-        return not self._waiter.stop_requested
+        return not unless()
 
     async def _begin(self) -> None:
         first_step = self.trained_steps
@@ -140,10 +141,9 @@ class Training:
         if self._fleet.trainer.state == "ready":  # otherwise its replacement joins
             await self._trainer_joins()
         for worker in self._fleet.generators():
+            joined = events.GeneratorJoined(worker.name, worker.slots, worker.policy_version)
             try:
-                await self.apply(
-                    events.GeneratorJoined(worker.name, worker.slots, worker.policy_version)
-                )
+                await self.apply(joined)
             except SenderOutOfStep as error:
                 self._fleet.cut_off(worker.name, str(error))
 
@@ -194,17 +194,14 @@ class Training:
         if self._scheduler is None:
             return
         self._reports.add(generator, report)
+        sample, version = report.sample, report.oldest_version
         try:
-            await self.apply(
-                events.SampleFinished(
-                    generator, report.sample, report.length, report.oldest_version
-                )
-            )
+            await self.apply(events.SampleFinished(generator, sample, report.length, version))
         except ImpossibleEvent:
-            self._reports.drop(generator, report.sample)
+            self._reports.drop(generator, sample)
             raise
-        if report.sample.group not in self._scheduler.state.groups:
-            self._reports.drop(generator, report.sample)  # late: the group is settled already
+        if sample.group not in self._scheduler.state.groups:
+            self._reports.drop(generator, sample)  # late: the group is settled already
 
     async def sample_rewarded(self, generator: str, reward: SampleRewarded) -> None:
         """Pass on the reward of a sample that a generator holds. Raises as `apply`."""
@@ -281,8 +278,7 @@ class Training:
         """Change settings from the first step without issued groups on; return that step.
 
         `config_from` returns the run's configuration with the change at a step; its UserError
-        changes nothing. `done` is called with that configuration before anything else can be
-        decided.
+        changes nothing. `done` receives that configuration before anything else is decided.
         """
         async with self._deciding:
             scheduler = self._scheduler

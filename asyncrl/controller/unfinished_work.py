@@ -111,8 +111,7 @@ def read_unfinished(file: Path, version: int, settings: str) -> Index:
 def settings_digest(config: RunConfig) -> str:
     """Digest of everything but the model that determines how a sample's tokens are drawn.
 
-    Tokens that lenient reuse accepted do not follow their recorded distribution, so no verification
-    makes them exact.
+    Tokens that lenient reuse accepted follow another distribution than the recorded one.
     """
     engine = config.engine
     text = f"{config.sampling.model_dump_json()} {engine.top_k_logprobs} {engine.max_model_len}"

@@ -13,9 +13,8 @@ from asyncrl.wire.records.noise_floor import NoiseFloor
 from asyncrl.wire.records.step import SignalTotals, StepMetrics, TokenCounts
 
 MIN_OUTSIDE_SHARE = 0.01
-"""Share of tokens outside the stored top-K above which a larger K is worth suggesting. By the model
-of docs/modes.md, a tenth of all rejections then comes from there if responses have 250 tokens,
-and a third if they have 4,000."""
+"""Share of tokens outside the stored top-K above which a larger K is worth suggesting: by the model
+of docs/modes.md, a tenth of all rejections comes from there at 250 tokens, a third at 4,000."""
 MIN_REJECTED_SHARE = 0.1
 """Share of tokens that verification must reject before a larger K is worth suggesting."""
 MIN_JUDGED_TOKENS = 20_000
@@ -36,8 +35,7 @@ MOSTLY_CUT = 0.9
 
 def at_start(config: RunConfig) -> list[str]:
     """Warnings about settings under which samples do not follow the policy."""
-    warnings = (lenient_warning(config.cache), deadline_warning(config.scheduler))
-    return [warning for warning in warnings if warning is not None]
+    return [*filter(None, (lenient_warning(config.cache), deadline_warning(config.scheduler)))]
 
 
 def noise_floor(config: RunConfig, measured: NoiseFloor) -> str | None:
