@@ -88,8 +88,7 @@ def slots_of(state: GeneratorState) -> dict[str, int]:
 
     The engine reports how many requests hold a slot, not which. Slots are attributed by priority:
     verification, due samples, evaluation, run-ahead; the remainder (requests that have just ended)
-    counts as due. One empty slot counts as `environment` for each sample that waits for its
-    environment.
+    counts as due. For each sample that waits for its environment, an empty slot counts for it.
     """
     if state.installing is not None or state.paused:
         return {SlotUse.STOPPED.value: state.slots}

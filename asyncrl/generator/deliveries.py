@@ -19,6 +19,11 @@ from asyncrl.wire import Line
 from asyncrl.wire.messages import data, from_generator, to_generator
 from asyncrl.wire.messages.data import encode_trajectory
 
+logger = logging.getLogger("asyncrl.generator")
+
+RESEND_SECONDS = 10.0
+"""An unacknowledged delivery is resent after this time; then after twice the time."""
+
 
 class TrainerLines:
     """One connection to each rank of the trainer, by rank."""
@@ -41,12 +46,6 @@ class TrainerLines:
         await asyncio.wait(self._receiving.values(), return_when=asyncio.FIRST_COMPLETED)
         rank = next(rank for rank, task in self._receiving.items() if task.done())
         return self._receiving.pop(rank).result()
-
-
-logger = logging.getLogger("asyncrl.generator")
-
-RESEND_SECONDS = 10.0
-"""An unacknowledged delivery is resent after this time; then after twice the time."""
 
 
 @dataclass(slots=True)

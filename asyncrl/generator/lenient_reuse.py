@@ -9,9 +9,8 @@ prompt had when it was last trained on. Each token x is kept with probability mi
 where p is the current policy and q the one that drew x. The first rejected token is replaced by a
 draw from p, and generation continues from there (arXiv 2509.23232).
 
-Kept tokens carry p's log-probability and version, so their staleness is 0. They still do not follow
-p: the policy was trained on these very draws, the residual is missing, and l distorts the rest
-(docs/exactness.md).
+Kept tokens carry p's log-probability and version: their staleness is 0. They do not follow p, which
+was trained on these draws; the residual is missing, and l distorts the rest (docs/exactness.md).
 
 Each generator remembers in memory what it delivered. A sample that moves to another generator, or
 that follows a resume, begins empty, which costs only speed.
@@ -35,8 +34,7 @@ ENTRY_BYTES = 512
 class LenientReuse:
     """Remembers the last trajectory of each sample of each prompt, within a memory budget.
 
-    `lenience` is l of the rule, > 0. The least recently used trajectory goes first; `max_bytes`
-    includes overheads.
+    `lenience` is l of the rule, > 0. `max_bytes` includes overheads; the least recently used goes.
     """
 
     def __init__(self, *, lenience: float, max_bytes: int) -> None:

@@ -54,9 +54,8 @@ class NoiseFloorProbe:
     def consider(self, trajectory: VerifiableTrajectory, tasks: BackgroundTasks) -> None:
         """Verify a finished sample again, concurrently, if it is chosen and suitable.
 
-        It is suitable if the installed policy drew or verified every unobserved token, drew at
-        least one, and all are in one context. If the policy changed on the way, later tokens follow
-        KV of older weights.
+        It is suitable if the installed policy drew or verified every unobserved token, drew one or
+        more, and all are in one context. After a change of policy, KV of older weights remains.
         """
         if self._held or self._task is not None or not self._is_chosen(trajectory.id):
             return

@@ -44,8 +44,11 @@ from asyncrl.wire.messages import data, from_generator, to_generator
 from asyncrl.wire.messages.data import decode_tokens, encode_floats
 
 _MIN_VERIFICATION_SLOTS = 8
-"""Held samples can be verified in at least this many slots, about one group: the trainer waits for
-the first one."""
+"""Least slots for verifying held samples: about one group, whose first the trainer waits for."""
+REPORT_SECONDS = 0.5
+_NOTES_PER_REPORT = 10
+"""The timeline must see when an engine runs out of work and when work returns."""
+_Concurrent = to_generator.InstallWeights | to_generator.Deliver | to_generator.Rescore
 
 
 def choose_preemptions(
@@ -95,13 +98,6 @@ async def rescore(
         logprobs = tuple(encode_floats(score.logprobs) for score in scores)
     name = controller.generator
     await controller.send(from_generator.Rescored(name, command.number, version, logprobs, reason))
-
-
-REPORT_SECONDS = 0.5
-_NOTES_PER_REPORT = 10
-"""The timeline must see when an engine runs out of work and when work returns."""
-
-_Concurrent = to_generator.InstallWeights | to_generator.Deliver | to_generator.Rescore
 
 
 class GeneratorProcess:

@@ -1,8 +1,7 @@
 """A generator's reports: `GeneratorReport` for the controller, metrics, log, recorded samples.
 
 The engine's log, `RUN/engine/NAME.jsonl`, has one line per report. The simulator fits its cost
-model to these lines (docs/modes.md). Counters grow within one process; those of a replaced
-generator restart at 0.
+model to these lines (docs/modes.md). Counters restart at 0 with each process.
 """
 
 import time
@@ -31,6 +30,9 @@ from asyncrl.rewards.calls import Reward
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory
 from asyncrl.wire.messages.from_generator import GeneratorReport
 from asyncrl.wire.records.step import EngineStats
+
+_RECENT_GROUPS = 4
+"""Groups of each step of which a sample is kept in `recent/`, about."""
 
 
 class EngineRecord(msgspec.Struct, frozen=True):
@@ -65,10 +67,6 @@ class EngineLog:
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._writer.close()
-
-
-_RECENT_GROUPS = 4
-"""Groups of each step of which a sample is kept in `recent/`, about."""
 
 
 class SampleRecorder:

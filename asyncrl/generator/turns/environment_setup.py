@@ -17,8 +17,7 @@ from asyncrl.monitoring.metrics.metrics import GeneratorMetrics
 from asyncrl.tasks.templates.variables import template_variables
 
 CLOSE_SECONDS = 6.0
-"""Longest wait for the `close` of environments at the end; a worker gives each of them 5 seconds.
-Then the workers are killed."""
+"""Environments may `close` for this long (each 5 seconds) before their workers are killed."""
 
 
 async def start_environments(

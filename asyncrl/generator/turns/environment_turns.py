@@ -48,12 +48,13 @@ from asyncrl.wire.records.step import EnvironmentCounts
 if TYPE_CHECKING:
     from asyncrl.generator.sample_state import SampleGeneration
 
+log = logging.getLogger(__name__)
+
 
 def answered(turn: Turn, result: StepResult, episode: Episode, translation: Translation) -> Turn:
     """Add the environment's answer to a turn, unless the sample ends with it.
 
-    `episode` is that up to this turn. Raises BadAnswerError if the policy cannot be shown the
-    answer.
+    `episode` is that up to this turn. Raises BadAnswerError for an answer that cannot be shown.
     """
     said = result.observation
     if result.done or said is None:
@@ -121,9 +122,6 @@ def _in_common(
         return None
     pairs = zip(messages[count:], more, strict=False)
     return count + len(more) if all(mean_the_same(*pair) for pair in pairs) else None
-
-
-log = logging.getLogger(__name__)
 
 
 class StartOver(Exception):  # noqa: N818 - names the event
