@@ -106,7 +106,7 @@ class Samples:
     def end_overdue(self) -> None:
         """Interrupt samples past their deadline; they end with their tokens and reason `deadline`.
 
-        Time runs from a sample's first token. Verification has no deadline: its tokens are unusable.
+        Time runs from the first token. Verification has no deadline: its tokens would be unusable.
         """
         now = time.monotonic()
         for generation in self.in_generation:
