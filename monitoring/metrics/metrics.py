@@ -50,8 +50,7 @@ class RelayMetrics(CommonMetrics):
     weights_fetched: By[Total] = counter(
         "asyncrl_relay_weights_fetches_total",
         "Versions that were to be brought to this node, by what came of it.",
-        label="outcome",
-        values=("whole", "superseded", "failed"),
+        labels={"outcome": ("whole", "superseded", "failed")},
     )
     weights_time: Histogram = histogram(
         "asyncrl_relay_weights_fetch_seconds",
@@ -61,14 +60,12 @@ class RelayMetrics(CommonMetrics):
         "asyncrl_relay_frames_total",
         "Frames of control messages that were passed on: up to the controller, down to this "
         "node's processes.",
-        label="direction",
-        values=("up", "down"),
+        labels={"direction": ("up", "down")},
     )
     bundles: By[Total] = counter(
         "asyncrl_relay_bundles_total",
         "Bundles in which these frames travelled between relay and controller.",
-        label="direction",
-        values=("up", "down"),
+        labels={"direction": ("up", "down")},
     )
     dropped: Total = counter(
         "asyncrl_relay_dropped_frames_total",
@@ -157,8 +154,7 @@ class GeneratorMetrics(ProcessMetrics):
     slot_seconds: By[Total] = counter(
         "asyncrl_slot_seconds_total",
         "Time of the engine's slots, by use; empty slots are idle.",
-        label="kind",
-        values=tuple(use.value for use in SlotUse),
+        labels={"kind": tuple(use.value for use in SlotUse)},
     )
     running: Gauge = gauge("asyncrl_engine_running_requests", "Requests that hold a slot.")
     waiting: Gauge = gauge("asyncrl_engine_waiting_requests", "Requests that wait for a slot.")
@@ -173,8 +169,7 @@ class GeneratorMetrics(ProcessMetrics):
     samples_finished: By[Total] = counter(
         "asyncrl_finished_samples_total",
         "Samples generated to their end, by finish reason.",
-        label="reason",
-        values=("stop", "length", "abort", "deadline"),
+        labels={"reason": ("stop", "length", "abort", "deadline")},
     )
     response_length: Histogram = histogram(
         "asyncrl_response_length_tokens", "Length of finished responses.", buckets=TOKENS
@@ -200,8 +195,7 @@ class GeneratorMetrics(ProcessMetrics):
     rewards_failed: By[Total] = counter(
         "asyncrl_reward_failures_total",
         "Reward calls that gave no reward, by function and reason.",
-        label="function",
-        second_label="reason",
+        labels={"function": None, "reason": None},
     )
     rewards_retried: Total = counter(
         "asyncrl_reward_retries_total",
@@ -210,24 +204,23 @@ class GeneratorMetrics(ProcessMetrics):
     service_requests: By[Total] = counter(
         "asyncrl_reward_requests_total",
         "Requests of `reward_model` and `judge` to their servers, repeated ones included.",
-        label="function",
+        labels={"function": None},
     )
     service_retries: By[Total] = counter(
         "asyncrl_reward_request_retries_total",
         "Requests that were repeated, by function and what was wrong: throttled, server_error, "
         "connection or timeout.",
-        label="function",
-        second_label="reason",
+        labels={"function": None, "reason": None},
     )
     service_seconds: By[Total] = counter(
         "asyncrl_reward_request_seconds_total",
         "Seconds in calls to a server, waiting between attempts included, all calls added up.",
-        label="function",
+        labels={"function": None},
     )
     service_opened: By[Total] = counter(
         "asyncrl_reward_breaker_opened_total",
         "How often calls to a server were suspended because several in a row had failed.",
-        label="function",
+        labels={"function": None},
     )
     reward_time: Histogram = histogram(
         "asyncrl_reward_seconds", "One reward call, queueing included."
@@ -245,7 +238,7 @@ class GeneratorMetrics(ProcessMetrics):
     environment_time: By[Histogram] = histogram(
         "asyncrl_environment_seconds",
         "One call of an environment, by method (reset, step or restore), failed ones included.",
-        label="method",
+        labels={"method": None},
     )
     environment_turns: Total = counter(
         "asyncrl_environment_turns_total",
@@ -317,8 +310,7 @@ class TrainerMetrics(ProcessMetrics):
         "asyncrl_weight_broadcasts_total",
         "Broadcasts of a version to a group of engine processes, by how they ended; those of a "
         "broken one read the file.",
-        label="outcome",
-        values=get_args(Outcome),
+        labels={"outcome": get_args(Outcome)},
     )
     weights_size: Gauge = gauge("asyncrl_weights_bytes", "Size of one version of the weights.")
     checkpoint_time: Histogram = histogram("asyncrl_checkpoint_seconds", "Writing one checkpoint.")
@@ -328,8 +320,7 @@ class TrainerMetrics(ProcessMetrics):
     checkpoints_failed: By[Total] = counter(
         "asyncrl_checkpoints_failed_total",
         "Checkpoints that the disk did not take, by cause; training continues.",
-        label="cause",
-        values=get_args(CheckpointFault),
+        labels={"cause": get_args(CheckpointFault)},
     )
     checkpointed: Gauge = gauge(
         "asyncrl_last_checkpoint_timestamp_seconds",
@@ -385,7 +376,7 @@ class TrainerMetrics(ProcessMetrics):
     algorithm: By[Gauge] = gauge(
         "asyncrl_algorithm_signal",
         "What the algorithm reports of the last step, by the signals that it declares.",
-        label="signal",
+        labels={"signal": None},
     )
 
     def publish(self, metrics: LearnerMetrics) -> None:
