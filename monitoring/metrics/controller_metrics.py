@@ -161,7 +161,6 @@ class ControllerMetrics(ProcessMetrics):
         "Processes that ended before they were told to, by role.",
         labels={"role": ("generator", "trainer", "relay")},
     )
-
     disk_free: Gauge = gauge(
         "asyncrl_run_disk_free_bytes", "Free space of the disk that the run's folder is on."
     )

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from prometheus_client import Gauge, Histogram
 
-from asyncrl.monitoring.metrics.controller_metrics import ControllerMetrics
+from asyncrl.monitoring.metrics.controller_metrics import ControllerMetrics as ControllerMetrics
 from asyncrl.monitoring.metrics.instruments import (
     TOKENS,
     By,
@@ -24,11 +24,12 @@ from asyncrl.monitoring.metrics.instruments import (
     counter,
     gauge,
     histogram,
-    new_registry,
     specs_of,
 )
+from asyncrl.monitoring.metrics.instruments import new_registry as new_registry
 from asyncrl.monitoring.metrics.occupancy import SlotPiece, SlotUse
-from asyncrl.monitoring.metrics.process_metrics import CommonMetrics, ProcessMetrics
+from asyncrl.monitoring.metrics.process_metrics import CommonMetrics
+from asyncrl.monitoring.metrics.process_metrics import ProcessMetrics as ProcessMetrics
 from asyncrl.wire.messages.from_trainer import CheckpointFault
 from asyncrl.wire.records.step import LearnerMetrics, Measured
 from asyncrl.wire.weights.layout import Outcome
@@ -87,19 +88,6 @@ class RelayMetrics(CommonMetrics):
     nodes_failing: Gauge = gauge(
         "asyncrl_relay_failing_nodes", "Of these, nodes whose files could not be copied last time."
     )
-
-
-__all__ = [
-    "ROLES",
-    "CommonMetrics",
-    "ControllerMetrics",
-    "GeneratorMetrics",
-    "ProcessMetrics",
-    "RelayMetrics",
-    "TrainerMetrics",
-    "all_specs",
-    "new_registry",
-]
 
 
 def _learner_gauge(name: str, text: str, value: Callable[[LearnerMetrics], Measured]) -> Any:
@@ -225,7 +213,6 @@ class GeneratorMetrics(ProcessMetrics):
     reward_time: Histogram = histogram(
         "asyncrl_reward_seconds", "One reward call, queueing included."
     )
-
     environment_waiting: Gauge = gauge(
         "asyncrl_environment_waiting_samples",
         "Samples whose environment has to answer before they need a slot.",

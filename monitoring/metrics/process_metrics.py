@@ -13,6 +13,8 @@ from asyncrl.wire.transport.decoding import Reason
 
 # ruff: noqa: RUF009 - the calls below make dataclass fields; ruff cannot see that through a helper
 
+_KINDS = frozenset(kind.value for kind in SpanKind)
+
 
 class Resending(Protocol):
     """One end of a session, or all those of a hub (`asyncrl.wire.sessions`)."""
@@ -22,9 +24,6 @@ class Resending(Protocol):
     @property
     def unacknowledged(self) -> int:
         """Frames that the other end may lack."""
-
-
-_KINDS = frozenset(kind.value for kind in SpanKind)
 
 
 @dataclass(frozen=True, slots=True)

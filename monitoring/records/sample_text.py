@@ -7,11 +7,10 @@ from rich.text import Text
 
 from asyncrl.monitoring.records.samples import SampleRecord, newest_samples
 from asyncrl.monitoring.records.trained_samples import TrainedSample, newest_trained
-from asyncrl.monitoring.terminal.formatting import counted, ended, number, without_controls
+from asyncrl.monitoring.terminal.formatting import counted, ended, number
+from asyncrl.monitoring.terminal.formatting import without_controls as _clean
 
 _STYLES = {"sampled": "", "drafted": "green", "verified": "cyan", "observed": "dim"}
-"""Styles of tokens, by origin. Without colours, drafted tokens are in [ ], verified ones in { },
-and observed ones in ( )."""
 _CONTEXT = "context"
 """Marks the beginning of a context, in place of an origin."""
 _BRACKETS = {
@@ -104,7 +103,3 @@ def _runs(record: SampleRecord) -> Iterator[tuple[str, str]]:
         piece, kind = piece + token, origin
     if piece:
         yield piece, kind
-
-
-def _clean(text: str) -> str:
-    return without_controls(text)

@@ -162,10 +162,7 @@ def _writable(record: SampleRecord) -> SampleRecord:
 
 def read_samples(path: Path) -> list[SampleRecord]:
     """Read all records in the order of the file; empty without it. Raises RecordError."""
-    try:
-        return read_jsonl(path, SampleRecord)
-    except FileNotFoundError:
-        return []
+    return read_jsonl(path, SampleRecord, missing_ok=True)
 
 
 def trained_on(records: Iterable[SampleRecord]) -> list[SampleRecord]:
@@ -185,10 +182,7 @@ def recent_files(run: Path) -> list[Path]:
 
 
 def newest_samples(run: Path, count: int) -> list[SampleRecord]:
-    """The last recorded samples that a run was trained on, oldest first.
-
-    It reads the ends of the files.
-    """
+    """The last recorded samples that a run was trained on, from the files' ends, oldest first."""
     spread = trained_on(read_tail(run / "samples.jsonl", SampleRecord, _TAIL_BYTES))
     return _last(with_recent(run, spread), count)
 

@@ -169,30 +169,28 @@ def load_run(run_dir: Path) -> RunData:
     data = RunData(name=run_dir.resolve().name)
     load_config(run_dir / "config.yaml", data)
     load_state(run_dir / "run.json", data)
-    data.result = _load_or_note(data, lambda: _load_result(run_dir / "result.json"), None)
-    data.steps = _load_or_note(data, lambda: read_metrics(run_dir / "metrics.jsonl"), [])
-    data.evaluations = _load_or_note(
-        data, lambda: read_evaluations(run_dir / "evaluations.jsonl"), []
-    )
-    data.samples = _load_or_note(data, lambda: read_samples(run_dir / "samples.jsonl"), [])
+
+    def read(name: str, load: Callable[[Path], T], otherwise: T) -> T:
+        try:
+            return load(run_dir / name)
+        except FileNotFoundError:
+            return otherwise
+        except (RecordError, OSError) as error:
+            data.notes.append(str(error))
+            return otherwise
+
+    data.result = read("result.json", _load_result, None)
+    data.steps = read("metrics.jsonl", read_metrics, [])
+    data.evaluations = read("evaluations.jsonl", read_evaluations, [])
+    data.samples = read("samples.jsonl", read_samples, [])
     data.samples = with_recent(run_dir, trained_on(data.samples), RECENT_SAMPLES)
-    if (run_dir / "orders.jsonl").exists():
-        data.orders = _load_or_note(
-            data, lambda: read_jsonl(run_dir / "orders.jsonl", OrderRecord), []
-        )
+    data.orders = read("orders.jsonl", partial(read_jsonl, kind=OrderRecord), [])
     for path in sorted((run_dir / "timeline").glob("*.jsonl"), key=lambda path: rank_of(path.stem)):
-        spans: list[Span] = _load_or_note(data, partial(read_spans, path), [])
-        if spans:
+        if spans := read(f"timeline/{path.name}", read_spans, list[Span]()):
             data.timelines[path.stem] = spans
-            _load_slots(run_dir / "slots" / path.name, data)
+            if pieces := read(f"slots/{path.name}", read_slots, list[SlotPiece]()):
+                data.slots[path.stem] = pieces
     return data
-
-
-def _load_slots(path: Path, data: RunData) -> None:
-    if path.exists():
-        pieces: list[SlotPiece] = _load_or_note(data, partial(read_slots, path), [])
-        if pieces:
-            data.slots[path.stem] = pieces
 
 
 def load_state(path: Path, data: RunData) -> None:
@@ -210,19 +208,9 @@ def rank_of(process: str) -> tuple[int, str, int]:
     return place, stem, number
 
 
-def _load_or_note(data: RunData, load: Callable[[], T], otherwise: T) -> T:
-    try:
-        return load()
-    except (RecordError, OSError) as error:
-        data.notes.append(str(error))
-        return otherwise
-
-
 def _load_result(path: Path) -> RunResult | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunResult)
-    except FileNotFoundError:
-        return None
     except msgspec.DecodeError as error:
         raise RecordError(path, 1, str(error)) from error
 

@@ -8,6 +8,11 @@ from asyncrl.monitoring.report.series import Values, thin, ticks
 
 SLICES = 238
 """Number of slices of a timeline over its whole width."""
+WIDTH = 520
+HEIGHT = 236
+LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 38
+MAX_POINTS = 260
+"""Longer runs are drawn as means over neighbouring steps, at most this many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +59,6 @@ def stacked_slices(
 def bar_path(left: float, floor: float, width: float, height: float) -> str:
     """Outline of an upright bar that stands on `floor`, as SVG path data."""
     return f"M{left:.2f} {floor:.2f}h{width:.2f}v{-height:.2f}h{-width:.2f}z"
-
-
-WIDTH = 520
-HEIGHT = 236
-LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 38
-MAX_POINTS = 260
-"""Longer runs are drawn as means over neighbouring steps, at most this many."""
 
 
 def compact(value: float) -> str:

@@ -17,6 +17,7 @@ PROVENANCE_WORDS = {
 }
 MAX_TOKENS = 2000
 """Longer responses are cut to this many tokens in the report."""
+OPEN_SAMPLES = 4
 
 
 def samples_legend(records: Sequence[SampleRecord]) -> Markup:
@@ -97,9 +98,6 @@ def _details(record: SampleRecord, index: int) -> str:
     if version is not None:
         lines.append(f"policy version {version}")
     return "\n".join(lines)
-
-
-OPEN_SAMPLES = 4
 
 
 def section(title: str, about: str, *content: Child) -> Markup:

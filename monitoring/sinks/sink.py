@@ -25,7 +25,7 @@ class SinkRun:
 
 
 class Sink(Protocol):
-    """Receives numbers and samples. Any call may raise or hang."""
+    """Receives numbers and samples. Any call may raise or hang. By default calls do nothing."""
 
     run_id: str
 
