@@ -127,7 +127,7 @@ class Controller:
         during = EvaluationDuringTraining(
             config, requests, fleet, say=say, result=self._evaluated, given_up=self._given_up
         )
-        self._evaluation = FleetEvaluation(
+        evaluation = self._evaluation = FleetEvaluation(
             config.evaluation, requests, fleet=fleet, waiter=waiter, during=during, results=results
         )
         self._moves = SampleHandover(config, path, requests, say, fleet.files)
@@ -136,7 +136,7 @@ class Controller:
         self._training = training
         self._checkpoints = CheckpointRecord(path / "checkpoints", say)
         self._unfinished = UnfinishedWork(config, path, fleet, requests, say)
-        phases = training, self._evaluation
+        phases = training, evaluation
         self._settings = LiveSettings(config, directory, fleet, *phases, self._unfinished)
         self.accuracy_before: Accuracy | None = None
         self.has_begun = False
@@ -148,7 +148,9 @@ class Controller:
         restarts = TrainerRestarts(config, directory, fleet, *phases, progress, waiter)
         policy_watch = PolicyWatch(config.run.on_wrong_policy, fleet, progress, waiter)
         own = self._checkpoints, self._unfinished, policy_watch, self._moves, self._settings
-        self._inbox = Inbox(directory, fleet, *phases, progress, waiter, restarts, *own)
+        self._inbox = Inbox(
+            directory, fleet, training, evaluation, progress, waiter, restarts, *own
+        )
         scaling = Scaling(fleet, *phases)
         self._requests = UserRequests(
             directory, fleet, training, waiter, self._settings, scaling, self._status, self.stop

@@ -212,10 +212,12 @@ class Evaluation:
         is_shown = command.shown_of and reward.verdict != "unscored"
         if self._recorder is not None and is_shown:
             self._recorder.evaluated(held, reward=reward, shown_of=command.shown_of)
-        newest = max(segment.policy_version for segment in trajectory.segments)
         place = self._controller.generator, command.round, command.index
-        drawn = trajectory.oldest_version, newest, trajectory.trained_count, self._held_so_far()
-        answer = from_generator.EvaluationSample(*place, reward.value, *drawn, reward.verdict)
+        oldest, count = trajectory.oldest_version, trajectory.trained_count
+        newest = max(segment.policy_version for segment in trajectory.segments)
+        answer = from_generator.EvaluationSample(
+            *place, reward.value, oldest, newest, count, self._held_so_far(), reward.verdict
+        )
         await self._controller.send(answer)
 
 
