@@ -92,8 +92,7 @@ class RankAssignments:
                 del kept[old]
         ranks = self._ranks.get(step, {})
         return [
-            tuple(group for group in groups if ranks.get(group, 0) == rank)
-            for rank in range(self._count)
+            tuple(one for one in groups if ranks.get(one, 0) == rank) for rank in range(self._count)
         ]
 
 

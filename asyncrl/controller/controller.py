@@ -146,11 +146,9 @@ class Controller:
         self._evaluations = 0
         """Evaluations begun after training: one, unless steps were lost since."""
         restarts = TrainerRestarts(config, directory, fleet, *phases, progress, waiter)
-        policy_watch = PolicyWatch(config.run.on_wrong_policy, fleet, progress, waiter)
-        own = self._checkpoints, self._unfinished, policy_watch, self._moves, self._settings
-        self._inbox = Inbox(
-            directory, fleet, training, evaluation, progress, waiter, restarts, *own
-        )
+        watch = PolicyWatch(config.run.on_wrong_policy, fleet, progress, waiter)
+        own = restarts, self._checkpoints, self._unfinished, watch, self._moves, self._settings
+        self._inbox = Inbox(directory, fleet, training, evaluation, progress, waiter, *own)
         scaling = Scaling(fleet, *phases)
         self._requests = UserRequests(
             directory, fleet, training, waiter, self._settings, scaling, self._status, self.stop
@@ -171,10 +169,8 @@ class Controller:
         Raises RunFailed if a process died for good or nothing could be trained; UserError if the
         reward, a prompt or the model is at fault; WaitTimeout if a start or evaluation is too slow.
         """
-        loops = [
-            asyncio.create_task(self._guarded(loop))
-            for loop in (self._pump, self._watch, self._show)
-        ]
+        parts = self._pump, self._watch, self._show
+        loops = [asyncio.create_task(self._guarded(loop)) for loop in parts]
         try:
             self._fleet.start_all()
             await self._waiter.until(

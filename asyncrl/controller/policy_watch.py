@@ -104,15 +104,12 @@ class PolicyWatch:
     _questions: int = field(default=0, init=False)
     _at_start: list[tuple[GeneratorWorker, Fingerprint]] = field(default_factory=list, init=False)
 
-    def found(
-        self, wrong: WrongPolicy, *, provisional: bool = False, trained: bool = False
-    ) -> None:
+    def found(self, what: WrongPolicy, *, provisional: bool = False, trained: bool = False) -> None:
         """Record a finding; end the run if configured, unless the finding is provisional.
 
-        A provisional finding may be due to rounding. A `trained` one was provisional until now, so
-        the trainer continued with its step.
+        A provisional finding may be rounding; a `trained` one was, while the step continued.
         """
-        self._progress.found(wrong)
+        self._progress.found(what)
         if self._action == "stop" and provisional:
             self._progress.say(
                 "the run continues: its first steps on GPUs only warn about differences that "
@@ -121,7 +118,7 @@ class PolicyWatch:
         elif self._action == "stop":
             self._waiter.fail(
                 WrongPolicyError(
-                    f"{wrong.text}. {_end(wrong.policy_version, trained=trained)}; "
+                    f"{what.text}. {_end(what.policy_version, trained=trained)}; "
                     "docs/operate.md#wrong-policy says what each cause means"
                 )
             )
@@ -145,12 +142,9 @@ class PolicyWatch:
         if asked is not None and asked.found.generator == generator:
             del self._asked[answer.number]
             wrong = conclusion(asked, answer)
-            unknown = wrong.cause == "unknown"
-            self.found(
-                wrong,
-                provisional=asked.provisional and unknown,
-                trained=asked.provisional and not unknown,
-            )
+            is_known = wrong.cause != "unknown"
+            provisional = asked.provisional and not is_known
+            self.found(wrong, provisional=provisional, trained=asked.provisional and is_known)
 
     def _give_up(self, number: int) -> None:
         if number in self._asked:
@@ -191,8 +185,7 @@ class PolicyWatch:
 def _end(step: int, *, trained: bool) -> str:
     """Describe the end of the run before or after such tokens were trained on.
 
-    `step` is the one with these tokens; the checkpoint of as many steps is the last one before it.
-    `trained`: the trainer may have taken it.
+    `step` has these tokens; the trainer may have taken it, if `trained`.
     """
     if not trained:
         return "The run ends before it trains on such tokens (run.on_wrong_policy: stop)"

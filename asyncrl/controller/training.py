@@ -71,10 +71,8 @@ class Training:
     @property
     def is_held(self) -> bool:
         """True if nothing can be finished: the run is paused, or no trainer takes samples."""
-        scheduler = self._scheduler
-        return scheduler is not None and (
-            scheduler.state.paused or not scheduler.state.trainer_joined
-        )
+        state = None if self._scheduler is None else self._scheduler.state
+        return state is not None and (state.paused or not state.trainer_joined)
 
     @property
     def verifies(self) -> bool:
@@ -167,8 +165,7 @@ class Training:
     async def trainer_ready(self, version: int, initial_weights: str) -> None:
         """Handle a trainer of this version that can take trajectories.
 
-        `initial_weights` is the digest of the weights that the run starts from. Raises RunFailed if
-        the run started from other weights.
+        Raises RunFailed unless the run started from the weights with the digest `initial_weights`.
         """
         try:
             self._requests.starts_from(initial_weights)
@@ -249,7 +246,7 @@ class Training:
             for command in decided:
                 await self._executor.execute(command)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            logger.exception("a defect")
+            logger.exception("the scheduler failed on %s", type(event).__name__)
             raise RunFailed(
                 f"the scheduler could not handle {type(event).__name__}, which is a defect: "
                 f"{type(error).__name__}: {error}"

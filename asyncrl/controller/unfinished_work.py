@@ -102,7 +102,7 @@ def read_unfinished(file: Path, version: int, settings: str) -> Index:
     """Read the index of a file of this version. Raises UnfinishedRefused if it is unusable."""
     index = read_index(file)
     if index.version != version:
-        raise UnfinishedRefused(f"{file} goes with step {index.version}, not {version}")
+        raise UnfinishedRefused(f"{file} belongs to step {index.version}, not {version}")
     if index.settings != settings:
         raise UnfinishedRefused(f"{file} was written with other sampling settings")
     return index
@@ -126,8 +126,7 @@ def settings_digest(config: RunConfig) -> str:
 class SampleHandover:
     """Asks leaving generators for their samples, and finds these in the files that they write.
 
-    `requests` receive the samples that can be continued. `sharing` brings files to other nodes;
-    None: all processes see the run's folder.
+    `requests` receive samples to continue; `sharing` brings files to nodes that lack the folder.
     """
 
     def __init__(

@@ -26,9 +26,7 @@ arithmetic is a notable part of what is regenerated. In float32 the share is 0."
 MIN_ACCEPTED_TOKENS = 200
 """Tokens that must have been accepted before their differences predict those of a run."""
 MIN_CUT_SAMPLES = 3
-"""Responses that must have been cut before that share is meaningful: one cut loses the rest of a
-response, which may be thousands of tokens."""
-
+"""Cut responses that make that share meaningful: one cut may lose thousands of tokens."""
 MOSTLY_CUT = 0.9
 """Share of a step's samples cut at the limit above which the limit is what the run learns."""
 
@@ -41,9 +39,8 @@ def at_start(config: RunConfig) -> list[str]:
 def noise_floor(config: RunConfig, measured: NoiseFloor) -> str | None:
     """Warn if verification rejects tokens of the very policy that verifies them.
 
-    By any rule, a response of L tokens loses about TV L / 2 of them to differences between the
-    kernels, TV being their total variation per token, half of `abs_mean`. If it loses four times as
-    much, these differences do not explain it.
+    By any rule, differences between kernels cost about TV L / 2 of a response's L tokens; TV, their
+    total variation per token, is half of `abs_mean`. They do not explain four times that loss.
     """
     share, cut = measured.share, measured.cut_samples
     if share is None or share <= MAX_NOISE_FLOOR or cut < MIN_CUT_SAMPLES:

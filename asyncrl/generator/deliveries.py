@@ -64,8 +64,7 @@ class _Unacknowledged:
 class Deliveries:
     """Sends samples to the trainer until each is acknowledged.
 
-    `held` has the finished samples by id; delivered ones are removed. Acknowledged and failed
-    samples are reported to the controller.
+    Delivered ones are removed from `held`; acknowledged and failed ones are reported.
     """
 
     def __init__(

@@ -8,8 +8,7 @@ ones. During training it must follow the policy of one version v from its first 
      be verified; else it waits)        └── a newer version is there: it is installed when the
                                             samples of v are finished, or dropped
 
-A sample's fate never depends on its length or its text: the samples of a round are all reported, or
-the round is given up (docs/decisions/0063).
+A round is reported whole or given up, whatever the lengths and texts (docs/decisions/0063).
 """
 
 import asyncio

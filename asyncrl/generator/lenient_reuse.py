@@ -57,8 +57,7 @@ class LenientReuse:
     def remember(self, trajectory: Trajectory) -> None:
         """Remember a trajectory instead of the previous one of this sample.
 
-        Those with observed tokens are skipped: the rule does not apply to them, and a new
-        environment would answer differently.
+        Those with observed tokens are skipped: a new environment would answer differently.
         """
         if trajectory.finish_reason == "abort":
             return

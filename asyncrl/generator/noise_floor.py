@@ -3,9 +3,8 @@
     noise_floor.consider(trajectory, tasks)  # whenever a sample has been generated to its end
     noise_floor.measured.share  # what verification rejects although nothing has changed
 
-A response that the current policy drew is verified under that same policy, as it would be after an
-update, and the verdict is dropped. Exact arithmetic would accept every token; what is rejected is
-lost at every real verification, too.
+A response that the current policy drew is verified under that policy, as it would be after an
+update. Exact arithmetic would accept every token; what it rejects, real verifications lose too.
 
 The measurement changes no sample. The request names no tree of the cache, so it is neither drafted
 from nor fed to it; its random numbers have no other use; it is not counted as verification, and its
@@ -29,8 +28,7 @@ from asyncrl.wire.records.noise_floor import NoiseFloor
 logger = logging.getLogger("asyncrl.generator")
 
 EVERY = 64
-"""One response in this many is verified again. Scoring a token costs no more than generating it, so
-this costs at most 1/64 of the engine's time."""
+"""One response in this many is verified again, which takes at most 1/64 of the engine's time."""
 _PRIORITY = 1
 _SECONDS = 60.0
 

@@ -67,9 +67,8 @@ class WeightInstalls:
         """Swap to these weights and report the version installed afterwards.
 
         After `rewind`, weights of a lost trainer are neither installed nor answered for. With
-        `rebuild_kv` the KV of running samples is recomputed under the new weights. If the trainer
-        has published newer weights, or has ended and removed these, the engine keeps its version;
-        the command to install other ones follows.
+        `rebuild_kv` the KV of running samples is recomputed under the new weights. If these are
+        superseded or removed, the engine keeps its version until the next command.
 
         Raises EngineError if the engine refused the weights or failed; WrongPolicyError if it
         decodes with other ones: then nothing is generated any more.

@@ -16,9 +16,7 @@ _MIN_WIDE_WIDTH = 132
 _OF_ONE_TURN = ("median", "sigma", "longest", "new_length", "regimes")
 
 
-def _environments(
-    context: Context, latency: float | None, options: dict[str, Any]
-) -> dict[str, Any]:
+def _environments(context: Context, delay: float | None, options: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a cluster set by environment options. Raises UserError."""
     from asyncrl.errors import UserError
     from asyncrl.simulation.environments import Environments
@@ -27,10 +25,10 @@ def _environments(
         sources = {name: context.get_parameter_source(name) for name in names}
         return [name for name, one in sources.items() if one and one.name != "DEFAULT"]
 
-    if latency is None:
+    if delay is None:
         for name in given(options):
             raise UserError(
-                f"--{name.replace('_', '-')} is for environments: give --environment-latency too"
+                f"--{name.replace('_', '-')} needs --environment-latency: it is about environments"
             )
         return {}
     for name in given(_OF_ONE_TURN):
@@ -40,7 +38,7 @@ def _environments(
         )
     own = dict(options)
     sigma, sessions, room = map(own.pop, ("environment_sigma", "sessions", "kv_tokens"))
-    environments = Environments(latency, sigma, **own)
+    environments = Environments(delay, sigma, **own)
     return {"environments": environments, "sessions": sessions, "kv_room": room}
 
 

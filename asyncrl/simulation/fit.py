@@ -124,13 +124,11 @@ def fit_run(directory: Path) -> Fit:
     )
 
 
-def _intervals(
-    directory: Path, began: float, ended: float
-) -> tuple[list[Interval], tuple[int, ...]]:
+def _intervals(run: Path, began: float, ended: float) -> tuple[list[Interval], tuple[int, ...]]:
     """Return all generators' intervals between two times, and lengths of finished samples."""
     found: list[Interval] = []
     lengths: list[int] = []
-    for path in sorted((directory / "engine").glob("*.jsonl")):
+    for path in sorted((run / "engine").glob("*.jsonl")):
         lines = [line for line in read_jsonl(path, EngineRecord) if began <= line.time <= ended]
         for before, after in itertools.pairwise(lines):
             if after.engine.steps < before.engine.steps:  # the process was restarted
@@ -153,8 +151,7 @@ def _intervals(
             )
     if sum(interval.steps > 0 for interval in found) < _MIN_INTERVALS or not lengths:
         raise UserError(
-            f"{directory}/engine has too few records of the engine's steps; repeat the run with "
-            "more steps"
+            f"{run}/engine has too few records of engine steps; repeat the run with more steps"
         )
     return found, tuple(lengths)
 

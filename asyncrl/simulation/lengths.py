@@ -87,9 +87,7 @@ class Survival:
         self, chance: float, segments: Sequence[tuple[int, float]], version: int, drift: float
     ) -> float:
         """Return the variance at which the walk of this probability ends, often infinity."""
-        walked = sum(
-            self._rates(drift * (version - drawn))[0] * tokens for drawn, tokens in segments
-        )
+        walked = sum(self._rates(drift * (version - drawn))[0] * count for drawn, count in segments)
         if not math.isinf(walked) and survival(math.sqrt(walked)) > chance * (1.0 + 1e-9):
             return math.inf
         return bisected(survival, chance, 40.0, 50) ** 2
@@ -102,16 +100,15 @@ class Survival:
         rate, cuts = self._rates(distance)
         if math.isinf(rate):
             return 0.0
-        answers = Counter(lengths)
-        width = max(1.0, max(answers) / _POINTS)
+        counts = Counter(lengths)
+        width = max(1.0, max(counts) / _POINTS)
         kept = 0.0
-        for i in range(math.ceil(max(answers) / width)):
+        for i in range(math.ceil(max(counts) / width)):
             at = (i + 0.5) * width
             walked = rate * at
             chance = survival(math.sqrt(walked)) if self.rule == "block" else math.exp(-walked)
             reached = sum(
-                count * min(width, max(0.0, length - i * width))
-                for length, count in answers.items()
+                count * min(width, max(0.0, length - i * width)) for length, count in counts.items()
             )
             kept += reached * chance * math.exp(-cuts * at)
         return kept / sum(lengths)

@@ -93,9 +93,7 @@ class SimRequest:
         """Assign the tokens of policies after `version` to an unknown policy."""
         if any(drawn > version for drawn, _ in self.segments):
             self.unknown = True
-            self.segments = [
-                (min(drawn, 2 * version - drawn), tokens) for drawn, tokens in self.segments
-            ]
+            self.segments = [(min(v, 2 * version - v), tokens) for v, tokens in self.segments]
 
 
 @dataclass(slots=True)

@@ -69,8 +69,7 @@ class Cluster(Conditions):
     noise: float = 0.0
     """Total variation per token of engines under unchanged weights."""
     signal_share: float | None = None
-    """Share of groups with a signal, under dynamic sampling in each mode. None: all groups carry
-    signal, and `scheduler` decides."""
+    """Share of groups with signal, with dynamic sampling in all modes; None: as in `scheduler`."""
     groups_per_step: int | None = None
     """None: as many as fill every slot once."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -216,7 +215,7 @@ class Cluster(Conditions):
 def known(name: str, table: Mapping[str, T]) -> T:
     """Return the entry of a table. Raises UserError if it is missing."""
     if name not in table:
-        raise UserError(f"the simulator does not know {name!r}; it knows {', '.join(table)}")
+        raise UserError(f"unknown {name!r}: the simulator has {', '.join(table)}")
     return table[name]
 
 

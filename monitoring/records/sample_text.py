@@ -13,12 +13,8 @@ from asyncrl.monitoring.terminal.formatting import without_controls as _clean
 _STYLES = {"sampled": "", "drafted": "green", "verified": "cyan", "observed": "dim"}
 _CONTEXT = "context"
 """Marks the beginning of a context, in place of an origin."""
-_BRACKETS = {
-    "sampled": ("", ""),
-    "drafted": ("[", "]"),
-    "verified": ("{", "}"),
-    "observed": ("(", ")"),
-}
+_BRACKETS = {"drafted": ("[", "]"), "verified": ("{", "}"), "observed": ("(", ")")}
+"""Marks of tokens without colours."""
 
 
 def legend(*, colours: bool) -> Text:
@@ -51,7 +47,7 @@ def sample_text(record: SampleRecord | TrainedSample, *, colours: bool) -> Text:
         if kind == _CONTEXT:
             text.append(f"\n{piece}\n", style="bold")
             continue
-        opening, closing = ("", "") if colours else _BRACKETS[kind]
+        opening, closing = ("", "") if colours else _BRACKETS.get(kind, ("", ""))
         text.append(f"{opening}{_clean(piece)}{closing}", style=_STYLES[kind] if colours else "")
     if record.answer is not None:
         text.append("\nreference: ", style="dim").append(_clean(record.answer), style="dim")

@@ -1,7 +1,6 @@
 """`samples.jsonl` and `recent/`: a few trajectories of a run, for people to read.
 
-samples.jsonl has one of every n-th step of the whole run. `recent/NAME.jsonl` has a few of each of
-the last steps, from one generator.
+samples.jsonl has one of every n-th step, `recent/NAME.jsonl` a few of a generator's last steps.
 """
 
 import contextlib
@@ -59,8 +58,7 @@ class SampleRecord(msgspec.Struct, frozen=True):
     """Unweighted terms of the reward: the result of each reward function, and the environment's
     part. None where one does not apply; empty if one of them failed, which counts as 0."""
     evaluation: str = ""
-    """The held-out set of a sample that was drawn for an evaluation, of the policy after `step`
-    steps; empty if it was trained on."""
+    """The held-out set of an evaluation's sample, drawn after `step` steps; empty: trained on."""
 
     def __post_init__(self) -> None:
         n = len(self.tokens)

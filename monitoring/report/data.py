@@ -157,9 +157,7 @@ class RunData:
 def load_run(run_dir: Path) -> RunData:
     """Read the files that exist; `notes` names unreadable ones. Raises ReportError if not a run."""
     if not run_dir.is_dir():
-        raise ReportError(
-            f"run directory {run_dir} does not exist; `ls {run_dir.parent}` lists the runs"
-        )
+        raise ReportError(f"{run_dir} does not exist; `ls {run_dir.parent}` lists the runs")
     known = ("config.yaml", "metrics.jsonl", "result.json", "timeline")
     if not any((run_dir / name).exists() for name in known):
         raise ReportError(

@@ -267,14 +267,12 @@ def clock_label(seconds: float, step: float) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
 
 
-def _finished_steps(
-    window: Window, bottom: float, steps: Sequence[tuple[int, float]]
-) -> Markup | None:
+def _finished_steps(window: Window, y: float, steps: Sequence[tuple[int, float]]) -> Markup | None:
     marks = []
     for step, time in steps:
         if window.start <= time <= window.end:
             x = window.x(time)
-            marks.append(element("line", x1=x, x2=x, y1=TOP - 6, y2=bottom - 6, class_="step"))
+            marks.append(element("line", x1=x, x2=x, y1=TOP - 6, y2=y - 6, class_="step"))
             label = f"step {step} done"
             marks.append(element("text", label, x=x, y=TOP - 9, class_="tick mid"))
     return element("g", marks) if marks else None

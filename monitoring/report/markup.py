@@ -53,9 +53,7 @@ def element(tag: str, *children: Child, **attributes: str | float | None) -> Mar
 
 def legend(items: Iterable[tuple[str, str]], *more: Child) -> Markup:
     """Explain colours, given names and their CSS classes."""
-    entries = [
-        element("span", element("i", class_=f"swatch {style}"), name) for name, style in items
-    ]
+    entries = [element("span", element("i", class_=f"swatch {css}"), name) for name, css in items]
     return element("div", entries, *more, class_="legend")
 
 

@@ -50,9 +50,7 @@ def stacked_slices(
                 floor -= height
         band = element("rect", x=left, y=box.top, width=width, height=box.height)
         bands.append(element("g", element("title", describe(index)), band))
-    marks = [
-        element("path", d="".join(pieces), class_=styles[part]) for part, pieces in paths.items()
-    ]
+    marks = [element("path", d="".join(bars), class_=styles[part]) for part, bars in paths.items()]
     return element("g", marks, element("g", bands, class_="hover"))
 
 

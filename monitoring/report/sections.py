@@ -112,16 +112,14 @@ def samples(data: RunData) -> Markup | None:
         return None
     cards = [sample_card(record) for record in reversed(chosen)]
     rest = cards[OPEN_SAMPLES:]
-    more = element(
-        "details", element("summary", f"{len(rest)} more from earlier in the run"), *rest
-    )
+    old = element("details", element("summary", f"{len(rest)} more from earlier in the run"), *rest)
     return section(
         "Sample trajectories",
         "Newest first. The colour of a token shows where it came from; point at a token for its "
         "probability.",
         samples_legend(chosen),
         *cards[:OPEN_SAMPLES],
-        more if rest else None,
+        old if rest else None,
     )
 
 

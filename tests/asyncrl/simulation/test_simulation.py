@@ -243,7 +243,7 @@ def test_the_map_has_every_place():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(UserError, match=r"does not know '70b'; it knows 1\.5b, 7b, 32b"):
+    with pytest.raises(UserError, match=r"unknown '70b': the simulator has 1\.5b, 7b, 32b"):
         Cluster(model="70b").simulate("sync")
     with pytest.raises(UserError, match="'fast' is not a mode"):
         Cluster().simulate("fast")
