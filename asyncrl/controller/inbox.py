@@ -177,7 +177,7 @@ class Inbox:
     _unfinished: UnfinishedWork
     _policy_watch: PolicyWatch
     _moves: SampleHandover
-    _settings: LiveSettings | None = None
+    _settings: LiveSettings
 
     def __post_init__(self) -> None:
         self._speeds = SpeedMeter()
@@ -271,8 +271,7 @@ class Inbox:
     async def _generator_ready(self, worker: GeneratorWorker, message: GeneratorReady) -> None:
         worker.ready(message.policy_version, message.slots, message.metrics_port)
         self._policy_watch.generator_ready(worker, message.fingerprint)
-        if self._settings is not None:
-            await self._settings.tell_generator(worker.name)
+        await self._settings.tell_generator(worker.name)
         self._write_ports()
         if self._training.has_begun and not worker.is_leaving:
             self._progress.say(f"{worker.name} has joined")
@@ -353,8 +352,7 @@ class Inbox:
         if worker is self._fleet.trainer:
             self._fleet.look_after_weights()
             self._policy_watch.compare()
-            if self._settings is not None:
-                await self._settings.tell_trainer()
+            await self._settings.tell_trainer()
             await self._trainer_restarts.ready(worker, message.initial_weights)
 
     async def _step_finished(self, worker: TrainerRank, message: from_trainer.StepFinished) -> None:

@@ -135,7 +135,7 @@ class SampleHandover:
         path: Path,
         requests: SampleRequests,
         say: Callable[[str], None],
-        sharing: NodeFiles | None = None,
+        sharing: NodeFiles,
     ) -> None:
         self._run, self._settings = path.resolve(), settings_digest(config)
         self._requests, self._say, self._sharing = requests, say, sharing
@@ -151,9 +151,7 @@ class SampleHandover:
         self._asked[command.generator] = message
         return message
 
-    async def take(
-        self, generator: str, answer: Released, *, is_lost: Callable[[], bool] = lambda: False
-    ) -> None:
+    async def take(self, generator: str, answer: Released, *, is_lost: Callable[[], bool]) -> None:
         """Start the samples elsewhere, with the tokens in the file if it is usable."""
         asked = self._asked.pop(generator, None)
         if asked is None or asked.file != answer.file:
@@ -161,8 +159,7 @@ class SampleHandover:
         try:
             if answer.reason:
                 raise UnfinishedRefused(answer.reason)
-            if self._sharing is not None:
-                await self._sharing.share(answer.file, generator)
+            await self._sharing.share(answer.file, generator)
             index = await asyncio.to_thread(
                 read_unfinished, Path(answer.file), asked.policy_version, self._settings
             )

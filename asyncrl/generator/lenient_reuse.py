@@ -1,9 +1,5 @@
 """Optional, biased reuse of earlier epochs' rollouts, by SPEC-RL's rule.
 
-    reuse = LenientReuse.from_config(config.cache)  # None unless cache.reuse is lenient
-    reuse.remember(trajectory)  # when it is delivered
-    kept = reuse.tokens_to_verify("add-17", sample=3)  # when that sample starts again; or None
-
 With `cache.reuse: lenient`, sample i of a prompt begins with the tokens that sample i of this
 prompt had when it was last trained on. Each token x is kept with probability min(1, l p(x)/q(x)),
 where p is the current policy and q the one that drew x. The first rejected token is replaced by a

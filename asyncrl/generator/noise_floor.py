@@ -1,8 +1,5 @@
 """Measures the noise floor: verifies some responses again under the policy that drew them.
 
-    noise_floor.consider(trajectory, tasks)  # whenever a sample has been generated to its end
-    noise_floor.measured.share  # what verification rejects although nothing has changed
-
 A response that the current policy drew is verified under that policy, as it would be after an
 update. Exact arithmetic would accept every token; what it rejects, real verifications lose too.
 

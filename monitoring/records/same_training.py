@@ -50,7 +50,9 @@ def difference(run: Path, other: Path) -> str | None:
     steps, others = read_steps(run), read_steps(other)
     for mine, theirs in zip(steps, others, strict=False):
         if without_times(mine) != without_times(theirs):
-            return f"step {mine.step}: {_fields_apart(mine, theirs)} differ"
+            names = [name for name in mine.__struct_fields__ if name not in TIMES]
+            apart = [name for name in names if getattr(mine, name) != getattr(theirs, name)]
+            return f"step {mine.step}: {', '.join(apart)} differ"
     if len(steps) != len(others):
         return f"{run} has {len(steps)} steps and {other} has {len(others)}"
     weights, other_weights = digests(run), digests(other)
@@ -58,14 +60,6 @@ def difference(run: Path, other: Path) -> str | None:
         if weights[file] != other_weights[file]:
             return f"{file}: the weights differ"
     return None
-
-
-def _fields_apart(mine: StepMetrics, theirs: StepMetrics) -> str:
-    return ", ".join(
-        name
-        for name in mine.__struct_fields__
-        if name not in TIMES and getattr(mine, name) != getattr(theirs, name)
-    )
 
 
 def main(arguments: Sequence[str]) -> int:
