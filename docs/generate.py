@@ -159,12 +159,13 @@ def _metrics() -> Iterator[str]:
 
 
 def _labelled(spec: MetricSpec) -> str:
-    labels = ",".join(filter(None, (spec.label, spec.second_label)))
+    labels = ",".join(spec.labels)
     return f"{spec.name}{{{labels}}}" if labels else spec.name
 
 
 def _meaning(spec: MetricSpec) -> str:
-    values = "" if spec.values is None else f" {spec.label}: {', '.join(map(_code, spec.values))}."
+    known = ((label, values) for label, values in spec.labels.items() if values is not None)
+    values = "".join(f" {label}: {', '.join(map(_code, values))}." for label, values in known)
     more = f" [More]({MORE[spec.name]})." if spec.name in MORE else ""
     return f"{_cell(spec.help)}{values}{more}"
 

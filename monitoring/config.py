@@ -19,16 +19,13 @@ from asyncrl.monitoring.sinks.config import SinkConfig
 from asyncrl.wire.transport.paths import AbsolutePath
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LiveMode = Literal["auto", "rich", "plain", "off"]
+MAX_PORT = 65_535
 
 
 def set_log_level(level: LogLevel) -> None:
     """Set the level of asyncrl's loggers; other packages' loggers are unaffected."""
     logging.getLogger("asyncrl").setLevel(level.upper())
-
-
-MAX_PORT = 65_535
-
-LiveMode = Literal["auto", "rich", "plain", "off"]
 
 
 def unquoted_off(value: object) -> object:

@@ -1,8 +1,4 @@
-"""Executes the scheduler's commands: each becomes messages to the processes.
-
-`RankAssignments` assigns a step's groups to the trainer's ranks. Each group, as it comes, goes to
-the rank with the fewest response tokens of its step so far, so ranks differ by at most one group:
-"""
+"""Executes the scheduler's commands: each becomes messages to the processes."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,10 +30,9 @@ class SampleReports:
 
     def add(self, generator: str, report: SampleFinished) -> None:
         """Replace an earlier report of the same sample and generator."""
-        expected = ExpectedSample(
-            report.sample, report.length, report.oldest_version, report.digest
-        )
-        self._groups.setdefault(report.sample.group, {})[generator, report.sample] = expected
+        sample, version = report.sample, report.oldest_version
+        expected = ExpectedSample(sample, report.length, version, report.digest)
+        self._groups.setdefault(sample.group, {})[generator, sample] = expected
 
     def drop(self, generator: str, sample: SampleId) -> None:
         """Forget a report that was refused."""
@@ -63,7 +58,10 @@ class SampleReports:
 
 
 class RankAssignments:
-    """Assigns groups to ranks. A group stays with its rank until its trainer is lost."""
+    """Assigns groups to ranks. A group stays with its rank until its trainer is lost.
+
+    Each group, as it comes, goes to the rank with the fewest response tokens of its step so far.
+    """
 
     def __init__(self, ranks: int) -> None:
         self._count = ranks
@@ -94,8 +92,7 @@ class RankAssignments:
                 del kept[old]
         ranks = self._ranks.get(step, {})
         return [
-            tuple(group for group in groups if ranks.get(group, 0) == rank)
-            for rank in range(self._count)
+            tuple(one for one in groups if ranks.get(one, 0) == rank) for rank in range(self._count)
         ]
 
 
@@ -187,10 +184,9 @@ class CommandExecutor:
         for generator, order in orders.items():
             await self._fleet.send(trainer.name, order)
             samples = tuple(by_generator[generator])
-            message = to_generator.Deliver(
-                command.step, samples, self.lineage, trainer.data_address, rank
-            )
-            await self._fleet.send(generator, message)
+            place = self.lineage, trainer.data_address, rank
+            deliver = to_generator.Deliver(command.step, samples, *place)
+            await self._fleet.send(generator, deliver)
 
     async def _declare_step(self, command: commands.DeclareStep) -> None:
         dealt = self._deals.by_rank(command.step, command.groups)

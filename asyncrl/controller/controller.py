@@ -76,8 +76,8 @@ WATCH_SECONDS = 0.2
 SHOW_SECONDS = 0.25
 LAST_MESSAGE_SECONDS = 0.2
 REWARD_SECONDS = 20.0
-"""A run that stops waits this long for the next reward of its current step. Then it gives the step
-up: the function may hang, and what ended the run may not wait longer (Kubernetes: 30 s)."""
+"""A run that stops waits this long for the next reward of its step, which it then gives up: the
+function may hang, and what ended the run may not wait longer (Kubernetes: 30 s)."""
 
 
 @dataclass(slots=True)
@@ -119,33 +119,24 @@ class Controller:
         self._fleet = fleet
         self._hub = hub
         self._progress = progress
-        self._waiter = ConditionWait()
+        waiter = self._waiter = ConditionWait()
         requests = SampleRequests(task, config.run.seed, directory.state.start)
-        self._results = EvaluationResults(directory.path, config.evaluation)
-        progress.evaluations = self._results
-        self._evaluation = FleetEvaluation(
-            config.evaluation,
-            requests,
-            fleet=fleet,
-            waiter=self._waiter,
-            during=EvaluationDuringTraining(
-                config,
-                requests,
-                fleet,
-                say=progress.say,
-                result=self._evaluated,
-                given_up=self._given_up,
-            ),
-            results=self._results,
+        results = self._results = EvaluationResults(directory.path, config.evaluation)
+        progress.evaluations = results
+        say, path = progress.say, directory.path
+        during = EvaluationDuringTraining(
+            config, requests, fleet, say=say, result=self._evaluated, given_up=self._given_up
         )
-        self._moves = SampleHandover(config, directory.path, requests, progress.say, fleet.files)
-        self._training = Training(
-            config, requests, fleet, progress, self._waiter, self._moves, traces
+        evaluation = self._evaluation = FleetEvaluation(
+            config.evaluation, requests, fleet=fleet, waiter=waiter, during=during, results=results
         )
-        self._training.trained_steps = directory.resume_point.step
-        self._checkpoints = CheckpointRecord(directory.path / "checkpoints", progress.say)
-        self._unfinished = UnfinishedWork(config, directory.path, fleet, requests, progress.say)
-        phases = self._training, self._evaluation
+        self._moves = SampleHandover(config, path, requests, say, fleet.files)
+        training = Training(config, requests, fleet, progress, waiter, self._moves, traces)
+        training.trained_steps = directory.resume_point.step
+        self._training = training
+        self._checkpoints = CheckpointRecord(path / "checkpoints", say)
+        self._unfinished = UnfinishedWork(config, path, fleet, requests, say)
+        phases = training, evaluation
         self._settings = LiveSettings(config, directory, fleet, *phases, self._unfinished)
         self.accuracy_before: Accuracy | None = None
         self.has_begun = False
@@ -154,34 +145,17 @@ class Controller:
         """Set by a stop, and not by a drain."""
         self._evaluations = 0
         """Evaluations begun after training: one, unless steps were lost since."""
-        restarts = TrainerRestarts(config, directory, fleet, *phases, progress, self._waiter)
-        self._inbox = Inbox(
-            directory,
-            fleet,
-            *phases,
-            progress,
-            self._waiter,
-            restarts,
-            self._checkpoints,
-            self._unfinished,
-            PolicyWatch(config.run.on_wrong_policy, fleet, progress, self._waiter),
-            self._moves,
-            self._settings,
-        )
+        restarts = TrainerRestarts(config, directory, fleet, *phases, progress, waiter)
+        watch = PolicyWatch(config.run.on_wrong_policy, fleet, progress, waiter)
+        own = restarts, self._checkpoints, self._unfinished, watch, self._moves, self._settings
+        self._inbox = Inbox(directory, fleet, training, evaluation, progress, waiter, *own)
         scaling = Scaling(fleet, *phases)
         self._requests = UserRequests(
-            directory,
-            fleet,
-            self._training,
-            self._waiter,
-            self._settings,
-            scaling,
-            self._status,
-            self.stop,
+            directory, fleet, training, waiter, self._settings, scaling, self._status, self.stop
         )
         self._checkpoints.listeners.append(self._requests.checkpoint_ended)
         why_closed = self._requests.why_no_order
-        arrivals = arrivals_of(agents, fleet, scaling, directory.path, why_closed, progress.say)
+        arrivals = arrivals_of(agents, fleet, scaling, path, why_closed, say)
         self._watchdog = Watchdog(fleet, restarts, *phases, progress, arrivals)
 
     @property
@@ -193,13 +167,10 @@ class Controller:
         """Evaluate, train, evaluate; return both accuracies, the last None if training stopped.
 
         Raises RunFailed if a process died for good or nothing could be trained; UserError if the
-        reward, a prompt or the model is at fault; WaitTimeout for a start or an evaluation that
-        takes too long.
+        reward, a prompt or the model is at fault; WaitTimeout if a start or evaluation is too slow.
         """
-        loops = [
-            asyncio.create_task(self._guarded(loop))
-            for loop in (self._pump, self._watch, self._show)
-        ]
+        parts = self._pump, self._watch, self._show
+        loops = [asyncio.create_task(self._guarded(loop)) for loop in parts]
         try:
             self._fleet.start_all()
             await self._waiter.until(
@@ -298,21 +269,15 @@ class Controller:
             # Steps were lost with the trainer during the evaluation: train them again.
 
     async def _evaluate_after(self) -> Accuracy | None:
-        version = self._training.trained_steps
+        version, generators = self._training.trained_steps, self._fleet.generators
 
         def changed() -> bool:
             return self._waiter.stop_requested or self._training.has_steps_left
 
-        await self._waiter.until(
-            lambda: self._fleet.trainer.state == "ready" or changed(),
-            seconds=self._config.launcher.startup_seconds,
-            what=lambda: f"{self._fleet.trainer.name} to become ready",
-        )
+        await self._training.trainer_is_ready(changed)
         await self._evaluation.bring_to(version)
         await self._waiter.until(
-            lambda: (
-                changed() or all(one.policy_version >= version for one in self._fleet.generators())
-            ),
+            lambda: changed() or all(one.policy_version >= version for one in generators()),
             seconds=self._config.launcher.startup_seconds,
             what=lambda: f"the generators to install version {version}",
         )

@@ -127,9 +127,8 @@ def execute(
             refuse_taken_ports(config)
             with directory.folder.required():
                 key = run_key or RunKey.new()
-                return asyncio.run(
-                    _run(prepared, directory, targets, console, metrics, key, health)
-                )
+                run = _run(prepared, directory, targets, console, metrics, key, health)
+                return asyncio.run(run)
         except UserError:
             if (kept := directory.undo()) is not None:
                 say(f"logs of this start: {kept / 'logs'}")
@@ -200,13 +199,9 @@ async def _run(
         directory.write_state()
         progress = closing.enter_context(_open_progress(config, directory, console, metrics))
         await open_reward_servers(config.rewards, run, progress.say, closing)
-        hub: Hub[Message] = Hub(
-            launching.control_address,
-            run_key.hub("control"),
-            Message,
-            Refusals(metrics.count_refused),
-            is_relay=is_relay,
-        )
+        key, refusals = run_key.hub("control"), Refusals(metrics.count_refused)
+        address = launching.control_address
+        hub: Hub[Message] = Hub(address, key, Message, refusals, is_relay=is_relay)
         closing.callback(hub.close)
         metrics.watch_session(hub.sessions)
         tokenizer = _tokenizer(prepared, directory, progress)
@@ -286,11 +281,9 @@ def _with_drafts(
     prepared: Prepared, directory: RunDirectory, launching: Launching, say: Callable[[str], None]
 ) -> Prepared:
     """Resolve `cache.max_draft_tokens: auto` where only the launcher knows the devices."""
-    config, line = with_drafts_that_pay(
-        prepared.config,
-        on_gpu=launching.engine_device == "cuda",
-        visits=visits_of(prepared.config, len(prepared.task.train)),
-    )
+    on_gpu = launching.engine_device == "cuda"
+    visits = visits_of(prepared.config, len(prepared.task.train))
+    config, line = with_drafts_that_pay(prepared.config, on_gpu=on_gpu, visits=visits)
     if config is prepared.config:
         return prepared
     directory.write_config(config)

@@ -1,13 +1,12 @@
 """The controller's traces of groups: from the first draw to the optimizer step.
 
-It observes the scheduler's events and decisions and changes nothing. A group's trace ends with the
-step that trained on it, or with the report of its failure. Other processes record their own spans
-of its samples (`monitoring.tracing`).
+It observes the scheduler and changes nothing. A group's trace ends with its training step, or
+with its failure. Other processes record their spans of its samples (`monitoring.tracing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -15,7 +14,7 @@ from asyncrl.config.run_config import RunConfig
 from asyncrl.monitoring.metrics.metrics import ControllerMetrics
 from asyncrl.monitoring.records.timeline import Timeline
 from asyncrl.monitoring.tracing import open_tracer
-from asyncrl.monitoring.tracing.tracer import Moment, Tracer, Value
+from asyncrl.monitoring.tracing.tracer import Moment, Tracer, Value, Values
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands, events
 
@@ -59,12 +58,9 @@ class GroupTraces:
         """Note an event and the scheduler's decisions on it."""
         now = self._tracer.now()
         match event:
-            case events.SampleFinished():
-                what: dict[str, Value] = {
-                    "asyncrl.tokens": event.length,
-                    "asyncrl.generator": event.generator,
-                }
-                self._happened(event.sample, "finished", now, what)
+            case events.SampleFinished(generator=name, sample=sample, length=length):
+                what: dict[str, Value] = {"asyncrl.tokens": length, "asyncrl.generator": name}
+                self._happened(sample, "finished", now, what)
             case events.SampleDelivered():
                 self._delivered(event, now)
             case events.StepFinished():
@@ -77,11 +73,8 @@ class GroupTraces:
 
     def _decided(self, command: commands.Command, now: float) -> None:
         match command:
-            case commands.StartSample(generator=generator, sample=sample, priority=priority):
-                more: dict[str, Value] = {
-                    "asyncrl.generator": generator,
-                    "asyncrl.priority": priority,
-                }
+            case commands.StartSample(generator=name, sample=sample, priority=priority):
+                more: dict[str, Value] = {"asyncrl.generator": name, "asyncrl.priority": priority}
                 if self._tracer.is_traced(sample.group):
                     group = self._groups.setdefault(sample.group, _Group(now))
                     group.samples.setdefault(sample, _Sample(now)).is_delivered = False
@@ -104,13 +97,11 @@ class GroupTraces:
         for sample in command.samples:
             self._happened(sample, "verification ordered", now, more)
 
-    def _happened(
-        self, sample: SampleId, name: str, now: float, attributes: Mapping[str, Value]
-    ) -> None:
+    def _happened(self, sample: SampleId, name: str, now: float, values: Values) -> None:
         group = self._groups.get(sample.group)
         found = None if group is None else group.samples.get(sample)
         if found is not None and len(found.events) < _MAX_EVENTS:
-            found.events.append((name, now, attributes))
+            found.events.append((name, now, values))
 
     def _delivered(self, event: events.SampleDelivered, now: float) -> None:
         group = self._groups.get(event.sample.group)
@@ -121,15 +112,9 @@ class GroupTraces:
         more = {"asyncrl.generator": event.generator}
         self._tracer.whole_sample(event.sample, found.began, now, more, tuple(found.events))
 
-    def _settled(
-        self, group: int, now: float, attributes: Mapping[str, Value], *, failure: str = ""
-    ) -> None:
-        found = self._groups.pop(group, None)
-        if found is None:
+    def _settled(self, group: int, now: float, values: Values, *, failure: str = "") -> None:
+        if (found := self._groups.pop(group, None)) is None:
             return
-        more: dict[str, Value] = {
-            "asyncrl.outcome": "failed" if failure else "trained",
-            "asyncrl.samples": len(found.samples),
-            **attributes,
-        }
+        more: dict[str, Value] = {"asyncrl.samples": len(found.samples), **values}
+        more["asyncrl.outcome"] = "failed" if failure else "trained"
         self._tracer.whole_group(group, found.began, now, more, failure=failure)

@@ -24,12 +24,29 @@ from asyncrl.scheduler import events
 from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
 from asyncrl.trainer.checkpoint.format.files import newest_complete
 from asyncrl.wire.messages import from_generator, from_relay, from_trainer
-from asyncrl.wire.messages.from_trainer import CheckpointFailed, CheckpointWritten
+from asyncrl.wire.messages.from_generator import GeneratorReady, SampleFailed, WeightsInstalled
+from asyncrl.wire.messages.from_trainer import CheckpointFailed, CheckpointWritten, DeliveryRefused
 from asyncrl.wire.records.step import EngineStats
 from asyncrl.wire.transport.decoding import Reason
 
+logger = logging.getLogger(__name__)
+
+Message = from_generator.FromGenerator | from_trainer.FromTrainer | from_relay.FromRelay
+_Failure = from_generator.Failure | from_trainer.Failure | from_relay.Failure
+_Goodbye = from_generator.Goodbye | from_trainer.Goodbye | from_relay.Goodbye
+_Finding = from_generator.WrongPolicyFound | from_trainer.WrongPolicyFound
+FROM_THE_LOST = (
+    from_generator.SampleDelivered | from_trainer.StepFinished | _Finding | _Failure | _Goodbye
+)
+"""Messages that count after their sender is lost: why it ended, what it had done. All others are
+dropped: on another node the process may live on for a while."""
+_Handlers = dict[type, Callable[[Any, Any], Awaitable[None] | None]]
+"""The handler of each type of message; it gets the sender and the message."""
+
 BURST = 8
 PACE_SECONDS = 1.0
+ROW_SECONDS = 40.0
+"""Row-seconds over which a speed is averaged: 5 s of 8 running samples (or of all, if fewer)."""
 
 
 class PacedWrites:
@@ -71,9 +88,6 @@ class CheckpointRecord:
         if self._failed is not None:
             self._say(f"checkpoints can be written now: {message.path}")
         self._failed = None
-        self._tell(message)
-
-    def _tell(self, message: CheckpointWritten | CheckpointFailed) -> None:
         for listener in self.listeners:
             listener(message)
 
@@ -85,7 +99,8 @@ class CheckpointRecord:
                 f"{message.retry_version} or at the end of the run; {self._newest()}"
             )
         self._failed = message
-        self._tell(message)
+        for listener in self.listeners:
+            listener(message)
 
     def missing(self, steps: int) -> str | None:
         """Return why the state after `steps` steps is not saved; None if it is, or for 0 steps."""
@@ -108,11 +123,6 @@ class CheckpointRecord:
         return f"the newest checkpoint is that of step {newest}"
 
 
-ROW_SECONDS = 40.0
-"""Row-seconds over which a speed is averaged: 5 s of 8 running samples (or of all slots, if there
-are fewer)."""
-
-
 @dataclass(slots=True)
 class _Generator:
     stats: EngineStats
@@ -125,9 +135,8 @@ class _Generator:
 class SpeedMeter:
     """Tokens per second of each running sample, by generator.
 
-    The scheduler smooths them (`asyncrl.scheduler.placement`). Time without generation does not
-    count: idle, paused, or installing weights. A generator's first average is dropped, because
-    engines compile and fill caches then.
+    The scheduler smooths them (`scheduler.placement`). Time without generation does not count. A
+    generator's first average is dropped, because engines compile and fill caches then.
     """
 
     def __init__(self) -> None:
@@ -153,28 +162,6 @@ class SpeedMeter:
         return average if was_warm else None
 
 
-logger = logging.getLogger(__name__)
-
-Message = from_generator.FromGenerator | from_trainer.FromTrainer | from_relay.FromRelay
-FROM_THE_LOST = (
-    from_generator.SampleDelivered,
-    from_generator.WrongPolicyFound,
-    from_generator.Failure,
-    from_generator.Goodbye,
-    from_trainer.StepFinished,
-    from_trainer.WrongPolicyFound,
-    from_trainer.Failure,
-    from_trainer.Goodbye,
-    from_relay.Failure,
-    from_relay.Goodbye,
-)
-"""Messages that count after their sender is lost: why it ended, what it had done. All others are
-dropped. A message may have been on its way, and on another node the process may even live on for a
-while."""
-_Handlers = dict[type, Callable[[Any, Any], Awaitable[None] | None]]
-"""The handler of each type of message; it gets the sender and the message."""
-
-
 @dataclass(eq=False)
 class Inbox:
     """Updates the sender's `Worker` and passes messages on to scheduler and evaluation."""
@@ -190,7 +177,7 @@ class Inbox:
     _unfinished: UnfinishedWork
     _policy_watch: PolicyWatch
     _moves: SampleHandover
-    _settings: LiveSettings | None = None
+    _settings: LiveSettings
 
     def __post_init__(self) -> None:
         self._speeds = SpeedMeter()
@@ -199,20 +186,20 @@ class Inbox:
         fleet, training, evaluation = self._fleet, self._training, self._evaluation
         policy_watch, checkpoints = self._policy_watch, self._checkpoints
         self._of_generators: _Handlers = {
-            from_generator.GeneratorReady: self._generator_ready,
+            GeneratorReady: self._generator_ready,
             from_generator.SampleFinished: lambda worker, message: training.sample_finished(
                 worker.name, message
             ),
             from_generator.SampleRewarded: lambda worker, message: training.sample_rewarded(
                 worker.name, message
             ),
-            from_generator.SampleFailed: self._sample_failed,
+            SampleFailed: self._sample_failed,
             from_generator.SampleDelivered: lambda worker, message: training.apply(
                 events.SampleDelivered(worker.name, message.sample)
             ),
             from_generator.EvaluationSample: evaluation.returned,
             from_generator.EvaluationMissed: evaluation.missed,
-            from_generator.WeightsInstalled: self._weights_installed,
+            WeightsInstalled: self._weights_installed,
             from_generator.WrongPolicyFound: lambda _, message: policy_watch.found(message.found),
             from_generator.Rescored: lambda worker, message: policy_watch.rescored(
                 worker.name, message
@@ -226,10 +213,10 @@ class Inbox:
         self._of_trainer: _Handlers = {
             from_trainer.TrainerReady: self._trainer_ready,
             from_trainer.StepFinished: self._step_finished,
-            from_trainer.CheckpointWritten: self._checkpoint_written,
-            from_trainer.CheckpointFailed: lambda _, message: checkpoints.failed(message),
+            CheckpointWritten: self._checkpoint_written,
+            CheckpointFailed: lambda _, message: checkpoints.failed(message),
             from_trainer.TrainerReport: self._trainer_report,
-            from_trainer.DeliveryRefused: self._delivery_refused,
+            DeliveryRefused: self._delivery_refused,
             from_trainer.PeerCutOff: lambda worker, message: fleet.cut_off(
                 message.generator, f"{message.reason} (noticed by {worker.name})"
             ),
@@ -258,7 +245,7 @@ class Inbox:
             self._fleet.refuse(sender, Reason.UNKNOWN_PEER, f"{kind} from an unknown process")
             return
         if worker.is_gone and not isinstance(message, FROM_THE_LOST):
-            logger.info("%s of %s comes after its loss and is dropped", kind, sender)
+            logger.info("dropped %s of %s: it arrived after the loss of that process", kind, sender)
             return
         handlers = self._of_relays
         if isinstance(worker, GeneratorWorker | TrainerRank):
@@ -266,7 +253,7 @@ class Inbox:
             handlers = self._of_generators if of_generator else self._of_trainer
         handler = handlers.get(type(message))
         if handler is None:
-            self._fleet.refuse(sender, Reason.UNEXPECTED, f"{kind} is not for its role to send")
+            self._fleet.refuse(sender, Reason.UNEXPECTED, f"a process of its role sends no {kind}")
             return
         try:
             if (handling := handler(worker, message)) is not None:
@@ -281,13 +268,10 @@ class Inbox:
             self._fleet.cut_off(sender, f"its {kind} could not be handled: {error}")
         self._waiter.notify()
 
-    async def _generator_ready(
-        self, worker: GeneratorWorker, message: from_generator.GeneratorReady
-    ) -> None:
+    async def _generator_ready(self, worker: GeneratorWorker, message: GeneratorReady) -> None:
         worker.ready(message.policy_version, message.slots, message.metrics_port)
         self._policy_watch.generator_ready(worker, message.fingerprint)
-        if self._settings is not None:
-            await self._settings.tell_generator(worker.name)
+        await self._settings.tell_generator(worker.name)
         self._write_ports()
         if self._training.has_begun and not worker.is_leaving:
             self._progress.say(f"{worker.name} has joined")
@@ -305,22 +289,18 @@ class Inbox:
         self._directory.state.metrics_ports = {name: one.port for name, one in targets.items()}
         self._write_state()
 
-    async def _sample_failed(
-        self, worker: GeneratorWorker, message: from_generator.SampleFailed
-    ) -> None:
+    async def _sample_failed(self, worker: GeneratorWorker, message: SampleFailed) -> None:
         if message.user_error:
             self._waiter.fail(UserError(message.reason))
         else:
             event = events.SampleFailed(worker.name, message.sample, message.reason)
             await self._training.apply(event)
 
-    async def _weights_installed(
-        self, worker: GeneratorWorker, message: from_generator.WeightsInstalled
-    ) -> None:
+    async def _weights_installed(self, worker: GeneratorWorker, message: WeightsInstalled) -> None:
         if not self._fleet.installations.is_answered(worker, message.policy_version):
             return  # it will be sent again
         worker.policy_version = message.policy_version
-        self._policy_watch.installed(worker.name, message.policy_version)
+        self._progress.installed(worker.name, message.policy_version)
         weights = self._fleet.weights
         if weights is not None and message.policy_version < weights.policy_version:
             self._fleet.installations.check(self._fleet.trainer)
@@ -372,8 +352,7 @@ class Inbox:
         if worker is self._fleet.trainer:
             self._fleet.look_after_weights()
             self._policy_watch.compare()
-            if self._settings is not None:
-                await self._settings.tell_trainer()
+            await self._settings.tell_trainer()
             await self._trainer_restarts.ready(worker, message.initial_weights)
 
     async def _step_finished(self, worker: TrainerRank, message: from_trainer.StepFinished) -> None:
@@ -388,9 +367,7 @@ class Inbox:
         await self._training.step_finished(message)
         await self._evaluation.published(version)
 
-    async def _checkpoint_written(
-        self, worker: TrainerRank, message: from_trainer.CheckpointWritten
-    ) -> None:
+    async def _checkpoint_written(self, worker: TrainerRank, message: CheckpointWritten) -> None:
         logger.info("%s wrote checkpoint %d: %s", worker.name, message.policy_version, message.path)
         self._checkpoints.written(message)
         if self._training.is_running and worker is self._fleet.trainer:
@@ -405,9 +382,7 @@ class Inbox:
         if worker is not self._fleet.trainer:  # which says when a step is finished
             worker.policy_version = message.policy_version
 
-    async def _delivery_refused(
-        self, worker: TrainerRank, message: from_trainer.DeliveryRefused
-    ) -> None:
+    async def _delivery_refused(self, worker: TrainerRank, message: DeliveryRefused) -> None:
         reason = f"{worker.name} refused its delivery: {message.reason}"
         await self._training.apply(events.SampleFailed(message.generator, message.sample, reason))
 
@@ -416,11 +391,7 @@ class Inbox:
         self._write_ports()
         self._fleet.look_after_weights()
 
-    def _failure(
-        self,
-        worker: Worker,
-        message: from_generator.Failure | from_trainer.Failure | from_relay.Failure,
-    ) -> None:
+    def _failure(self, worker: Worker, message: _Failure) -> None:
         """Note why a process ends. A user's mistake ends the run; the watchdog does the rest."""
         worker.reason = message.reason
         if message.user_error:

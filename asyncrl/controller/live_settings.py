@@ -123,12 +123,8 @@ class LiveSettings:
 
     async def tell_trainer(self) -> None:
         """Send the trainer all changes, before any further step."""
-        await self._fleet.send_trainer(configure_message(self.config))
-
-
-def configure_message(config: RunConfig) -> to_trainer.Configure:
-    """Build the trainer's message with the settings of future steps."""
-    return to_trainer.Configure(json.dumps(config.model_dump(mode="json")))
+        settings = json.dumps(self.config.model_dump(mode="json"))
+        await self._fleet.send_trainer(to_trainer.Configure(settings))
 
 
 def _with(config: RunConfig, changed: Mapping[str, Any]) -> RunConfig:

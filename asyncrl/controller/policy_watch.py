@@ -32,6 +32,8 @@ from asyncrl.wire.records.wrong_policy import (
 )
 from asyncrl.wire.weights.layout import ADAPTER_ENDINGS, Fingerprint
 
+RESCORE_SECONDS = 30.0
+
 
 def conclusion(asked: WrongPolicyFound, answer: Rescored) -> WrongPolicy:
     """Add the cause to a finding, if the generator's answer shows it.
@@ -40,47 +42,37 @@ def conclusion(asked: WrongPolicyFound, answer: Rescored) -> WrongPolicy:
     tokens were drawn on other KV: that of older weights. If it agrees with its own record, it
     computes another policy than the trainer from the same weights, tokens and temperature.
     """
-    found = asked.found
+    cause, text = _explain(asked, answer)
+    return msgspec.structs.replace(asked.found, cause=cause, text=f"{asked.found.text}; {text}")
+
+
+def _explain(asked: WrongPolicyFound, answer: Rescored) -> tuple[Cause, str]:
+    name, version = asked.found.generator, answer.policy_version
     lengths = [len(sample.tokens) for sample in asked.samples]
     if [len(one) for one in answer.logprobs] != lengths:
         why = answer.reason or "its answer has other lengths"
-        return _with(found, "unknown", f"{found.generator} could not score them again: {why}")
-    if answer.policy_version != found.policy_version:
-        return _with(
-            found,
-            "unknown",
-            f"{found.generator} has version {answer.policy_version} by now and cannot score them "
-            "again",
-        )
+        return "unknown", f"{name} could not score them again: {why}"
+    if version != asked.found.policy_version:
+        return "unknown", f"{name} has version {version} by now and cannot score them again"
     drawn = np.concatenate([_drawn(sample) for sample in asked.samples])
     again = _joined(answer.logprobs)[drawn]
     from_trainer = _mean_gap(again, _joined(one.expected for one in asked.samples)[drawn])
     from_itself = _mean_gap(again, _joined(one.recorded for one in asked.samples)[drawn])
     if from_trainer <= asked.limit:
-        return _with(
-            found,
-            "kv",
+        return "kv", (
             "scored again without cached KV, the same tokens agree with the trainer within "
-            f"{from_trainer:.2g}: they were drawn on KV that other weights had computed",
+            f"{from_trainer:.2g}: they were drawn on KV that other weights had computed"
         )
     if from_itself <= asked.limit:
-        return _with(
-            found,
-            "unknown",
-            f"scored again without cached KV, they agree with what was recorded within "
+        return "unknown", (
+            "scored again without cached KV, they agree with what was recorded within "
             f"{from_itself:.2g}: the engine computes another policy from the same weights (its "
-            "positions, its attention or its head)",
+            "positions, its attention or its head)"
         )
-    return _with(
-        found,
-        "unknown",
+    return "unknown", (
         f"scored again without cached KV, they agree neither with the trainer ({from_trainer:.2g}) "
-        f"nor with what was recorded ({from_itself:.2g})",
+        f"nor with what was recorded ({from_itself:.2g})"
     )
-
-
-def _with(found: WrongPolicy, cause: Cause, text: str) -> WrongPolicy:
-    return msgspec.structs.replace(found, cause=cause, text=f"{found.text}; {text}")
 
 
 def _drawn(sample: SuspectSample) -> BoolArray:
@@ -99,9 +91,6 @@ def _mean_gap(one: FloatArray, other: FloatArray) -> float:
     return float(np.minimum(np.nan_to_num(gap, nan=1.0, posinf=1.0), 1.0).mean())
 
 
-RESCORE_SECONDS = 30.0
-
-
 @dataclass(eq=False)
 class PolicyWatch:
     """Takes findings of all processes, and compares the weights that generators start with."""
@@ -115,15 +104,12 @@ class PolicyWatch:
     _questions: int = field(default=0, init=False)
     _at_start: list[tuple[GeneratorWorker, Fingerprint]] = field(default_factory=list, init=False)
 
-    def found(
-        self, wrong: WrongPolicy, *, provisional: bool = False, trained: bool = False
-    ) -> None:
+    def found(self, what: WrongPolicy, *, provisional: bool = False, trained: bool = False) -> None:
         """Record a finding; end the run if configured, unless the finding is provisional.
 
-        A provisional finding may be due to rounding. A `trained` one was provisional until now, so
-        the trainer continued with its step.
+        A provisional finding may be rounding; a `trained` one was, while the step continued.
         """
-        self._progress.found(wrong)
+        self._progress.found(what)
         if self._action == "stop" and provisional:
             self._progress.say(
                 "the run continues: its first steps on GPUs only warn about differences that "
@@ -132,14 +118,10 @@ class PolicyWatch:
         elif self._action == "stop":
             self._waiter.fail(
                 WrongPolicyError(
-                    f"{wrong.text}. {_end(wrong.policy_version, trained=trained)}; "
+                    f"{what.text}. {_end(what.policy_version, trained=trained)}; "
                     "docs/operate.md#wrong-policy says what each cause means"
                 )
             )
-
-    def installed(self, generator: str, version: int) -> None:
-        """Note that a generator compared these weights with the trainer's without a finding."""
-        self._progress.installed(generator, version)
 
     async def suspected(self, message: WrongPolicyFound) -> None:
         """Take a finding of the trainer; if its cause is unknown, ask the generator first."""
@@ -160,12 +142,9 @@ class PolicyWatch:
         if asked is not None and asked.found.generator == generator:
             del self._asked[answer.number]
             wrong = conclusion(asked, answer)
-            unknown = wrong.cause == "unknown"
-            self.found(
-                wrong,
-                provisional=asked.provisional and unknown,
-                trained=asked.provisional and not unknown,
-            )
+            is_known = wrong.cause != "unknown"
+            provisional = asked.provisional and not is_known
+            self.found(wrong, provisional=provisional, trained=asked.provisional and is_known)
 
     def _give_up(self, number: int) -> None:
         if number in self._asked:
@@ -206,8 +185,7 @@ class PolicyWatch:
 def _end(step: int, *, trained: bool) -> str:
     """Describe the end of the run before or after such tokens were trained on.
 
-    `step` is the one with these tokens; the checkpoint of as many steps is the last one before it.
-    `trained`: the trainer may have taken it.
+    `step` has these tokens; the trainer may have taken it, if `trained`.
     """
     if not trained:
         return "The run ends before it trains on such tokens (run.on_wrong_policy: stop)"

@@ -5,8 +5,7 @@
                                      after a checkpoint, and another agent gets the next one
     no agent for what is needed  ──► the run waits, for `launcher.agents.place_seconds`
 
-While other generators exist, one whose agent was lost is not replaced: another joins when an agent
-comes.
+While other generators exist, one that was lost with its agent is replaced when an agent comes.
 """
 
 import time
@@ -33,8 +32,7 @@ class Scaling:
     """Adjusts the number of generators to what was ordered.
 
     Those with the highest indices leave: they get no more work, and their samples move
-    (`scheduler.scheduler`). A joiner, as soon as it is ready, installs the newest weights and gets
-    work.
+    (`scheduler.scheduler`). A joiner that is ready installs the newest weights and gets work.
     """
 
     _fleet: Fleet

@@ -24,24 +24,25 @@ from asyncrl.wire.records.step import (
     is_on_policy,
 )
 
+RATE_SECONDS = 3.0
+"""Shortest time over which rates are taken: steps may be shorter than generators' reports."""
+
 
 class RewardTotals:
-    """Adds up the reward failures of all generators; `earlier` was counted before a resume."""
+    """Adds up the reward failures of all generators; `before` was counted before a resume."""
 
-    def __init__(
-        self, config: RunConfig, say: Callable[[str], None], earlier: RewardCounts
-    ) -> None:
+    def __init__(self, config: RunConfig, say: Callable[[str], None], before: RewardCounts) -> None:
         self._labels = config.reward_labels
         self._counts_as_zero = config.rewards.on_error == "zero"
         self._say = say
-        self._earlier = earlier
+        self._before = before
         self._now = RewardCounts()
         self._told: set[tuple[str, str]] = set()
 
     @property
     def counts(self) -> RewardCounts:
         """Counts since the run began."""
-        return self._earlier + self._now
+        return self._before + self._now
 
     def update(self, reports: Iterable[RewardCounts]) -> None:
         """Add up the last report of every generator, lost ones included; print what is new."""
@@ -82,11 +83,6 @@ class RewardTotals:
         if kind not in self._told:
             self._told.add(kind)
             self._say(text)
-
-
-RATE_SECONDS = 3.0
-"""Shortest time over which rates are taken: generators report twice a second, and a step may take
-less."""
 
 
 class _Work(NamedTuple):
@@ -215,8 +211,7 @@ def too_few_groups(step: StepMetrics, settings: SchedulerConfig) -> str | None:
 class RunGroups:
     """Counts the fates of a run's groups.
 
-    The scheduler's ledger begins with this process. Groups of earlier processes follow from the
-    records of their steps, `earlier`.
+    The scheduler's ledger has those of this process; `earlier`, the records of steps, the others.
     """
 
     def __init__(self, earlier: Sequence[StepMetrics], per_step: int) -> None:
@@ -251,19 +246,15 @@ class RunGroups:
         """Return what trainer and scheduler reported of a step's groups.
 
         `end` is the first group of the next step, if steps differ in size. Nothing is inferred, so
-        a group that neither names shows as lost in `monitoring.records.group_account`, and one that
-        the trainer accumulated twice as such.
+        `monitoring.records.group_account` finds groups that were lost or trained on twice.
         """
         below = (step + 1) * self._per_step if end is None else end
         failed = {group for group in self._failed if group < below}
         without = {group for group in self._without_signal if group < below}
         self._failed -= failed
         self._without_signal -= without
-        return StepGroups(
-            trained=tuple(trained),
-            failed=tuple(sorted(failed)),
-            without_signal=tuple(sorted(without)),
-        )
+        left_out = {"failed": tuple(sorted(failed)), "without_signal": tuple(sorted(without))}
+        return StepGroups(trained=tuple(trained), **left_out)
 
     def settled(self, snapshot: SchedulerView | None) -> GroupTotals:
         """Groups settled by the whole run; before training those of earlier processes."""

@@ -3,9 +3,8 @@
     lost ──► choose a checkpoint ──► start trainer.N ──► ready ──► records back to its step ──►
     `TrainerJoined`: the scheduler rewinds the generators (`asyncrl.scheduler.scheduler`)
 
-Generators continue. A trainer that cannot be replaced ends the run: one that exits
-before it was ever ready, one that a user's mistake ends, or one whose replacements finish no step
-or are all lost at the same step.
+Generators continue. A trainer ends the run if it exits before it was ever ready or by a user's
+mistake, or if its replacements finish no step or are all lost at the same step.
 """
 
 import asyncio
@@ -113,8 +112,7 @@ class TrainerRestarts:
                 raise OSError(f"{metrics} cannot be written, and lines of it wait in memory")
             scheduler = self._config.scheduler
             per_step, most = scheduler.groups_per_step, scheduler.max_groups_of_step
-            said = rewind(path, self._point, groups_per_step=per_step, max_groups=most)
-            for sentence in said:
+            for sentence in rewind(path, self._point, groups_per_step=per_step, max_groups=most):
                 self._progress.say(sentence)
             earlier = read_metrics(metrics)
         except (OSError, RecordError) as error:

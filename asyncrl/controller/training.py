@@ -71,10 +71,8 @@ class Training:
     @property
     def is_held(self) -> bool:
         """True if nothing can be finished: the run is paused, or no trainer takes samples."""
-        scheduler = self._scheduler
-        return scheduler is not None and (
-            scheduler.state.paused or not scheduler.state.trainer_joined
-        )
+        state = None if self._scheduler is None else self._scheduler.state
+        return state is not None and (state.paused or not state.trainer_joined)
 
     @property
     def verifies(self) -> bool:
@@ -101,7 +99,7 @@ class Training:
         if self._scheduler is None:
             if not self.has_steps_left:
                 return
-            if not await self._trainer_is_ready():
+            if not await self.trainer_is_ready(lambda: self._waiter.stop_requested):
                 return
             await self._begin()
         while (finished := self._executor.finished) is None:
@@ -113,13 +111,14 @@ class Training:
         if finished.reason:
             self._progress.say(finished.reason)
 
-    async def _trainer_is_ready(self) -> bool:
+    async def trainer_is_ready(self, unless: Callable[[], bool]) -> bool:
+        """Wait until the trainer is ready or `unless()` is true; return False if it is true."""
         await self._waiter.until(
-            lambda: self._fleet.trainer.state == "ready" or self._waiter.stop_requested,
+            lambda: self._fleet.trainer.state == "ready" or unless(),
             seconds=self._config.whole.launcher.startup_seconds,
             what=lambda: f"{self._fleet.trainer.name} to become ready",
         )
-        return not self._waiter.stop_requested
+        return not unless()
 
     async def _begin(self) -> None:
         first_step = self.trained_steps
@@ -140,10 +139,9 @@ class Training:
         if self._fleet.trainer.state == "ready":  # otherwise its replacement joins
             await self._trainer_joins()
         for worker in self._fleet.generators():
+            joined = events.GeneratorJoined(worker.name, worker.slots, worker.policy_version)
             try:
-                await self.apply(
-                    events.GeneratorJoined(worker.name, worker.slots, worker.policy_version)
-                )
+                await self.apply(joined)
             except SenderOutOfStep as error:
                 self._fleet.cut_off(worker.name, str(error))
 
@@ -167,8 +165,7 @@ class Training:
     async def trainer_ready(self, version: int, initial_weights: str) -> None:
         """Handle a trainer of this version that can take trajectories.
 
-        `initial_weights` is the digest of the weights that the run starts from. Raises RunFailed if
-        the run started from other weights.
+        Raises RunFailed unless the run started from the weights with the digest `initial_weights`.
         """
         try:
             self._requests.starts_from(initial_weights)
@@ -194,17 +191,14 @@ class Training:
         if self._scheduler is None:
             return
         self._reports.add(generator, report)
+        sample, version = report.sample, report.oldest_version
         try:
-            await self.apply(
-                events.SampleFinished(
-                    generator, report.sample, report.length, report.oldest_version
-                )
-            )
+            await self.apply(events.SampleFinished(generator, sample, report.length, version))
         except ImpossibleEvent:
-            self._reports.drop(generator, report.sample)
+            self._reports.drop(generator, sample)
             raise
-        if report.sample.group not in self._scheduler.state.groups:
-            self._reports.drop(generator, report.sample)  # late: the group is settled already
+        if sample.group not in self._scheduler.state.groups:
+            self._reports.drop(generator, sample)  # late: the group is settled already
 
     async def sample_rewarded(self, generator: str, reward: SampleRewarded) -> None:
         """Pass on the reward of a sample that a generator holds. Raises as `apply`."""
@@ -252,7 +246,7 @@ class Training:
             for command in decided:
                 await self._executor.execute(command)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            logger.exception("a defect")
+            logger.exception("the scheduler failed on %s", type(event).__name__)
             raise RunFailed(
                 f"the scheduler could not handle {type(event).__name__}, which is a defect: "
                 f"{type(error).__name__}: {error}"
@@ -281,8 +275,7 @@ class Training:
         """Change settings from the first step without issued groups on; return that step.
 
         `config_from` returns the run's configuration with the change at a step; its UserError
-        changes nothing. `done` is called with that configuration before anything else can be
-        decided.
+        changes nothing. `done` receives that configuration before anything else is decided.
         """
         async with self._deciding:
             scheduler = self._scheduler

@@ -102,7 +102,7 @@ def read_unfinished(file: Path, version: int, settings: str) -> Index:
     """Read the index of a file of this version. Raises UnfinishedRefused if it is unusable."""
     index = read_index(file)
     if index.version != version:
-        raise UnfinishedRefused(f"{file} goes with step {index.version}, not {version}")
+        raise UnfinishedRefused(f"{file} belongs to step {index.version}, not {version}")
     if index.settings != settings:
         raise UnfinishedRefused(f"{file} was written with other sampling settings")
     return index
@@ -111,8 +111,7 @@ def read_unfinished(file: Path, version: int, settings: str) -> Index:
 def settings_digest(config: RunConfig) -> str:
     """Digest of everything but the model that determines how a sample's tokens are drawn.
 
-    Tokens that lenient reuse accepted do not follow their recorded distribution, so no verification
-    makes them exact.
+    Tokens that lenient reuse accepted follow another distribution than the recorded one.
     """
     engine = config.engine
     text = f"{config.sampling.model_dump_json()} {engine.top_k_logprobs} {engine.max_model_len}"
@@ -127,8 +126,7 @@ def settings_digest(config: RunConfig) -> str:
 class SampleHandover:
     """Asks leaving generators for their samples, and finds these in the files that they write.
 
-    `requests` receive the samples that can be continued. `sharing` brings files to other nodes;
-    None: all processes see the run's folder.
+    `requests` receive samples to continue; `sharing` brings files to nodes that lack the folder.
     """
 
     def __init__(
@@ -137,7 +135,7 @@ class SampleHandover:
         path: Path,
         requests: SampleRequests,
         say: Callable[[str], None],
-        sharing: NodeFiles | None = None,
+        sharing: NodeFiles,
     ) -> None:
         self._run, self._settings = path.resolve(), settings_digest(config)
         self._requests, self._say, self._sharing = requests, say, sharing
@@ -153,9 +151,7 @@ class SampleHandover:
         self._asked[command.generator] = message
         return message
 
-    async def take(
-        self, generator: str, answer: Released, *, is_lost: Callable[[], bool] = lambda: False
-    ) -> None:
+    async def take(self, generator: str, answer: Released, *, is_lost: Callable[[], bool]) -> None:
         """Start the samples elsewhere, with the tokens in the file if it is usable."""
         asked = self._asked.pop(generator, None)
         if asked is None or asked.file != answer.file:
@@ -163,8 +159,7 @@ class SampleHandover:
         try:
             if answer.reason:
                 raise UnfinishedRefused(answer.reason)
-            if self._sharing is not None:
-                await self._sharing.share(answer.file, generator)
+            await self._sharing.share(answer.file, generator)
             index = await asyncio.to_thread(
                 read_unfinished, Path(answer.file), asked.policy_version, self._settings
             )

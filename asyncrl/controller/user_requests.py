@@ -101,15 +101,15 @@ class UserRequests:
         state = self._state()
         if state is None:
             await self._stop_run()
-            return Effect("nothing is begun, so the run ends", self._training.trained_steps)
+            return Effect("no step has begun, so the run ends", self._training.trained_steps)
         step, last = state.step, state.last_begun_step
         left_over = state.groups_begun_after(last)
         await self._stop_run(drain=True)
         steps = last - step + 1
-        text = "no step is begun as a whole, so the run ends without another one"
+        text = "no step has all its groups, so the run ends without training another"
         if steps > 0:
             listed = f"step {last}" if steps == 1 else f"steps {step} to {last}"
-            text = f"no other group is begun; training {listed}, then writing a checkpoint"
+            text = f"no new groups are started; training {listed}, then writing a checkpoint"
         if left_over:
             text += (
                 f". Left over: {left_over} begun group(s) that do not fill step {last + 1}; they "

@@ -13,9 +13,8 @@ from asyncrl.wire.records.noise_floor import NoiseFloor
 from asyncrl.wire.records.step import SignalTotals, StepMetrics, TokenCounts
 
 MIN_OUTSIDE_SHARE = 0.01
-"""Share of tokens outside the stored top-K above which a larger K is worth suggesting. By the model
-of docs/modes.md, a tenth of all rejections then comes from there if responses have 250 tokens,
-and a third if they have 4,000."""
+"""Share of tokens outside the stored top-K above which a larger K is worth suggesting: by the model
+of docs/modes.md, a tenth of all rejections comes from there at 250 tokens, a third at 4,000."""
 MIN_REJECTED_SHARE = 0.1
 """Share of tokens that verification must reject before a larger K is worth suggesting."""
 MIN_JUDGED_TOKENS = 20_000
@@ -27,25 +26,21 @@ arithmetic is a notable part of what is regenerated. In float32 the share is 0."
 MIN_ACCEPTED_TOKENS = 200
 """Tokens that must have been accepted before their differences predict those of a run."""
 MIN_CUT_SAMPLES = 3
-"""Responses that must have been cut before that share is meaningful: one cut loses the rest of a
-response, which may be thousands of tokens."""
-
+"""Cut responses that make that share meaningful: one cut may lose thousands of tokens."""
 MOSTLY_CUT = 0.9
 """Share of a step's samples cut at the limit above which the limit is what the run learns."""
 
 
 def at_start(config: RunConfig) -> list[str]:
     """Warnings about settings under which samples do not follow the policy."""
-    warnings = (lenient_warning(config.cache), deadline_warning(config.scheduler))
-    return [warning for warning in warnings if warning is not None]
+    return [*filter(None, (lenient_warning(config.cache), deadline_warning(config.scheduler)))]
 
 
 def noise_floor(config: RunConfig, measured: NoiseFloor) -> str | None:
     """Warn if verification rejects tokens of the very policy that verifies them.
 
-    By any rule, a response of L tokens loses about TV L / 2 of them to differences between the
-    kernels, TV being their total variation per token, half of `abs_mean`. If it loses four times as
-    much, these differences do not explain it.
+    By any rule, differences between kernels cost about TV L / 2 of a response's L tokens; TV, their
+    total variation per token, is half of `abs_mean`. They do not explain four times that loss.
     """
     share, cut = measured.share, measured.cut_samples
     if share is None or share <= MAX_NOISE_FLOOR or cut < MIN_CUT_SAMPLES:

@@ -35,8 +35,6 @@ class Watchdog:
         lost = first_cause(deaths)
         for worker, reason in deaths:
             self._progress.say(_what_died(worker, reason))
-            if isinstance(worker, GeneratorWorker) and worker.was_overdue:
-                self._say_what_is_biased(worker)
             if not worker.has_left:
                 self._progress.died(worker.role, worker.name)
             if isinstance(worker, GeneratorWorker):
@@ -57,15 +55,13 @@ class Watchdog:
         self._fleet.files.update(self._fleet.everyone())
         return bool(deaths)
 
-    def _say_what_is_biased(self, worker: GeneratorWorker) -> None:
-        if not self._training.verifies:
+    async def _generator_lost(self, worker: GeneratorWorker, reason: str) -> None:
+        if worker.was_overdue and not self._training.verifies:
             self._progress.say(
                 f"of what {worker.name} had begun, short responses are trained on rather than "
                 "long ones, which it could not finish; a longer launcher.leave_seconds would "
                 "have avoided this bias (docs/deploy.md)"
             )
-
-    async def _generator_lost(self, worker: GeneratorWorker, reason: str) -> None:
         self._fleet.installations.drop(worker.name)
         if self._fleet.trainer.state == "ready":  # before the orders that replace it
             await self._fleet.send_trainer(to_trainer.Withdraw(worker.name))
@@ -91,11 +87,8 @@ class Watchdog:
     def _replace(self, worker: GeneratorWorker, reason: str) -> None:
         if worker.waits_for_room and not self._fleet.has_generators:
             raise RunFailed(f"{worker.name} {reason}, and no other generator is left")
-        if (
-            self._arrivals is not None
-            and worker.handle.lost_with_machine
-            and self._fleet.has_generators
-        ):
+        lost_with_agent = self._arrivals is not None and worker.handle.lost_with_machine
+        if lost_with_agent and self._fleet.has_generators:
             count = len(self._fleet.ordered)
             self._progress.say(
                 f"the run continues with {count} generator(s); one joins when an agent comes"

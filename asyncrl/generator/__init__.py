@@ -32,6 +32,5 @@ holds and forgets samples, `process` dispatches commands to them.
                              sent        forgotten: its group is generated again
     Discard                  any         forgotten
 
-Everything that a sample's tokens depend on is decided before those tokens are looked at
-(docs/exactness.md).
+All that a sample's tokens depend on is decided before they are looked at (docs/exactness.md).
 """

@@ -1,10 +1,5 @@
 """Records a generator's activity on its timeline, and the use of its slots.
 
-    activity = Activity(timeline, metrics, slots_file=run / "slots" / "generator-0.jsonl")
-    activity.note(GeneratorState(slots=64, running=9, primary=3, verifying=2, run_ahead=4))
-    activity.note(GeneratorState(slots=64, running=64, installing=7))  # when the swap begins
-    activity.note(GeneratorState(slots=64, delivered_step=6, policy_version=6))  # waits for weights
-
 Each note gives the state from now on and ends the previous one. Call `note` every few hundredths of
 a second and whenever something begins or ends; a call takes microseconds.
 """
@@ -47,11 +42,9 @@ class GeneratorState:
 def cause_of_waiting(state: GeneratorState) -> str:
     """Return what a generator waits for when its engine has nothing to generate or score.
 
-    `resume`: the user has paused it. `environment`: samples in generation wait for their
-    environments. `rewards`: samples of this generator are being scored while its engine is idle.
-    `new weights`: step b has its samples from here, and version b+1 is not installed. `other
-    samples`: the samples held here are not needed yet, because their group or step is incomplete.
-    `prompts`: none of these; the scheduler has admitted nothing.
+    `resume`: the user has paused it. `new weights`: step b has its samples from here, and version
+    b+1 is not installed. `other samples`: those held here are not needed yet, because their group
+    or step is incomplete. `prompts`: none of these; the scheduler has admitted nothing.
     """
     if state.paused:
         return "resume"
@@ -67,8 +60,7 @@ def cause_of_waiting(state: GeneratorState) -> str:
 def kind_of(state: GeneratorState) -> SpanKind:
     """Return the activity that the timeline shows for a state, the most important first.
 
-    Evaluation, being rare, comes before training samples. `VERIFYING` means that some tokens wait
-    for verification; other samples may be generated at the same time.
+    Evaluation, being rare, comes before training samples; other samples may run while `VERIFYING`.
     """
     if state.installing is not None:
         return SpanKind.TRANSFERRING_WEIGHTS
@@ -88,8 +80,7 @@ def slots_of(state: GeneratorState) -> dict[str, int]:
 
     The engine reports how many requests hold a slot, not which. Slots are attributed by priority:
     verification, due samples, evaluation, run-ahead; the remainder (requests that have just ended)
-    counts as due. One empty slot counts as `environment` for each sample that waits for its
-    environment.
+    counts as due. For each sample that waits for its environment, an empty slot counts for it.
     """
     if state.installing is not None or state.paused:
         return {SlotUse.STOPPED.value: state.slots}

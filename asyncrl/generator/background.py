@@ -10,6 +10,8 @@ from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire import Line
 from asyncrl.wire.messages import from_generator, to_generator
 
+logger = logging.getLogger("asyncrl.generator")
+
 
 @dataclass(frozen=True, slots=True)
 class ControllerLine:
@@ -33,9 +35,6 @@ class ControllerLine:
         logger.error("sample %s failed: %s", sample, error)
         by_user = isinstance(error, UserError)
         await self.send(from_generator.SampleFailed(self.generator, sample, str(error), by_user))
-
-
-logger = logging.getLogger("asyncrl.generator")
 
 
 class BackgroundTasks:

@@ -19,6 +19,11 @@ from asyncrl.wire import Line
 from asyncrl.wire.messages import data, from_generator, to_generator
 from asyncrl.wire.messages.data import encode_trajectory
 
+logger = logging.getLogger("asyncrl.generator")
+
+RESEND_SECONDS = 10.0
+"""An unacknowledged delivery is resent after this time; then after twice the time."""
+
 
 class TrainerLines:
     """One connection to each rank of the trainer, by rank."""
@@ -43,12 +48,6 @@ class TrainerLines:
         return self._receiving.pop(rank).result()
 
 
-logger = logging.getLogger("asyncrl.generator")
-
-RESEND_SECONDS = 10.0
-"""An unacknowledged delivery is resent after this time; then after twice the time."""
-
-
 @dataclass(slots=True)
 class _Unacknowledged:
     delivery: data.TrajectoryDelivery
@@ -65,8 +64,7 @@ class _Unacknowledged:
 class Deliveries:
     """Sends samples to the trainer until each is acknowledged.
 
-    `held` has the finished samples by id; delivered ones are removed. Acknowledged and failed
-    samples are reported to the controller.
+    Delivered ones are removed from `held`; acknowledged and failed ones are reported.
     """
 
     def __init__(

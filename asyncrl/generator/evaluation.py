@@ -8,8 +8,7 @@ ones. During training it must follow the policy of one version v from its first 
      be verified; else it waits)        └── a newer version is there: it is installed when the
                                             samples of v are finished, or dropped
 
-A sample's fate never depends on its length or its text: the samples of a round are all reported, or
-the round is given up (docs/decisions/0063).
+A round is reported whole or given up, whatever the lengths and texts (docs/decisions/0063).
 """
 
 import asyncio
@@ -28,7 +27,6 @@ from asyncrl.wire.messages.to_generator import FixedVersion
 
 AFTER_DUE = 2**31 - 1
 """`GenerateRequest.order` of due held-out samples: after those of the step in training."""
-
 _PIECE_SECONDS = 0.5
 """While an installation is held back, unpaused time is counted in pieces of this length."""
 
@@ -168,9 +166,8 @@ class Evaluation:
             await self._is_installed(target)
         ahead = target - self._version()
         if ahead < 0:  # the command came too late
-            await self._report_missed(
-                command.round, f"has installed version {self._version()} after {target}"
-            )
+            reason = f"has installed version {self._version()} after {target}"
+            await self._report_missed(command.round, reason)
             return
         sample = _id(command), command.prompt, command.seed
         first = SampleGeneration(*sample, priority=ahead, purpose="eval", order=AFTER_DUE)
@@ -214,19 +211,13 @@ class Evaluation:
         is_shown = command.shown_of and reward.verdict != "unscored"
         if self._recorder is not None and is_shown:
             self._recorder.evaluated(held, reward=reward, shown_of=command.shown_of)
-        await self._controller.send(
-            from_generator.EvaluationSample(
-                self._controller.generator,
-                command.round,
-                command.index,
-                reward.value,
-                trajectory.oldest_version,
-                max(segment.policy_version for segment in trajectory.segments),
-                trajectory.trained_count,
-                self._held_so_far(),
-                reward.verdict,
-            )
+        place = self._controller.generator, command.round, command.index
+        oldest, count = trajectory.oldest_version, trajectory.trained_count
+        newest = max(segment.policy_version for segment in trajectory.segments)
+        answer = from_generator.EvaluationSample(
+            *place, reward.value, oldest, newest, count, self._held_so_far(), reward.verdict
         )
+        await self._controller.send(answer)
 
 
 def _id(command: to_generator.Evaluate) -> SampleId:

@@ -1,17 +1,12 @@
 """Optional, biased reuse of earlier epochs' rollouts, by SPEC-RL's rule.
 
-    reuse = LenientReuse.from_config(config.cache)  # None unless cache.reuse is lenient
-    reuse.remember(trajectory)  # when it is delivered
-    kept = reuse.tokens_to_verify("add-17", sample=3)  # when that sample starts again; or None
-
 With `cache.reuse: lenient`, sample i of a prompt begins with the tokens that sample i of this
 prompt had when it was last trained on. Each token x is kept with probability min(1, l p(x)/q(x)),
 where p is the current policy and q the one that drew x. The first rejected token is replaced by a
 draw from p, and generation continues from there (arXiv 2509.23232).
 
-Kept tokens carry p's log-probability and version, so their staleness is 0. They still do not follow
-p: the policy was trained on these very draws, the residual is missing, and l distorts the rest
-(docs/exactness.md).
+Kept tokens carry p's log-probability and version: their staleness is 0. They do not follow p, which
+was trained on these draws; the residual is missing, and l distorts the rest (docs/exactness.md).
 
 Each generator remembers in memory what it delivered. A sample that moves to another generator, or
 that follows a resume, begins empty, which costs only speed.
@@ -35,8 +30,7 @@ ENTRY_BYTES = 512
 class LenientReuse:
     """Remembers the last trajectory of each sample of each prompt, within a memory budget.
 
-    `lenience` is l of the rule, > 0. The least recently used trajectory goes first; `max_bytes`
-    includes overheads.
+    `lenience` is l of the rule, > 0. `max_bytes` includes overheads; the least recently used goes.
     """
 
     def __init__(self, *, lenience: float, max_bytes: int) -> None:
@@ -59,8 +53,7 @@ class LenientReuse:
     def remember(self, trajectory: Trajectory) -> None:
         """Remember a trajectory instead of the previous one of this sample.
 
-        Those with observed tokens are skipped: the rule does not apply to them, and a new
-        environment would answer differently.
+        Those with observed tokens are skipped: a new environment would answer differently.
         """
         if trajectory.finish_reason == "abort":
             return

@@ -1,11 +1,7 @@
 """Measures the noise floor: verifies some responses again under the policy that drew them.
 
-    noise_floor.consider(trajectory, tasks)  # whenever a sample has been generated to its end
-    noise_floor.measured.share  # what verification rejects although nothing has changed
-
-A response that the current policy drew is verified under that same policy, as it would be after an
-update, and the verdict is dropped. Exact arithmetic would accept every token; what is rejected is
-lost at every real verification, too.
+A response that the current policy drew is verified under that policy, as it would be after an
+update. Exact arithmetic would accept every token; what it rejects, real verifications lose too.
 
 The measurement changes no sample. The request names no tree of the cache, so it is neither drafted
 from nor fed to it; its random numbers have no other use; it is not counted as verification, and its
@@ -29,8 +25,7 @@ from asyncrl.wire.records.noise_floor import NoiseFloor
 logger = logging.getLogger("asyncrl.generator")
 
 EVERY = 64
-"""One response in this many is verified again. Scoring a token costs no more than generating it, so
-this costs at most 1/64 of the engine's time."""
+"""One response in this many is verified again, which takes at most 1/64 of the engine's time."""
 _PRIORITY = 1
 _SECONDS = 60.0
 
@@ -54,9 +49,8 @@ class NoiseFloorProbe:
     def consider(self, trajectory: VerifiableTrajectory, tasks: BackgroundTasks) -> None:
         """Verify a finished sample again, concurrently, if it is chosen and suitable.
 
-        It is suitable if the installed policy drew or verified every unobserved token, drew at
-        least one, and all are in one context. If the policy changed on the way, later tokens follow
-        KV of older weights.
+        It is suitable if the installed policy drew or verified every unobserved token, drew one or
+        more, and all are in one context. After a change of policy, KV of older weights remains.
         """
         if self._held or self._task is not None or not self._is_chosen(trajectory.id):
             return

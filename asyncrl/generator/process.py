@@ -44,8 +44,11 @@ from asyncrl.wire.messages import data, from_generator, to_generator
 from asyncrl.wire.messages.data import decode_tokens, encode_floats
 
 _MIN_VERIFICATION_SLOTS = 8
-"""Held samples can be verified in at least this many slots, about one group: the trainer waits for
-the first one."""
+"""Least slots for verifying held samples: about one group, whose first the trainer waits for."""
+REPORT_SECONDS = 0.5
+_NOTES_PER_REPORT = 10
+"""The timeline must see when an engine runs out of work and when work returns."""
+_Concurrent = to_generator.InstallWeights | to_generator.Deliver | to_generator.Rescore
 
 
 def choose_preemptions(
@@ -53,9 +56,8 @@ def choose_preemptions(
 ) -> list[SampleGeneration]:
     """Choose run-ahead samples to interrupt for due ones without a slot, the latest steps first.
 
-    Verification of a held sample mostly takes one engine step. Such samples therefore count as at
-    most a quarter of a large engine's slots and take turns in these. With `kv_full`, due samples
-    wait for KV space, so free slots do not help.
+    Verification of a held sample mostly takes one engine step, so such samples share at most a
+    quarter of a large engine's slots. With `kv_full`, due samples wait for KV space, not for slots.
     """
     due = [one for one in generations if one.priority == 0 and not one.keeps_slot]
     waiting = [one for one in due if not one.waits_for_environment]
@@ -70,10 +72,7 @@ def choose_preemptions(
 
 
 async def rescore(
-    engine: Engine,
-    sampling: SamplingParams,
-    controller: ControllerLine,
-    command: to_generator.Rescore,
+    engine: Engine, sampling: SamplingParams, line: ControllerLine, command: to_generator.Rescore
 ) -> None:
     """Score samples again and report; the engine recomputes every position."""
     requests = [
@@ -93,15 +92,8 @@ async def rescore(
     else:
         version = max((score.policy_version for score in scores), default=-1)
         logprobs = tuple(encode_floats(score.logprobs) for score in scores)
-    name = controller.generator
-    await controller.send(from_generator.Rescored(name, command.number, version, logprobs, reason))
-
-
-REPORT_SECONDS = 0.5
-_NOTES_PER_REPORT = 10
-"""The timeline must see when an engine runs out of work and when work returns."""
-
-_Concurrent = to_generator.InstallWeights | to_generator.Deliver | to_generator.Rescore
+    name = line.generator
+    await line.send(from_generator.Rescored(name, command.number, version, logprobs, reason))
 
 
 class GeneratorProcess:
@@ -133,9 +125,9 @@ class GeneratorProcess:
         self._generator = generator
         self._controller = controller
         self._activity = records.activity
-        self._tasks = BackgroundTasks()
+        tasks = self._tasks = BackgroundTasks()
         self._reports = GeneratorReports(controller.generator, engine, generator, metrics, log)
-        self.samples = Samples(generator, controller, self._reports, self._tasks, lenient_reuse)
+        self.samples = Samples(generator, controller, self._reports, tasks, lenient_reuse)
         self._evaluation = Evaluation(
             generator,
             controller,
@@ -156,9 +148,7 @@ class GeneratorProcess:
             stops_on_wrong_policy=stops_on_wrong_policy,
             starts_with_policy=starts_with_policy,
         )
-        self._unfinished = UnfinishedFiles(
-            self._installs, self._tasks, controller, self._discard, here
-        )
+        self._unfinished = UnfinishedFiles(self._installs, tasks, controller, self._discard, here)
         self._paused_at: float | None = None
         self._one_install = asyncio.Lock()
 
@@ -232,13 +222,11 @@ class GeneratorProcess:
                 sampling = self._generator.sampling
                 self._tasks.start(rescore(self._engine, sampling, self._controller, command))
 
-    async def _evaluate(
-        self, command: to_generator.Evaluate | to_generator.AbandonEvaluation
-    ) -> None:
-        if isinstance(command, to_generator.Evaluate):
-            self._evaluation.start(command, self._tasks)
+    async def _evaluate(self, one: to_generator.Evaluate | to_generator.AbandonEvaluation) -> None:
+        if isinstance(one, to_generator.Evaluate):
+            self._evaluation.start(one, self._tasks)
         else:
-            await self._evaluation.abandon(command.round)
+            await self._evaluation.abandon(one.round)
 
     async def _install(self, command: to_generator.InstallWeights) -> None:
         version = command.manifest.policy_version

@@ -1,8 +1,7 @@
 """A generator's reports: `GeneratorReport` for the controller, metrics, log, recorded samples.
 
 The engine's log, `RUN/engine/NAME.jsonl`, has one line per report. The simulator fits its cost
-model to these lines (docs/modes.md). Counters grow within one process; those of a replaced
-generator restart at 0.
+model to these lines (docs/modes.md). Counters restart at 0 with each process.
 """
 
 import time
@@ -31,6 +30,9 @@ from asyncrl.rewards.calls import Reward
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory
 from asyncrl.wire.messages.from_generator import GeneratorReport
 from asyncrl.wire.records.step import EngineStats
+
+_RECENT_GROUPS = 4
+"""Groups of each step of which a sample is kept in `recent/`, about."""
 
 
 class EngineRecord(msgspec.Struct, frozen=True):
@@ -67,18 +69,12 @@ class EngineLog:
         self._writer.close()
 
 
-_RECENT_GROUPS = 4
-"""Groups of each step of which a sample is kept in `recent/`, about."""
-
-
 class SampleRecorder:
     """Writes samples with the history of each token: one of every n-th step, a few of recent ones.
 
     The former go to `samples.jsonl`, the latter to `recent/NAME.jsonl`, which forgets older steps.
-
-    Samples are chosen by their numbers, so every generator of a run knows them, and independently
-    of their texts: the first one delivered would more often be short. If a chosen sample's group
-    failed, there is no record. The controller chooses the sample of an evaluation, likewise.
+    Samples are chosen by their numbers, so every generator knows them, and independently of their
+    texts: the first one delivered would more often be short. The controller chooses evaluations'.
     """
 
     def __init__(self, directory: Path, tokenizer: Any, config: RunConfig, name: str) -> None:
@@ -216,9 +212,8 @@ class GeneratorReports:
     ) -> GeneratorReport:
         """Update the metrics, log the counters and return them for the controller.
 
-        `held` samples are finished and not delivered, `unacknowledged` ones delivered; `unrewarded`
-        is a step and its samples to be delivered that have no reward yet; `due_wait` is the longest
-        wait of a due sample for a slot, in seconds; `in_environments` wait for their environment.
+        `held` samples are not delivered, `unacknowledged` ones are; `unrewarded` is a step and its
+        number of samples without reward; `due_wait` is a due sample's longest wait, in seconds.
         """
         self._metrics.due_wait.set(due_wait)
         self._metrics.environment_waiting.set(in_environments)

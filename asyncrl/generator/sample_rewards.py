@@ -118,18 +118,15 @@ class SampleRewards:
     async def _score(self, prompt: PromptPayload, trajectory: Trajectory) -> Reward:
         text = self._decode(trajectory.tokens.tolist())
         with self._metrics.reward_time.time():
-            question = str(prompt.example.get("prompt", ""))
-            return await self._pool.score(
-                question, text, prompt.example, example_id=prompt.prompt_id
-            )
+            asked = str(prompt.example.get("prompt", ""))
+            return await self._pool.score(asked, text, prompt.example, example_id=prompt.prompt_id)
 
     async def _score_episode(
         self, prompt: PromptPayload, trajectory: Trajectory, episode: Episode
     ) -> Reward:
         """Add the functions' terms and the environment's; 0 if the environment failed.
 
-        Functions get the concatenated text of the policy's turns, and the whole exchange as
-        `example["turns"]` and `example["conversations"]`.
+        Functions get the text of the policy's turns, and `Exchange.columns` in the example.
         """
         pool = self._environment
         if episode.failed or pool is None:

@@ -16,7 +16,6 @@ from asyncrl.wire.records.step import EnvironmentCounts, TokenCounts
 
 _MAX_ENGINE_ABORTS = 8
 """Unrequested aborts by the engine per sample, beyond which it is an error."""
-
 _INTERRUPT_SECONDS = 60.0
 
 
@@ -169,8 +168,7 @@ class SampleGenerator:
     async def _begin(self, generation: SampleGeneration) -> None:
         """Open the environment; drop tokens to verify if it could not go back to any turn.
 
-        This is decided before a token is looked at. An environment's answers from before a resume
-        are known only if it repeats them.
+        No token is looked at. Answers from before a resume are known only if they are repeated.
         """
         if self._episodes is None:
             return

@@ -17,6 +17,9 @@ from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.wire.messages import from_generator, to_generator
 from asyncrl.wire.messages.data import digest_of, encode_trajectory
 
+Unfinished = tuple[SampleId, str, KeptTokens]
+"""An undelivered sample, the id of its prompt, and its tokens."""
+
 
 class Samples:
     """Starts, verifies, interrupts and discards samples; holds and reports the finished ones."""
@@ -108,8 +111,7 @@ class Samples:
     def end_overdue(self) -> None:
         """Interrupt samples past their deadline; they end with their tokens and reason `deadline`.
 
-        A sample's time runs from its first token. Verification has no deadline: none of its tokens
-        would be usable.
+        Time runs from the first token. Verification has no deadline: its tokens would be unusable.
         """
         now = time.monotonic()
         for generation in self.in_generation:
@@ -135,8 +137,7 @@ class Samples:
     async def rewind(self, version: int, lineage: int, *, newest: int) -> None:
         """Forget the policies after this version. No sample resumes before `resume_all`.
 
-        `lineage` is the trainer's that continues from it; `newest` the version of the engine's
-        weights.
+        `lineage` is of the trainer that continues; `newest` is the version of the engine's weights.
         """
         self.interrupt_all()
         await self._generator.attempts_ended()
@@ -146,17 +147,14 @@ class Samples:
             generation.rewind(version, lineage, versions_gone=newest - version)
         self._lineage = lineage
 
-    async def unfinished(
-        self, wanted: Callable[[SampleId], bool]
-    ) -> list[tuple[SampleId, str, KeptTokens]]:
+    async def unfinished(self, wanted: Callable[[SampleId], bool]) -> list[Unfinished]:
         """Interrupt all samples, and copy the tokens of those that are wanted.
 
         Tokens are copied after an interruption because an engine reports the end of an answer
         earlier than other tokens: an unreported end would reveal something of the tokens that
         follow (docs/decisions/0011). No sample resumes before `resume_all`.
 
-        Returns each sample that has tokens, finished or not, with the id of its prompt. Raises
-        EngineError if the engine did not end its requests.
+        Finished samples are included. Raises EngineError if the engine did not end its requests.
         """
         self.interrupt_all()
         await self._generator.attempts_ended()

@@ -79,9 +79,7 @@ async def run_generator(spec: GeneratorSpec, keys: GeneratorKeys) -> None:
             rewards = RewardPool(with_servers(config.rewards, child.directory))
             closing.push_async_callback(rewards.close)
             await rewards.start()
-            environments = await start_environments(
-                config, closing, spec.stop_tokens, child.metrics
-            )
+            pool = await start_environments(config, closing, spec.stop_tokens, child.metrics)
             await engine.start()
         log = EngineLog(child.directory / "engine" / f"{spec.name}.jsonl")
         closing.callback(log.close)
@@ -99,13 +97,13 @@ async def run_generator(spec: GeneratorSpec, keys: GeneratorKeys) -> None:
         )
         traces = None if child.tracer is None else SampleTraces(child.tracer)
         episodes = None
-        if environments is not None:
-            episodes = episodes_with(environments, config, tokenizer, decode, spec.stop_tokens)
+        if pool is not None:
+            episodes = episodes_with(pool, config, tokenizer, decode, spec.stop_tokens)
         process = GeneratorProcess(
             engine,
             SampleGenerator(
                 engine,
-                SampleRewards(rewards, decode, child.metrics, environments),
+                SampleRewards(rewards, decode, child.metrics, pool),
                 sampling,
                 held_out_sampling=config.evaluation.sampling_of(sampling),
                 noise_floor_every=EVERY if ConfigByStep(config).verifies else None,
@@ -150,8 +148,7 @@ def _cache_place(spec: GeneratorSpec, config: RunConfig, tokenizer: Any) -> Cach
 def _failure(spec: GeneratorSpec, error: BaseException) -> from_generator.Failure | None:
     """Build the controller's message about an error; None for an unexpected error.
 
-    A replacement has the settings of the dead process, which did start: if the replacement cannot
-    start, the user's settings are not at fault.
+    The settings of a replacement are not at fault: the dead process did start with them.
     """
     if not isinstance(error, AsyncrlError | EngineError | MonitoringError | WireError):
         return None

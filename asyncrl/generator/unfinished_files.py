@@ -7,6 +7,7 @@ from pathlib import Path
 
 from asyncrl.engine.errors import EngineError
 from asyncrl.generator.background import BackgroundTasks, ControllerLine
+from asyncrl.generator.sample_table import Unfinished
 from asyncrl.generator.weight_installs import WeightInstalls
 from asyncrl.rollout.trajectory import KeptTokens, SampleId
 from asyncrl.wire.messages import from_generator, to_generator
@@ -16,8 +17,6 @@ from asyncrl.wire.messages.unfinished_samples import (
     read_sample,
     write_unfinished,
 )
-
-_Found = tuple[SampleId, str, KeptTokens]
 
 logger = logging.getLogger("asyncrl.generator")
 
@@ -82,7 +81,7 @@ class UnfinishedFiles:
     async def release(self, command: to_generator.Release) -> None:
         """Copy the samples' tokens, forget the samples, write the tokens, and report it."""
         samples = frozenset(command.samples)
-        reason, found = "", list[_Found]()
+        reason, found = "", list[Unfinished]()
         try:
             found = await self._installs.unfinished(samples.__contains__)
         except EngineError as error:
@@ -91,9 +90,8 @@ class UnfinishedFiles:
         self._forget(command.samples)
         if not reason:
             reason = await self._write(command, found)
-        await self._controller.send(
-            from_generator.Released(self._controller.generator, command.file, reason)
-        )
+        name = self._controller.generator
+        await self._controller.send(from_generator.Released(name, command.file, reason))
 
     async def read(self, command: to_generator.Generate) -> KeptTokens | None:
         """Read the tokens that a sample begins with, if there are usable ones."""
@@ -108,7 +106,7 @@ class UnfinishedFiles:
             return None
 
     async def _write(
-        self, command: to_generator.SaveUnfinished | to_generator.Release, found: Sequence[_Found]
+        self, command: to_generator.SaveUnfinished | to_generator.Release, found: list[Unfinished]
     ) -> str:
         samples = [UnfinishedSample.of(*one) for one in found]
         path, version = self._here(command.file), command.policy_version

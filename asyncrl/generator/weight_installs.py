@@ -9,9 +9,9 @@ from asyncrl.engine.errors import WeightsSupersededError
 from asyncrl.engine.protocol import Engine
 from asyncrl.errors import WrongPolicyError
 from asyncrl.generator.background import ControllerLine
-from asyncrl.generator.sample_table import Samples
+from asyncrl.generator.sample_table import Samples, Unfinished
 from asyncrl.monitoring.metrics.metrics import GeneratorMetrics
-from asyncrl.rollout.trajectory import KeptTokens, SampleId
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire.messages import from_generator, to_generator
 from asyncrl.wire.records.wrong_policy import WrongPolicy, compare_weights
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
@@ -29,8 +29,7 @@ class WeightInstalls:
     with each version as soon as it is in use; `verify` requests the verification of samples. With
     `stops_on_wrong_policy` the process ends if the engine decodes with other weights than the
     trainer has: no token drawn with them can be delivered. The engine's first weights are the run's
-    first policy if `starts_with_policy`; not if training starts from an adapter, which engines
-    receive with the first version.
+    first policy if `starts_with_policy`: not with an initial adapter, which the first version has.
     """
 
     def __init__(
@@ -57,8 +56,7 @@ class WeightInstalls:
         self._lock = asyncio.Lock()
         self._lineage = 0
         self._are_gone = not starts_with_policy
-        """True if the engine's weights are of a lost policy, or one that the run never had: nothing
-        is generated with them."""
+        """True if the engine's weights are not a policy of the run: nothing is generated."""
         if self._are_gone:
             samples.interrupt_all()
         self._compared = asyncio.Event()
@@ -69,9 +67,8 @@ class WeightInstalls:
         """Swap to these weights and report the version installed afterwards.
 
         After `rewind`, weights of a lost trainer are neither installed nor answered for. With
-        `rebuild_kv` the KV of running samples is recomputed under the new weights. If the trainer
-        has published newer weights, or has ended and removed these, the engine keeps its version;
-        the command to install other ones follows.
+        `rebuild_kv` the KV of running samples is recomputed under the new weights. If these are
+        superseded or removed, the engine keeps its version until the next command.
 
         Raises EngineError if the engine refused the weights or failed; WrongPolicyError if it
         decodes with other ones: then nothing is generated any more.
@@ -87,9 +84,8 @@ class WeightInstalls:
             self._compared.set()
             installed = self.version
         self._metrics.weights_time.observe(time.monotonic() - started)
-        await self._controller.send(
-            from_generator.WeightsInstalled(self._controller.generator, installed)
-        )
+        name = self._controller.generator
+        await self._controller.send(from_generator.WeightsInstalled(name, installed))
 
     async def _swap(self, command: to_generator.InstallWeights) -> bool:
         version = command.manifest.policy_version
@@ -121,8 +117,7 @@ class WeightInstalls:
     async def compared(self) -> None:
         """Wait until the weights in use have been compared with the trainer's.
 
-        The engine may draw tokens with new weights before that. If they differ and the process ends
-        for it, this never returns.
+        The engine may draw tokens before that. It never returns if the process ends for them.
         """
         await self._compared.wait()
 
@@ -162,13 +157,10 @@ class WeightInstalls:
                 self._are_gone = True
                 await self._samples.rewind(version, lineage, newest=newest)
             installed = self.version
-        await self._controller.send(
-            from_generator.Rewound(self._controller.generator, lineage, installed)
-        )
+        name = self._controller.generator
+        await self._controller.send(from_generator.Rewound(name, lineage, installed))
 
-    async def unfinished(
-        self, wanted: Callable[[SampleId], bool]
-    ) -> list[tuple[SampleId, str, KeptTokens]]:
+    async def unfinished(self, wanted: Callable[[SampleId], bool]) -> list[Unfinished]:
         """Call `Samples.unfinished` between two installations, and resume the samples."""
         async with self._lock:
             try:

@@ -13,14 +13,10 @@ from typer import Argument, Context, Option
 _MIN_TABLE_WIDTH = 104
 """Columns that the tables need; a narrower terminal wraps their lines."""
 _MIN_WIDE_WIDTH = 132
-
-
 _OF_ONE_TURN = ("median", "sigma", "longest", "new_length", "regimes")
 
 
-def _environments(
-    context: Context, latency: float | None, options: dict[str, Any]
-) -> dict[str, Any]:
+def _environments(context: Context, delay: float | None, options: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a cluster set by environment options. Raises UserError."""
     from asyncrl.errors import UserError
     from asyncrl.simulation.environments import Environments
@@ -29,10 +25,10 @@ def _environments(
         sources = {name: context.get_parameter_source(name) for name in names}
         return [name for name, one in sources.items() if one and one.name != "DEFAULT"]
 
-    if latency is None:
+    if delay is None:
         for name in given(options):
             raise UserError(
-                f"--{name.replace('_', '-')} is for environments: give --environment-latency too"
+                f"--{name.replace('_', '-')} needs --environment-latency: it is about environments"
             )
         return {}
     for name in given(_OF_ONE_TURN):
@@ -40,13 +36,10 @@ def _environments(
             f"--{name.replace('_', '-')} is for samples of one turn; with --environment-latency "
             "lengths follow from --turns and --turn-tokens"
         )
-    environments = Environments(
-        latency, options["environment_sigma"], turns=options["turns"],
-        turn_tokens=options["turn_tokens"], observation_tokens=options["observation_tokens"],
-        go_back=options["go_back"],
-    )  # fmt: skip
-    room = options["kv_tokens"]
-    return {"environments": environments, "sessions": options["sessions"], "kv_room": room}
+    own = dict(options)
+    sigma, sessions, room = map(own.pop, ("environment_sigma", "sessions", "kv_tokens"))
+    environments = Environments(delay, sigma, **own)
+    return {"environments": environments, "sessions": sessions, "kv_room": room}
 
 
 def simulate(
@@ -56,8 +49,7 @@ def simulate(
         Argument(metavar="CONFIG", help="A run's YAML file: its sizes and its scheduler."),
     ] = None,
     from_run: Annotated[
-        Path | None,
-        Option("--from", metavar="RUN", help="A run's folder: its costs and lengths."),
+        Path | None, Option("--from", metavar="RUN", help="A run's folder: its costs and lengths.")
     ] = None,
     model: Annotated[str, Option(help="1.5b, 7b or 32b; ignored with --from.")] = "7b",
     generators: Annotated[
@@ -77,8 +69,7 @@ def simulate(
         int | None, Option(min=1, help="Longest response in tokens; default 16384.")
     ] = None,
     drift: Annotated[
-        float | None,
-        Option(min=0, max=1, help="Total variation per token and step; default 3e-4."),
+        float | None, Option(min=0, max=1, help="Total variation per token and step; default 3e-4.")
     ] = None,
     rule: Annotated[
         Literal["token", "block"] | None,
@@ -96,8 +87,7 @@ def simulate(
         Option(min=0, max=1, help="Total variation per token at the noise floor; default 0."),
     ] = None,
     redraft: Annotated[
-        float,
-        Option(min=0, max=1, help="Acceptance of rejected continuations as drafts; 0: none."),
+        float, Option(min=0, max=1, help="Acceptance of rejected continuations as drafts; 0: none.")
     ] = 0.7,
     new_length: Annotated[
         float, Option(min=0, max=1, help="Share of rejected answers that get another length.")
@@ -130,8 +120,7 @@ def simulate(
         float, Option(min=1e-3, help="Pieces in which nodes pass weights on, in MiB.")
     ] = 1.0,
     delta_share: Annotated[
-        float,
-        Option(min=1e-3, max=1, help="Bytes of a delta, as a share of the whole weights."),
+        float, Option(min=1e-3, max=1, help="Bytes of a delta, as a share of the whole weights.")
     ] = 1.0,
     failures: Annotated[
         float, Option(min=0, help="Losses per node and hour; see --failure-scope.")
@@ -224,9 +213,10 @@ def simulate(
     if steps is not None:
         changes["warm_up"] = min(4, steps - 1)
     config = None if config_file is None else load_config(config_file)
+    fit = None
     if from_run is not None:
         note(f"reading the costs and lengths of {from_run}")
-    fit = None if from_run is None else fit_run(from_run)
+        fit = fit_run(from_run)
     cluster = study.cluster(config, fit, **changes)
     note(f"{cluster.steps} steps of {cluster.generators} generators in each mode")
     least = _MIN_TABLE_WIDTH if environment_latency is None else _MIN_WIDE_WIDTH

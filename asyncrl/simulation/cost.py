@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from asyncrl.errors import UserError
 
+MAX_DRAFTS = 16
+_USABLE = 0.9
+"""Share of a device's memory for weights and KV."""
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -44,9 +48,6 @@ MODELS = {
 }
 
 
-MAX_DRAFTS = 16
-
-
 def tokens_per_step(acceptance: float, drafts: int) -> float:
     """Return a row's expected tokens in a step with a chain of `drafts` of this acceptance each."""
     a = acceptance
@@ -63,6 +64,7 @@ class Cost:
     kv_seconds: float
     """Seconds to read the KV of one token of context."""
     step_seconds: float
+    """Constant seconds of a decode step."""
     train_token_seconds: float
     """Seconds of a token in training, on all devices of the trainer together."""
     swap_seconds: float
@@ -171,9 +173,6 @@ def _between(at: Sequence[float], values: Sequence[float], x: float) -> float:
     return values[i - 1] + share * (values[i] - values[i - 1])
 
 
-_USABLE = 0.9
-
-
 def kv_tokens(model: Model, device: Device, *, devices: int = 1) -> float:
     """Return the KV capacity of a generator in tokens. Raises UserError if weights do not fit."""
     left = _USABLE * device.memory_bytes * devices - model.parameters * model.bytes_per_parameter
@@ -188,13 +187,9 @@ def roofline(
     *,
     trainer_devices: float,
     devices_per_generator: int = 1,
-    step_seconds: float = 2e-3,
     swap_seconds: float = 1.0,
 ) -> Cost:
-    """Compute a model's costs; generators and trainer have the same device. Raises UserError.
-
-    `step_seconds` is the constant part of a decode step.
-    """
+    """Compute a model's costs; generators and trainer have the same device. Raises UserError."""
     if trainer_devices <= 0:
         raise UserError("the simulated trainer needs at least one device")
     compute = device.flops_per_second * device.compute_efficiency
@@ -204,7 +199,7 @@ def roofline(
         memory_seconds=model.parameters * model.bytes_per_parameter / memory,
         token_seconds=token,
         kv_seconds=model.kv_bytes_per_token / memory,
-        step_seconds=step_seconds,
+        step_seconds=2e-3,
         train_token_seconds=6 * model.parameters / (compute * trainer_devices),
         swap_seconds=swap_seconds,
     )

@@ -1,7 +1,6 @@
 """Simulated environments: the turns of each sample, and the latency of its environment.
 
-Plans depend on the seed and the sample alone, so every mode has the same ones, and a sample that is
-lost or verified meets the same environment again.
+Plans depend on the seed and the sample alone, so every mode and every attempt has the same ones.
 """
 
 import math

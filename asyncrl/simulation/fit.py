@@ -74,19 +74,19 @@ class Interval:
         return self.row_steps / self.steps
 
 
-def fit_run(directory: Path, warm_up: int = WARM_UP) -> Fit:
-    """Fit the costs of a run without its first `warm_up` steps. Raises UserError."""
+def fit_run(directory: Path) -> Fit:
+    """Fit the costs of a run without its first `WARM_UP` steps. Raises UserError."""
     if not (directory / "metrics.jsonl").exists():
         raise UserError(f"{directory} is not the directory of a run: metrics.jsonl is missing")
     steps = read_metrics(directory / "metrics.jsonl")
-    if len(steps) < warm_up + _MIN_INTERVALS:
+    if len(steps) < (needed := WARM_UP + _MIN_INTERVALS):
         raise UserError(
-            f"{directory}: metrics.jsonl has {len(steps)} steps, but a fit needs at least "
-            f"{warm_up + _MIN_INTERVALS}; let the run do more steps"
+            f"{directory}: metrics.jsonl has {len(steps)} steps, but a fit needs {needed} or more; "
+            "let the run train for more steps"
         )
     config = load_config(directory / "config.yaml")
-    began, ended = steps[warm_up - 1].time, steps[-1].time
-    steady = steps[warm_up:]
+    began, ended = steps[WARM_UP - 1].time, steps[-1].time
+    steady = steps[WARM_UP:]
     intervals, lengths = _intervals(directory, began, ended)
     generators, trainers = _spans(directory)
     overhead = _overhead(generators, intervals, began, ended)
@@ -124,13 +124,11 @@ def fit_run(directory: Path, warm_up: int = WARM_UP) -> Fit:
     )
 
 
-def _intervals(
-    directory: Path, began: float, ended: float
-) -> tuple[list[Interval], tuple[int, ...]]:
+def _intervals(run: Path, began: float, ended: float) -> tuple[list[Interval], tuple[int, ...]]:
     """Return all generators' intervals between two times, and lengths of finished samples."""
     found: list[Interval] = []
     lengths: list[int] = []
-    for path in sorted((directory / "engine").glob("*.jsonl")):
+    for path in sorted((run / "engine").glob("*.jsonl")):
         lines = [line for line in read_jsonl(path, EngineRecord) if began <= line.time <= ended]
         for before, after in itertools.pairwise(lines):
             if after.engine.steps < before.engine.steps:  # the process was restarted
@@ -153,8 +151,7 @@ def _intervals(
             )
     if sum(interval.steps > 0 for interval in found) < _MIN_INTERVALS or not lengths:
         raise UserError(
-            f"{directory}/engine has too few records of the engine's steps; repeat the run with "
-            "more steps"
+            f"{run}/engine has too few records of engine steps; repeat the run with more steps"
         )
     return found, tuple(lengths)
 
@@ -246,8 +243,7 @@ def _message_seconds(generators: dict[str, list[Span]], trainer: Iterable[Span])
 def _rewards(intervals: Iterable[Interval], overhead: float) -> tuple[float, float]:
     """Fit (seconds per reward with an idle engine, engine steps per reward while it decodes).
 
-    Where samples always waited for their reward, samples rewarded = idle seconds / seconds of a
-    reward + steps / steps per reward.
+    If samples always waited: rewarded = idle seconds / seconds of a reward + steps / steps of one.
     """
     backlogged = [i for i in intervals if i.rewards_queued]
     y = np.array([i.rewarded for i in backlogged], float)

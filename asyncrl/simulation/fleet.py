@@ -14,6 +14,11 @@ from asyncrl.simulation.sim_generator import SimGenerator
 from asyncrl.simulation.sim_request import SimRequest, Tally
 from asyncrl.simulation.sim_turns import TurnGenerator
 
+_AT_ONCE = 1e-12
+"""Tolerance in seconds within which an item is due."""
+MEASURED_SECONDS = 5.0
+"""Minimum busy seconds of a speed measurement; as in `controller/inbox.py`."""
+
 
 class FinishedReport(msgspec.Struct, frozen=True, gc=False):
     """The message that a sample is finished; outdated if the sample was resumed since."""
@@ -56,14 +61,6 @@ class Agenda:
         """Advance to the next due item."""
         self.now, _, due = heapq.heappop(self._due)
         return due
-
-
-_AT_ONCE = 1e-12
-"""Tolerance in seconds within which an item is due."""
-
-
-MEASURED_SECONDS = 5.0
-"""Minimum busy seconds of a speed measurement; as in `controller/inbox.py`."""
 
 
 class Fleet:

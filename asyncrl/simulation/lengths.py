@@ -36,8 +36,7 @@ def empirical(lengths: Sequence[int]) -> Lengths:
 class Survival:
     """The accepted prefix of a verification, given the distance between two policies.
 
-    `token`: each token is accepted with probability 1 - TV. This is the token-by-token rule, and a
-    lower bound for every rule.
+    `token`: each token is accepted with probability 1 - TV, a lower bound for every rule.
 
     `block`: the rule that is used (docs/exactness.md). A prefix survives with probability E[w],
     where w is the running min(1, w p/q): a random walk of log-ratios, reflected at 0. A share
@@ -49,8 +48,7 @@ class Survival:
     By both rules a token outside the stored top K ends the prefix if its identity changes. Drawn
     with the same noise from two distributions whose log-ratios are N(0, s^2), it changes with
     probability E max(0, d) for d ~ N(0, 2 s^2), which is sqrt(2) times their total variation.
-    Tokens outside are assumed to be decisive. They hardly move the walk: their common probability
-    is a sum over many.
+    Tokens outside count as decisive; they hardly move the walk, as their probability is a sum.
     """
 
     rule: Rule = "token"
@@ -68,8 +66,7 @@ class Survival:
 
         `segments` are (policy version, number of tokens), in order; `version` verifies. Policies
         drift by `drift`, the total variation per token and optimizer step, always in the same
-        direction, which is the worst case. The noise is independent, so log-ratios add in their
-        variances.
+        direction, which is the worst case. The noise is independent: log-ratios add in variance.
         """
         left = _exponential(rng)
         if self.rule == "block":
@@ -90,9 +87,7 @@ class Survival:
         self, chance: float, segments: Sequence[tuple[int, float]], version: int, drift: float
     ) -> float:
         """Return the variance at which the walk of this probability ends, often infinity."""
-        walked = sum(
-            self._rates(drift * (version - drawn))[0] * tokens for drawn, tokens in segments
-        )
+        walked = sum(self._rates(drift * (version - drawn))[0] * count for drawn, count in segments)
         if not math.isinf(walked) and survival(math.sqrt(walked)) > chance * (1.0 + 1e-9):
             return math.inf
         return bisected(survival, chance, 40.0, 50) ** 2
@@ -105,16 +100,15 @@ class Survival:
         rate, cuts = self._rates(distance)
         if math.isinf(rate):
             return 0.0
-        answers = Counter(lengths)
-        width = max(1.0, max(answers) / _POINTS)
+        counts = Counter(lengths)
+        width = max(1.0, max(counts) / _POINTS)
         kept = 0.0
-        for i in range(math.ceil(max(answers) / width)):
+        for i in range(math.ceil(max(counts) / width)):
             at = (i + 0.5) * width
             walked = rate * at
             chance = survival(math.sqrt(walked)) if self.rule == "block" else math.exp(-walked)
             reached = sum(
-                count * min(width, max(0.0, length - i * width))
-                for length, count in answers.items()
+                count * min(width, max(0.0, length - i * width)) for length, count in counts.items()
             )
             kept += reached * chance * math.exp(-cuts * at)
         return kept / sum(lengths)

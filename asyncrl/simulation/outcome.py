@@ -13,8 +13,7 @@ class Outcome:
     step_seconds: float
     tokens_per_second: float
     generator_idle: float
-    """Share of the generators' time without decoding or scoring, 0 to 1; a lost generator is idle
-    until it is back."""
+    """Share of the generators' time without decoding or scoring, 0 to 1, lost ones included."""
     trainer_idle: float
     """Share of the trainer's time without a group to process, 0 to 1."""
     staleness_mean: float

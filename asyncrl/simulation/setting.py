@@ -23,15 +23,13 @@ class Conditions:
     old continuation is not used. No other drafting is modelled, in any mode."""
     new_length: float = 0.0
     """Chance that a rejected answer gets another length, drawn among those longer than what stays.
-    0 is the best case: the new answer is as long as the old one. 1 is the worst: the old length is
-    uninformative."""
+    0 is the best case: lengths stay. 1 is the worst: the old length is uninformative."""
     seed: int = 0
     network: Network = field(default_factory=Network)
     failures: Failures = field(default_factory=Failures)
     stragglers: Stragglers = field(default_factory=Stragglers)
     environments: Environments | None = None
-    """Environments of samples of several turns, which have their own lengths; None: a sample is one
-    turn."""
+    """Environments of samples of several turns; None: a sample is one turn."""
 
 
 @dataclass(frozen=True, slots=True)

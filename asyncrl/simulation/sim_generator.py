@@ -42,8 +42,7 @@ class SimGenerator:
         self._ends: list[tuple[float, int, int, SimRequest]] = []
         """Heap of (progress at its end, tie-breaker, attempt, request)."""
         self._ahead: list[tuple[int, int, int, SimRequest]] = []
-        """Run-ahead requests that decode, the last in data order first: (-group, -sample,
-        tie-breaker, request)."""
+        """Heap of (-group, -sample, tie-breaker, request): run-ahead requests that decode."""
         self._count = 0
         self._active = 0
         self._drafting = 0
@@ -196,10 +195,7 @@ class SimGenerator:
 
     def install(self, version: int) -> None:
         """Install new weights; running requests continue under them with a new attempt."""
-        running = self._interrupt()
-        self.version = version
-        for request in running:
-            self._enter(request)
+        running = self._restart(version)
         if self._setting.config.on_update == "recompute" and running:
             prompt_tokens = self._setting.prompt_tokens
             self._prefill(sum(prompt_tokens + one.generated + one.observed for one in running))
@@ -209,8 +205,7 @@ class SimGenerator:
 
     def rewind(self, version: int) -> int:
         """Forget policies after `version`; return the installed version, -1 if it is gone."""
-        for request in self._interrupt():
-            self._enter(request)
+        self._restart(self.version)
         for request in (*self._requests.values(), *self._held.values()):
             request.rewind(version)
         if self.version > version:
@@ -219,16 +214,18 @@ class SimGenerator:
 
     def unfinished_tokens(self) -> float:
         """Count the tokens of all samples, finished or not."""
-        for request in self._interrupt():
-            self._enter(request)
+        self._restart(self.version)
         samples = (*self._requests.values(), *self._held.values())
         return sum(request.generated for request in samples)
 
-    def _interrupt(self) -> list[SimRequest]:
-        """Take all requests out of their slots; their tokens belong to the current version."""
+    def _restart(self, version: int) -> list[SimRequest]:
+        """Begin a new attempt, under this version, of all requests in a slot; return them."""
         running = [request for request in self._requests.values() if request.decoding]
         for request in running:
             self._leave(request)
+        self.version = version
+        for request in running:
+            self._enter(request)
         return running
 
     def _add(self, request: SimRequest) -> None:

@@ -16,7 +16,7 @@ class SimRequest:
     """Tokens of the finished answer; a rejection changes it."""
     priority: int = 0
     """0 if due, above 0 if it runs ahead, as in `StartSample`."""
-    segments: list[tuple[int, float]] = field(default_factory=list)
+    segments: list[tuple[int, float]] = field(default_factory=list, init=False)
     """(policy version, tokens), in order, of its closed attempts."""
     generated: float = field(init=False, default=0.0)
     """Sum of the tokens of `segments`, without the current attempt."""
@@ -28,8 +28,7 @@ class SimRequest:
     """Relative speed while it has tokens to draft from."""
     began: float = 0.0
     attempt: int = 0
-    """Number of its current attempt, an uninterrupted time in a slot; heap entries of earlier
-    attempts are outdated."""
+    """Number of its current attempt in a slot; heap entries of earlier attempts are outdated."""
     decoding: bool = False
     prefilled: bool = False
     """True if its KV exists; otherwise the KV is computed when the request gets a slot."""
@@ -39,12 +38,7 @@ class SimRequest:
     """Time of its reward; 0 if no reward was requested."""
     observed: float = 0.0
     unknown: bool = False
-    """True if it has tokens of a policy that was lost with its trainer, which verification has not
-    judged."""
-
-    def __post_init__(self) -> None:
-        if self.segments:
-            self.generated = sum(tokens for _, tokens in self.segments)
+    """True if it has unverified tokens of a policy that was lost with its trainer."""
 
     @property
     def oldest_version(self) -> int:
@@ -99,9 +93,7 @@ class SimRequest:
         """Assign the tokens of policies after `version` to an unknown policy."""
         if any(drawn > version for drawn, _ in self.segments):
             self.unknown = True
-            self.segments = [
-                (min(drawn, 2 * version - drawn), tokens) for drawn, tokens in self.segments
-            ]
+            self.segments = [(min(v, 2 * version - v), tokens) for v, tokens in self.segments]
 
 
 @dataclass(slots=True)

@@ -32,15 +32,17 @@ MODES: Mapping[str, tuple[Mapping[str, Any], float]] = {
     "verify, k=1": ({"on_update": "verify", "max_off_policy_steps": 1}, 2.0),
     "verify, k=2": ({"on_update": "verify", "max_off_policy_steps": 2}, 2.0),
 }
-"""Scheduler settings by mode, and the number of whole steps that run-ahead may cover. `verify` is a
-run's default."""
+"""Scheduler settings by mode, and the whole steps that run-ahead may cover. Default: `verify`."""
 
 T = TypeVar("T")
+REGIME_MODES = ("sync", "verify", "verify, k=1", "verify, k=2", "keep(4)")
 SESSIONS = 4
 """Default number of a generator's open environments, as a multiple of its slots."""
 BALANCE = 0.9
 """Share of the time for which the trainer would be busy if generators were never idle; it
 determines the trainer's size if that is not given."""
+NEAR = 0.85
+"""Share of the fastest staleness bound's speed that a stricter bound must reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,7 @@ class Cluster(Conditions):
     noise: float = 0.0
     """Total variation per token of engines under unchanged weights."""
     signal_share: float | None = None
-    """Share of groups with a signal, under dynamic sampling in each mode. None: all groups carry
-    signal, and `scheduler` decides."""
+    """Share of groups with signal, with dynamic sampling in all modes; None: as in `scheduler`."""
     groups_per_step: int | None = None
     """None: as many as fill every slot once."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -214,7 +215,7 @@ class Cluster(Conditions):
 def known(name: str, table: Mapping[str, T]) -> T:
     """Return the entry of a table. Raises UserError if it is missing."""
     if name not in table:
-        raise UserError(f"the simulator does not know {name!r}; it knows {', '.join(table)}")
+        raise UserError(f"unknown {name!r}: the simulator has {', '.join(table)}")
     return table[name]
 
 
@@ -299,9 +300,6 @@ class Place:
     outcomes: dict[str, Outcome]
 
 
-REGIME_MODES = ("sync", "verify", "verify, k=1", "verify, k=2", "keep(4)")
-
-
 def regime(
     cluster: Cluster,
     *,
@@ -318,10 +316,6 @@ def regime(
         note(f"median {median:g}, total variation {drift:g}")
         places.append(Place(median, drift, compare(here, modes, note)))
     return places
-
-
-NEAR = 0.85
-"""Share of the fastest staleness bound's speed that a stricter bound must reach."""
 
 
 def right_choice(place: Place) -> str:

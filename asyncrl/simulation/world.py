@@ -15,6 +15,11 @@ from asyncrl.simulation.outcome import Mark, Outcome, rates
 from asyncrl.simulation.setting import Setting
 from asyncrl.simulation.sim_generator import SimGenerator
 
+REPORT_SECONDS = 0.5
+"""Interval between two reports of the number of samples that wait for their environment."""
+DAY_SECONDS = 86400.0
+"""A simulated run ends if it does not finish a step for a day."""
+
 
 @dataclass(slots=True)
 class SimTrainer:
@@ -64,12 +69,6 @@ class SimTrainer:
         self.groups.clear()
         self.declared.clear()
         self.waiting.clear()
-
-
-REPORT_SECONDS = 0.5
-"""Interval between two reports of the number of samples that wait for their environment."""
-DAY_SECONDS = 86400.0
-"""A simulated run ends if it does not finish a step for a day."""
 
 
 class World:
@@ -303,6 +302,8 @@ class World:
         groups = [entry for step in range(first, last) for entry in self._delivered.get(step, [])]
         tokens = max(1, sum(count for _, _, count in groups))
         samples = len(groups) * self._setting.config.group_size
+        view = self._scheduler.snapshot()
+        looked_at = view.groups_consumed + view.groups_without_signal
         installs, busy = self._fleet.installs.seconds, ended.tally.busy - began.tally.busy
         everything = sum(count for step in self._delivered.values() for _, _, count in step)
         return Outcome(
@@ -323,8 +324,8 @@ class World:
             generators_lost=self._fleet.losses,
             trainers_lost=self._trainer.lineage,
             groups_failed=self._commanded[commands.ReportGroupFailed],
-            without_signal=self._without_signal(),
-            left_over=self._scheduler.snapshot().groups_left_over / self._setting.steps,
+            without_signal=view.groups_without_signal / max(1, looked_at),
+            left_over=view.groups_left_over / self._setting.steps,
             lost=self._fleet.lost_tokens / max(1, everything),
             **self._of_environments(began, ended),
         )
@@ -341,9 +342,3 @@ class World:
             "turns_discarded": (last.turns_discarded - first.turns_discarded) / turns,
             "prefilled_again": (last.prefilled_again - first.prefilled_again) / turns,
         }
-
-    def _without_signal(self) -> float:
-        """Return the number of groups left out, over those trained on or left out."""
-        view = self._scheduler.snapshot()
-        both = view.groups_consumed + view.groups_without_signal
-        return view.groups_without_signal / max(1, both)

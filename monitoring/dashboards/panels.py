@@ -28,9 +28,8 @@ class Series:
 
     def where(self, **labels: str) -> Series:
         """Select series by labels, which may be patterns. Raises ValueError for unknown labels."""
-        known = {"process", self.spec.label, self.spec.second_label}
         for label in labels:
-            if label not in known:
+            if label not in ("process", *self.spec.labels):
                 raise ValueError(f"{label} is not a label of {self.spec.name}")
         more = tuple(f'{label}=~"{value}"' for label, value in labels.items())
         return Series(self.spec, self.matchers + more)
@@ -97,327 +96,281 @@ class Panel:
     """True if lines are areas on top of each other."""
 
 
+def _panel(
+    title: str, shows: str, remedy: str, *queries: Query, unit: str = "short", stacked: bool = False
+) -> Panel:
+    return Panel(title, shows, remedy, unit, queries, stacked)
+
+
 def _summed(series: Series | str, *labels: str) -> str:
     return f"sum by ({', '.join(('run', *labels))}) ({series})"
 
 
 LEARNING = (
-    Panel(
+    _panel(
         "Reward",
         "Mean reward of each step's samples, its standard deviation, and what each reward "
         "function returned.",
         "It should rise within the first hundred steps. Flat: look at the share of groups without "
         "signal, then at the learning rate. Falling: at the KL and the rejected share.",
-        "short",
-        (
-            Query(C["reward_mean"], "mean"),
-            Query(C["reward_std"], "standard deviation"),
-            Query(C["reward_terms"], "{{function}}"),
-        ),
+        Query(C["reward_mean"], "mean"),
+        Query(C["reward_std"], "standard deviation"),
+        Query(C["reward_terms"], "{{function}}"),
     ),
-    Panel(
+    _panel(
         "Held-out accuracy",
         "Share of right samples on held-out prompts before, during and after training, and that of "
         "each set in the newest evaluation.",
         "If it falls while the reward rises, the policy has learnt the reward and not the task: "
         "read samples/.",
-        "percentunit",
-        (Query(C["accuracy"], "{{when}}"), Query(C["set_accuracy"], "{{set}}")),
+        Query(C["accuracy"], "{{when}}"),
+        Query(C["set_accuracy"], "{{set}}"),
+        unit="percentunit",
     ),
-    Panel(
+    _panel(
         "Loss and gradient norm",
         "Loss of each step, and the norm of its gradient before clipping.",
         "A norm that jumps tenfold precedes most collapses: lower the learning rate, or clip more.",
-        "short",
-        (Query(T["loss"], "loss"), Query(T["grad_norm"], "gradient norm")),
+        Query(T["loss"], "loss"),
+        Query(T["grad_norm"], "gradient norm"),
     ),
-    Panel(
+    _panel(
         "Entropy and KL",
         "Entropy of the policy per token, and how far it has moved since the tokens were drawn.",
         "Entropy near 0 ends exploration: raise the temperature, or add a KL penalty. A growing "
         "KL with staleness 0 means that engine and trainer disagree.",
-        "short",
-        (
-            Query(T["entropy"], "entropy, nats"),
-            Query(T["behaviour_kl"], "KL(behaviour, current), nats"),
-        ),
+        Query(T["entropy"], "entropy, nats"),
+        Query(T["behaviour_kl"], "KL(behaviour, current), nats"),
     ),
-    Panel(
+    _panel(
         "Samples without use",
         "Share of samples cut off by the token limit or a deadline, and of groups in which all "
         "samples have the same reward; and what dynamic sampling left out.",
         "Cut off: raise sampling.max_tokens. No signal: prompts of another difficulty, or a larger "
         "group_size. Many left out with rewards zero: easier prompts; with equal ones: harder.",
-        "percentunit",
-        (
-            Query(T["truncated"], "cut off"),
-            Query(T["zero_variance"], "groups without signal"),
-            Query(C["groups_without_signal"].rate, "left out per second, {{rewards}}", "short"),
-            Query(C["groups_left_over"].rate, "left over per second", "short"),
-        ),
+        Query(T["truncated"], "cut off"),
+        Query(T["zero_variance"], "groups without signal"),
+        Query(C["groups_without_signal"].rate, "left out per second, {{rewards}}", "short"),
+        Query(C["groups_left_over"].rate, "left over per second", "short"),
+        unit="percentunit",
     ),
-    Panel(
+    _panel(
         "Response length",
         "Median and 95th percentile of the tokens of finished responses.",
         "Growth to the limit without growth of the reward is a length exploit: look at samples/.",
-        "short",
-        (
-            Query(G["response_length"].quantile(0.5), "median"),
-            Query(G["response_length"].quantile(0.95), "95 %"),
-        ),
+        Query(G["response_length"].quantile(0.5), "median"),
+        Query(G["response_length"].quantile(0.95), "95 %"),
     ),
 )
 
 EXACTNESS = (
-    Panel(
+    _panel(
         "Staleness",
         "Age of the trained tokens in optimizer steps, mean and oldest.",
         "It never exceeds max_off_policy_steps, and is 0 with the default. Anything else is a "
         "defect: please report it.",
-        "short",
-        (Query(C["staleness_mean"], "mean"), Query(C["staleness_max"], "oldest token")),
+        Query(C["staleness_mean"], "mean"),
+        Query(C["staleness_max"], "oldest token"),
     ),
-    Panel(
+    _panel(
         "On-policy steps and findings",
         "Steps that were exactly on-policy and that were not, and findings that a generator "
         "samples from another policy.",
         "Findings: docs/operate.md explains each cause. Steps that are not on-policy follow "
         "from max_off_policy_steps, a deadline, lenient reuse or a finding.",
-        "short",
-        (
-            Query(C["on_policy_steps"], "exactly: {{exactly}}"),
-            Query(_summed(C["wrong_policy"]), "findings"),
-        ),
+        Query(C["on_policy_steps"], "exactly: {{exactly}}"),
+        Query(_summed(C["wrong_policy"]), "findings"),
     ),
-    Panel(
+    _panel(
         "Engine against trainer",
         "Mean difference of a token's log-probability between engine and trainer under the same "
         "weights, and between drawing and verification in the engine.",
         "float32: about 1e-6; bfloat16: up to 0.01. More: look at engine.dtype and the engine's "
         "version.",
-        "short",
-        (
-            Query(T["mismatch"], "trainer, nats"),
-            Query(G["noise_floor_difference"], "{{process}}, nats"),
-        ),
+        Query(T["mismatch"], "trainer, nats"),
+        Query(G["noise_floor_difference"], "{{process}}, nats"),
     ),
-    Panel(
+    _panel(
         "Verification",
         "Tokens of older policies that verification kept and rejected, and those rejected under "
         "unchanged weights.",
         "Rejected tokens are generated again. A share above 30 % means that the policy moves fast: "
         "lower the learning rate, or run less far ahead.",
-        "short",
-        (
-            Query(_summed(G["verified_tokens"].rate), "kept"),
-            Query(_summed(G["rejected_tokens"].rate), "rejected"),
-            Query(_summed(G["noise_floor_rejected"].rate), "rejected by rounding alone"),
-        ),
+        Query(_summed(G["verified_tokens"].rate), "kept"),
+        Query(_summed(G["rejected_tokens"].rate), "rejected"),
+        Query(_summed(G["noise_floor_rejected"].rate), "rejected by rounding alone"),
         stacked=True,
     ),
 )
 
 SPEED = (
-    Panel(
+    _panel(
         "Step time",
         "Mean time from one finished step to the next, the median of the last steps, and the "
         "trainer's part of it.",
         "The panels of idle time name what the rest waits for.",
-        "s",
-        (
-            Query(C["step_time"].mean(), "step"),
-            Query(C["step_median"], "median of the last steps"),
-            Query(T["train_time"].mean(), "forward, backward, optimizer"),
-        ),
+        Query(C["step_time"].mean(), "step"),
+        Query(C["step_median"], "median of the last steps"),
+        Query(T["train_time"].mean(), "forward, backward, optimizer"),
+        unit="s",
     ),
-    Panel(
+    _panel(
         "Tokens by origin",
         "Tokens per second: drawn one by one, accepted from drafts, kept by verification.",
         "If drawn tokens fall while slots are busy, the answers or the batch have grown: look at "
         "the KV space and the response length.",
-        "short",
-        (
-            Query(
-                f"{_summed(G['generated_tokens'].rate)} - {_summed(G['accepted_tokens'].rate)}",
-                "drawn",
-            ),
-            Query(_summed(G["accepted_tokens"].rate), "accepted drafts"),
-            Query(_summed(G["verified_tokens"].rate), "kept by verification"),
+        Query(
+            f"{_summed(G['generated_tokens'].rate)} - {_summed(G['accepted_tokens'].rate)}", "drawn"
         ),
+        Query(_summed(G["accepted_tokens"].rate), "accepted drafts"),
+        Query(_summed(G["verified_tokens"].rate), "kept by verification"),
         stacked=True,
     ),
-    Panel(
+    _panel(
         "Draft acceptance",
         "Share of the tokens proposed by the cache that the policy accepted.",
         "It grows over the epochs. Below a third drafting hardly pays, and the draft budget "
         "shrinks by itself.",
-        "percentunit",
-        (
-            Query(
-                f"{_summed(G['accepted_tokens'].rate)} / "
-                f"({_summed(G['drafted_tokens'].rate)} > 0) or "
-                f"0 * {_summed(G['drafted_tokens'].rate)}",
-                "accepted",
-            ),
+        Query(
+            f"{_summed(G['accepted_tokens'].rate)} / "
+            f"({_summed(G['drafted_tokens'].rate)} > 0) or "
+            f"0 * {_summed(G['drafted_tokens'].rate)}",
+            "accepted",
         ),
+        unit="percentunit",
     ),
-    Panel(
+    _panel(
         "Who is idle, and why",
         "Share of the last minute that each process spent waiting, by cause.",
         "rewards: more workers. new weights: more run-ahead. last group: long answers decide. "
         "more groups: generators are too slow for this trainer.",
-        "percentunit",
-        (Query(C["idle_ratio"], "{{process}}: {{cause}}"),),
+        Query(C["idle_ratio"], "{{process}}: {{cause}}"),
+        unit="percentunit",
     ),
-    Panel(
+    _panel(
         "What each process does",
         "Seconds per second, by process and kind of work.",
         "Much verifying or run_ahead and little generating: run-ahead is too long. Much "
         "transferring_weights: look at the weights panel.",
-        "percentunit",
-        (Query(_summed(C["activity"].rate, "process", "kind") + " > 0", "{{process}}: {{kind}}"),),
+        Query(_summed(C["activity"].rate, "process", "kind") + " > 0", "{{process}}: {{kind}}"),
+        unit="percentunit",
     ),
-    Panel(
+    _panel(
         "Use of slots",
         "Share of all slots, by what they are used for.",
         "Idle slots under long answers are what run-ahead is for: raise max_runahead_groups, or "
         "lower engine.slots.",
-        "percentunit",
-        (
-            Query(
-                f"{_summed(G['slot_seconds'].rate, 'kind')} / on (run) group_left () "
-                f"{_summed(G['slots'])}",
-                "{{kind}}",
-            ),
+        Query(
+            f"{_summed(G['slot_seconds'].rate, 'kind')} / on (run) group_left () "
+            f"{_summed(G['slots'])}",
+            "{{kind}}",
         ),
+        unit="percentunit",
         stacked=True,
     ),
-    Panel(
+    _panel(
         "Phases",
         "How long the present phase of each process has lasted, and the median of such phases.",
         "A phase far above its median hangs: the alert names it, and `asyncrl status` what the "
         "run waits for.",
-        "s",
-        (
-            Query(f"{C['phase']} > 0", "{{process}}: {{kind}}"),
-            Query(f"{C['phase_median']} > 0", "{{process}}: {{kind}}, median"),
-        ),
+        Query(f"{C['phase']} > 0", "{{process}}: {{kind}}"),
+        Query(f"{C['phase_median']} > 0", "{{process}}: {{kind}}, median"),
+        unit="s",
     ),
 )
 
 FLOW = (
-    Panel(
+    _panel(
         "Samples in flight",
         "Samples between their start and training, by where they are, and those that generators "
         "hold until the trainer has them.",
         "Many held: their groups wait for one long answer or for rewards. Many queued: the "
         "trainer is the bottleneck.",
-        "short",
-        (
-            Query(C["samples"], "{{state}}"),
-            Query(_summed(G["samples_held"]), "held by generators"),
-        ),
+        Query(C["samples"], "{{state}}"),
+        Query(_summed(G["samples_held"]), "held by generators"),
     ),
-    Panel(
+    _panel(
         "Requests and KV space",
         "Requests that hold a slot and that wait for one, and the share of the KV space in use.",
         "KV space near 100 % with requests waiting: fewer slots, a lower runahead_kv_limit, or "
         "more KV space.",
-        "short",
-        (
-            Query(G["running"], "{{process}} running"),
-            Query(G["waiting"], "{{process}} waiting"),
-            Query(G["kv_used"], "{{process}} KV space", "percentunit"),
-        ),
+        Query(G["running"], "{{process}} running"),
+        Query(G["waiting"], "{{process}} waiting"),
+        Query(G["kv_used"], "{{process}} KV space", "percentunit"),
     ),
-    Panel(
+    _panel(
         "Rewards",
         "Median and 95th percentile of a reward call, queueing included, and samples that wait.",
         "Waiting samples that grow: more rewards.workers, or a faster function.",
-        "s",
-        (
-            Query(G["reward_time"].quantile(0.5), "median"),
-            Query(G["reward_time"].quantile(0.95), "95 %"),
-            Query(_summed(G["rewards_waiting"]), "samples waiting", "short"),
-        ),
+        Query(G["reward_time"].quantile(0.5), "median"),
+        Query(G["reward_time"].quantile(0.95), "95 %"),
+        Query(_summed(G["rewards_waiting"]), "samples waiting", "short"),
+        unit="s",
     ),
-    Panel(
+    _panel(
         "Environments",
         "95th percentile of an environment's calls, by method; samples that wait for an answer, "
         "or until one may be opened; samples that began again.",
         "step or reset slow: more environment.workers, or a faster environment. Samples that wait "
         "to be opened: more environment.sessions. Started over: give it restore or replay.",
-        "s",
-        (
-            *(
-                Query(G["environment_time"].where(method=method).quantile(0.95), f"{method}, 95 %")
-                for method in ("reset", "step", "restore")
-            ),
-            Query(_summed(G["environment_waiting"]), "samples waiting", "short"),
-            Query(_summed(G["environment_queued"]), "waiting to be opened", "short"),
-            Query(_summed(G["environment_started_over"].rate), "started over per second", "short"),
+        *(
+            Query(G["environment_time"].where(method=method).quantile(0.95), f"{method}, 95 %")
+            for method in ("reset", "step", "restore")
         ),
+        Query(_summed(G["environment_waiting"]), "samples waiting", "short"),
+        Query(_summed(G["environment_queued"]), "waiting to be opened", "short"),
+        Query(_summed(G["environment_started_over"].rate), "started over per second", "short"),
+        unit="s",
     ),
-    Panel(
+    _panel(
         "Weights",
         "Time to write one version, and how long generators pause to install it.",
         "A pause above a second: look at the disk or memory that the weights go through, and at "
         "the length of the engine's steps.",
-        "s",
-        (
-            Query(T["publish_time"].mean(), "publish"),
-            Query(G["weights_time"].mean(), "pause of a generator"),
-        ),
+        Query(T["publish_time"].mean(), "publish"),
+        Query(G["weights_time"].mean(), "pause of a generator"),
+        unit="s",
     ),
 )
 
 HEALTH = (
-    Panel(
+    _panel(
         "Processes",
         "Generators by state, and processes that died, by role.",
         "The terminal has the reason of each death. Repeated SIGKILL without a reason is usually "
         "the kernel's, for memory.",
-        "short",
-        (
-            Query(C["generators"], "{{state}}"),
-            Query(C["process_failures"], "{{role}}s that died"),
-        ),
+        Query(C["generators"], "{{state}}"),
+        Query(C["process_failures"], "{{role}}s that died"),
     ),
-    Panel(
+    _panel(
         "Memory",
         "Resident memory of each process; engines in processes of their own are not included.",
         "Steady growth is a leak: please report it, with the process's name.",
-        "bytes",
-        (Query(f"process_resident_memory_bytes{{{RUN}}}", "{{instance}}"),),
+        Query(f"process_resident_memory_bytes{{{RUN}}}", "{{instance}}"),
+        unit="bytes",
     ),
-    Panel(
+    _panel(
         "Errors",
         "Per second: reward calls without a reward, refused frames, failed checkpoints, samples "
         "that were sent again or not logged, and samples of failed groups.",
         "All of them should be 0. The alerts say what to do about each.",
-        "short",
-        (
-            Query(
-                f"{_summed(G['rewards_failed'].rate)} or 0 * {_summed(G['slots'])}",
-                "rewards failed",
-            ),
-            Query(_summed(C["frames_refused"].rate), "frames refused"),
-            Query(_summed(T["checkpoints_failed"].rate), "checkpoints failed"),
-            Query(_summed(G["redeliveries"].rate), "sent again"),
-            Query(_summed(T["unlogged_samples"].rate), "not logged"),
-            Query(_summed(C["samples_ended"].where(outcome="failed").rate), "of failed groups"),
+        Query(
+            f"{_summed(G['rewards_failed'].rate)} or 0 * {_summed(G['slots'])}", "rewards failed"
         ),
+        Query(_summed(C["frames_refused"].rate), "frames refused"),
+        Query(_summed(T["checkpoints_failed"].rate), "checkpoints failed"),
+        Query(_summed(G["redeliveries"].rate), "sent again"),
+        Query(_summed(T["unlogged_samples"].rate), "not logged"),
+        Query(_summed(C["samples_ended"].where(outcome="failed").rate), "of failed groups"),
     ),
-    Panel(
+    _panel(
         "Checkpoints and disk",
         "Age of the newest checkpoint, and the free share of the run's disk.",
         "A lost trainer loses what is younger than its newest checkpoint. A full disk: remove old "
         "runs, or lower trainer.keep_checkpoints.",
-        "s",
-        (
-            Query(f"time() - {T['checkpointed']}", "age of the newest checkpoint"),
-            Query(f"{C['disk_free']} / {C['disk_size']}", "free share of the disk", "percentunit"),
-        ),
+        Query(f"time() - {T['checkpointed']}", "age of the newest checkpoint"),
+        Query(f"{C['disk_free']} / {C['disk_size']}", "free share of the disk", "percentunit"),
+        unit="s",
     ),
 )
 

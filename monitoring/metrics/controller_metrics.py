@@ -42,7 +42,7 @@ def _disk(folder: Path) -> tuple[float, float]:
 class ControllerMetrics(ProcessMetrics):
     """The run as a whole, as the controller sees it."""
 
-    run: By[Gauge] = gauge("asyncrl_run_info", "1 for the name of the run.", label="run")
+    run: By[Gauge] = gauge("asyncrl_run_info", "1 for the name of the run.", labels={"run": None})
     started: Gauge = gauge("asyncrl_run_start_time_seconds", "Unix time of the run's start.")
     steps: Total = counter("asyncrl_steps_total", "Optimizer steps finished.")
     steps_planned: Gauge = gauge("asyncrl_planned_steps", "Optimizer steps that the run will do.")
@@ -69,7 +69,7 @@ class ControllerMetrics(ProcessMetrics):
     reward_terms: By[Gauge] = gauge(
         "asyncrl_reward_term_mean",
         "Mean of what a reward function returned for the last step's samples, without its weight.",
-        label="function",
+        labels={"function": None},
     )
     staleness_mean: Gauge = _step_gauge(
         "asyncrl_staleness_mean_steps",
@@ -84,8 +84,7 @@ class ControllerMetrics(ProcessMetrics):
     on_policy_steps: By[Gauge] = gauge(
         "asyncrl_on_policy_steps",
         "Steps of the run, by whether they were exactly on-policy; those before a resume included.",
-        label="exactly",
-        values=OnPolicySteps._fields,
+        labels={"exactly": OnPolicySteps._fields},
     )
     throughput: Gauge = _step_gauge(
         "asyncrl_generation_tokens_per_second",
@@ -106,14 +105,13 @@ class ControllerMetrics(ProcessMetrics):
         "asyncrl_evaluation_accuracy_ratio",
         "Share of right samples on held-out prompts; `during`: the newest. NaN if that is "
         "incomplete.",
-        label="when",
-        values=("before", "during", "after"),
+        labels={"when": ("before", "during", "after")},
     )
     set_accuracy: By[Gauge] = gauge(
         "asyncrl_evaluation_set_accuracy_ratio",
         "Share of right samples on each held-out set, of the newest evaluation. NaN if that is "
         "incomplete.",
-        label="set",
+        labels={"set": None},
     )
     evaluated_step: Gauge = gauge(
         "asyncrl_evaluation_step", "The step that was evaluated last; its policy version."
@@ -121,26 +119,22 @@ class ControllerMetrics(ProcessMetrics):
     evaluations: By[Total] = counter(
         "asyncrl_evaluations_total",
         "Evaluations, by whether they have a result.",
-        label="outcome",
-        values=("complete", "incomplete", "given_up"),
+        labels={"outcome": ("complete", "incomplete", "given_up")},
     )
     samples: By[Gauge] = gauge(
         "asyncrl_samples_in_flight",
         "Samples between their start and training, by where they are.",
-        label="state",
-        values=("running", "held", "queued"),
+        labels={"state": ("running", "held", "queued")},
     )
     samples_ended: By[Total] = counter(
         "asyncrl_samples_total",
         "Samples that left the pipeline: trained on, or of a group that failed.",
-        label="outcome",
-        values=("trained", "failed"),
+        labels={"outcome": ("trained", "failed")},
     )
     groups_without_signal: By[Total] = counter(
         "asyncrl_groups_without_signal_total",
         "Groups that dynamic sampling left out: all of their rewards are 0, or equal otherwise.",
-        label="rewards",
-        values=("zero", "equal"),
+        labels={"rewards": ("zero", "equal")},
     )
     groups_left_over: Total = counter(
         "asyncrl_groups_left_over_total",
@@ -152,13 +146,12 @@ class ControllerMetrics(ProcessMetrics):
         "Share of the groups that carry signal, as dynamic sampling expects.",
     )
     generators: By[Gauge] = gauge(
-        "asyncrl_generators",
-        "Generator processes, by state.",
-        label="state",
-        values=GENERATOR_STATES,
+        "asyncrl_generators", "Generator processes, by state.", labels={"state": GENERATOR_STATES}
     )
     events: By[Total] = counter(
-        "asyncrl_scheduler_events_total", "Events given to the scheduler, by type.", label="event"
+        "asyncrl_scheduler_events_total",
+        "Events given to the scheduler, by type.",
+        labels={"event": None},
     )
     event_time: Total = counter(
         "asyncrl_scheduler_seconds_total", "Time spent inside the scheduler's decisions."
@@ -166,10 +159,8 @@ class ControllerMetrics(ProcessMetrics):
     process_failures: By[Total] = counter(
         "asyncrl_process_failures_total",
         "Processes that ended before they were told to, by role.",
-        label="role",
-        values=("generator", "trainer", "relay"),
+        labels={"role": ("generator", "trainer", "relay")},
     )
-
     disk_free: Gauge = gauge(
         "asyncrl_run_disk_free_bytes", "Free space of the disk that the run's folder is on."
     )
@@ -179,8 +170,7 @@ class ControllerMetrics(ProcessMetrics):
     wrong_policy: By[Total] = counter(
         "asyncrl_wrong_policy_total",
         "Findings that a generator samples from another policy than the trainer has, by cause.",
-        label="cause",
-        values=get_args(Cause),
+        labels={"cause": get_args(Cause)},
     )
 
     step_seconds: deque[float] = field(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -26,11 +26,8 @@ class MetricSpec:
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     """One sentence, shown by Prometheus."""
-    label: str | None = None
-    values: tuple[str, ...] | None = None
-    """Possible values of the label; None with a label allows any (keep them few)."""
-    second_label: str | None = None
-    """A label in addition to `label`, with any value."""
+    labels: Mapping[str, tuple[str, ...] | None] = field(default_factory=dict)
+    """Possible values of its label, or None for any (keep them few); a second label has any."""
     buckets: tuple[float, ...] = SECONDS
     """Upper bounds of a histogram's buckets, in its unit."""
     value: Callable[[Any], float | None] | None = None
@@ -82,15 +79,16 @@ class By(Generic[T]):
     def __init__(self, spec: MetricSpec, make: Callable[..., T]) -> None:
         self._spec = spec
         self._make = make
-        self._made: dict[tuple[str, ...], T] = {(one,): make(one) for one in spec.values or ()}
+        self._label, self._values = next(iter(spec.labels.items()))
+        self._made: dict[tuple[str, ...], T] = {(one,): make(one) for one in self._values or ()}
 
     def of(self, value: str, *second: str) -> T:
         """The metric with this label value, or these two. Raises ValueError if not declared."""
         if (value, *second) not in self._made:
-            if self._spec.values is not None:
+            if self._values is not None:
                 raise ValueError(
-                    f"{self._spec.name}: {self._spec.label}={value!r} is not declared, only "
-                    f"{', '.join(self._spec.values)}"
+                    f"{self._spec.name}: {self._label}={value!r} is not declared, only "
+                    f"{', '.join(self._values)}"
                 )
             self._made[value, *second] = self._make(value, *second)
         return self._made[value, *second]
@@ -109,7 +107,7 @@ def new_registry() -> CollectorRegistry:
 
 def build(spec: MetricSpec, registry: CollectorRegistry, process: str) -> Any:
     """Build the metric that `spec` declares, or `By` of it. Raises ValueError if it exists."""
-    labels = ["process", *filter(None, (spec.label, spec.second_label))]
+    labels = ["process", *spec.labels]
     family: Counter | Gauge | Histogram
     if spec.kind == "histogram":
         family = Histogram(spec.name, spec.help, labels, registry=registry, buckets=spec.buckets)
@@ -121,4 +119,4 @@ def build(spec: MetricSpec, registry: CollectorRegistry, process: str) -> Any:
         made = family.labels(process, *values)
         return Total(made) if isinstance(made, Counter) else made
 
-    return child() if spec.label is None else By(spec, child)
+    return By(spec, child) if spec.labels else child()

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from prometheus_client import Gauge, Histogram
 
-from asyncrl.monitoring.metrics.controller_metrics import ControllerMetrics
+from asyncrl.monitoring.metrics.controller_metrics import ControllerMetrics as ControllerMetrics
 from asyncrl.monitoring.metrics.instruments import (
     TOKENS,
     By,
@@ -24,11 +24,12 @@ from asyncrl.monitoring.metrics.instruments import (
     counter,
     gauge,
     histogram,
-    new_registry,
     specs_of,
 )
+from asyncrl.monitoring.metrics.instruments import new_registry as new_registry
 from asyncrl.monitoring.metrics.occupancy import SlotPiece, SlotUse
-from asyncrl.monitoring.metrics.process_metrics import CommonMetrics, ProcessMetrics
+from asyncrl.monitoring.metrics.process_metrics import CommonMetrics
+from asyncrl.monitoring.metrics.process_metrics import ProcessMetrics as ProcessMetrics
 from asyncrl.wire.messages.from_trainer import CheckpointFault
 from asyncrl.wire.records.step import LearnerMetrics, Measured
 from asyncrl.wire.weights.layout import Outcome
@@ -50,8 +51,7 @@ class RelayMetrics(CommonMetrics):
     weights_fetched: By[Total] = counter(
         "asyncrl_relay_weights_fetches_total",
         "Versions that were to be brought to this node, by what came of it.",
-        label="outcome",
-        values=("whole", "superseded", "failed"),
+        labels={"outcome": ("whole", "superseded", "failed")},
     )
     weights_time: Histogram = histogram(
         "asyncrl_relay_weights_fetch_seconds",
@@ -61,14 +61,12 @@ class RelayMetrics(CommonMetrics):
         "asyncrl_relay_frames_total",
         "Frames of control messages that were passed on: up to the controller, down to this "
         "node's processes.",
-        label="direction",
-        values=("up", "down"),
+        labels={"direction": ("up", "down")},
     )
     bundles: By[Total] = counter(
         "asyncrl_relay_bundles_total",
         "Bundles in which these frames travelled between relay and controller.",
-        label="direction",
-        values=("up", "down"),
+        labels={"direction": ("up", "down")},
     )
     dropped: Total = counter(
         "asyncrl_relay_dropped_frames_total",
@@ -90,19 +88,6 @@ class RelayMetrics(CommonMetrics):
     nodes_failing: Gauge = gauge(
         "asyncrl_relay_failing_nodes", "Of these, nodes whose files could not be copied last time."
     )
-
-
-__all__ = [
-    "ROLES",
-    "CommonMetrics",
-    "ControllerMetrics",
-    "GeneratorMetrics",
-    "ProcessMetrics",
-    "RelayMetrics",
-    "TrainerMetrics",
-    "all_specs",
-    "new_registry",
-]
 
 
 def _learner_gauge(name: str, text: str, value: Callable[[LearnerMetrics], Measured]) -> Any:
@@ -157,8 +142,7 @@ class GeneratorMetrics(ProcessMetrics):
     slot_seconds: By[Total] = counter(
         "asyncrl_slot_seconds_total",
         "Time of the engine's slots, by use; empty slots are idle.",
-        label="kind",
-        values=tuple(use.value for use in SlotUse),
+        labels={"kind": tuple(use.value for use in SlotUse)},
     )
     running: Gauge = gauge("asyncrl_engine_running_requests", "Requests that hold a slot.")
     waiting: Gauge = gauge("asyncrl_engine_waiting_requests", "Requests that wait for a slot.")
@@ -173,8 +157,7 @@ class GeneratorMetrics(ProcessMetrics):
     samples_finished: By[Total] = counter(
         "asyncrl_finished_samples_total",
         "Samples generated to their end, by finish reason.",
-        label="reason",
-        values=("stop", "length", "abort", "deadline"),
+        labels={"reason": ("stop", "length", "abort", "deadline")},
     )
     response_length: Histogram = histogram(
         "asyncrl_response_length_tokens", "Length of finished responses.", buckets=TOKENS
@@ -200,8 +183,7 @@ class GeneratorMetrics(ProcessMetrics):
     rewards_failed: By[Total] = counter(
         "asyncrl_reward_failures_total",
         "Reward calls that gave no reward, by function and reason.",
-        label="function",
-        second_label="reason",
+        labels={"function": None, "reason": None},
     )
     rewards_retried: Total = counter(
         "asyncrl_reward_retries_total",
@@ -210,29 +192,27 @@ class GeneratorMetrics(ProcessMetrics):
     service_requests: By[Total] = counter(
         "asyncrl_reward_requests_total",
         "Requests of `reward_model` and `judge` to their servers, repeated ones included.",
-        label="function",
+        labels={"function": None},
     )
     service_retries: By[Total] = counter(
         "asyncrl_reward_request_retries_total",
         "Requests that were repeated, by function and what was wrong: throttled, server_error, "
         "connection or timeout.",
-        label="function",
-        second_label="reason",
+        labels={"function": None, "reason": None},
     )
     service_seconds: By[Total] = counter(
         "asyncrl_reward_request_seconds_total",
         "Seconds in calls to a server, waiting between attempts included, all calls added up.",
-        label="function",
+        labels={"function": None},
     )
     service_opened: By[Total] = counter(
         "asyncrl_reward_breaker_opened_total",
         "How often calls to a server were suspended because several in a row had failed.",
-        label="function",
+        labels={"function": None},
     )
     reward_time: Histogram = histogram(
         "asyncrl_reward_seconds", "One reward call, queueing included."
     )
-
     environment_waiting: Gauge = gauge(
         "asyncrl_environment_waiting_samples",
         "Samples whose environment has to answer before they need a slot.",
@@ -245,7 +225,7 @@ class GeneratorMetrics(ProcessMetrics):
     environment_time: By[Histogram] = histogram(
         "asyncrl_environment_seconds",
         "One call of an environment, by method (reset, step or restore), failed ones included.",
-        label="method",
+        labels={"method": None},
     )
     environment_turns: Total = counter(
         "asyncrl_environment_turns_total",
@@ -317,8 +297,7 @@ class TrainerMetrics(ProcessMetrics):
         "asyncrl_weight_broadcasts_total",
         "Broadcasts of a version to a group of engine processes, by how they ended; those of a "
         "broken one read the file.",
-        label="outcome",
-        values=get_args(Outcome),
+        labels={"outcome": get_args(Outcome)},
     )
     weights_size: Gauge = gauge("asyncrl_weights_bytes", "Size of one version of the weights.")
     checkpoint_time: Histogram = histogram("asyncrl_checkpoint_seconds", "Writing one checkpoint.")
@@ -328,8 +307,7 @@ class TrainerMetrics(ProcessMetrics):
     checkpoints_failed: By[Total] = counter(
         "asyncrl_checkpoints_failed_total",
         "Checkpoints that the disk did not take, by cause; training continues.",
-        label="cause",
-        values=get_args(CheckpointFault),
+        labels={"cause": get_args(CheckpointFault)},
     )
     checkpointed: Gauge = gauge(
         "asyncrl_last_checkpoint_timestamp_seconds",
@@ -385,7 +363,7 @@ class TrainerMetrics(ProcessMetrics):
     algorithm: By[Gauge] = gauge(
         "asyncrl_algorithm_signal",
         "What the algorithm reports of the last step, by the signals that it declares.",
-        label="signal",
+        labels={"signal": None},
     )
 
     def publish(self, metrics: LearnerMetrics) -> None:

@@ -13,6 +13,8 @@ from asyncrl.wire.transport.decoding import Reason
 
 # ruff: noqa: RUF009 - the calls below make dataclass fields; ruff cannot see that through a helper
 
+_KINDS = frozenset(kind.value for kind in SpanKind)
+
 
 class Resending(Protocol):
     """One end of a session, or all those of a hub (`asyncrl.wire.sessions`)."""
@@ -24,9 +26,6 @@ class Resending(Protocol):
         """Frames that the other end may lack."""
 
 
-_KINDS = frozenset(kind.value for kind in SpanKind)
-
-
 @dataclass(frozen=True, slots=True)
 class CommonMetrics:
     """Metrics of every process."""
@@ -34,14 +33,12 @@ class CommonMetrics:
     frames_refused: By[Total] = counter(
         "asyncrl_frames_refused_total",
         "Frames from other processes that were not accepted, by reason.",
-        label="reason",
-        values=tuple(reason.value for reason in Reason),
+        labels={"reason": tuple(reason.value for reason in Reason)},
     )
     trace_spans: By[Total] = counter(
         "asyncrl_trace_spans_total",
         "Spans of traces, by whether the collector took them.",
-        label="outcome",
-        values=("sent", "dropped"),
+        labels={"outcome": ("sent", "dropped")},
     )
     frames_resent: Total = counter(
         "asyncrl_session_resent_frames_total",
@@ -84,28 +81,25 @@ class ProcessMetrics(CommonMetrics):
     activity: By[Total] = counter(
         "asyncrl_activity_seconds_total",
         "Time spent, by what the process did.",
-        label="kind",
-        values=tuple(kind.value for kind in SpanKind),
+        labels={"kind": tuple(kind.value for kind in SpanKind)},
     )
     idle: By[Total] = counter(
-        "asyncrl_idle_seconds_total", "Time spent waiting, by cause.", label="cause"
+        "asyncrl_idle_seconds_total", "Time spent waiting, by cause.", labels={"cause": None}
     )
     idle_ratio: By[Gauge] = gauge(
         "asyncrl_idle_ratio",
         "Share of the last minute spent waiting, by cause; causes add up.",
-        label="cause",
+        labels={"cause": None},
     )
     phase: By[Gauge] = gauge(
         "asyncrl_phase_seconds",
         "How long the present phase has lasted, by its kind; 0 for all other kinds.",
-        label="kind",
-        values=tuple(kind.value for kind in SpanKind),
+        labels={"kind": tuple(kind.value for kind in SpanKind)},
     )
     phase_median: By[Gauge] = gauge(
         "asyncrl_phase_median_seconds",
         "Median length of the last phases, by kind; 0 until there were five.",
-        label="kind",
-        values=tuple(kind.value for kind in SpanKind),
+        labels={"kind": tuple(kind.value for kind in SpanKind)},
     )
     recent: RecentIdle = field(default_factory=RecentIdle, kw_only=True, repr=False)
     """Last minute of the timeline. Not a metric."""

@@ -85,9 +85,8 @@ def read_account(run: Path) -> GroupAccount:
 def main(arguments: Sequence[str]) -> int:
     """Print the account of the run in the given folder; 0 if it is exact, 1 if not, 2 on misuse."""
     if len(arguments) != 1:
-        print(
-            "usage: python -m asyncrl.monitoring.records.group_account RUN_FOLDER", file=sys.stderr
-        )
+        usage = "usage: python -m asyncrl.monitoring.records.group_account RUN_FOLDER"
+        print(usage, file=sys.stderr)
         return 2
     try:
         account = read_account(Path(arguments[0]))
@@ -97,11 +96,8 @@ def main(arguments: Sequence[str]) -> int:
     print(f"trained on: {account.trained} groups, each once: {'no' if account.twice else 'yes'}")
     if account.without_signal:
         print(f"without signal: {account.without_signal}")
-    for name, groups in (
-        ("failed", account.failed),
-        ("lost", account.lost),
-        ("twice", account.twice),
-    ):
+    for name in ("failed", "lost", "twice"):
+        groups = getattr(account, name)
         print(f"{name}: {len(groups)}" + (f" {list(groups)}" if groups else ""))
     return 0 if account.is_exact else 1
 

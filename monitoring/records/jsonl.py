@@ -23,6 +23,11 @@ import msgspec
 
 from asyncrl.monitoring.errors import RecordError
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_CHUNK = 1 << 16
+
 
 class DiskThread:
     """Makes one call at a time on a daemon thread, so that a hanging disk cannot stop callers."""
@@ -51,13 +56,6 @@ class DiskThread:
         while (call := self._calls.get()) is not None:
             call()
             self._returned.set()
-
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-_CHUNK = 1 << 16
 
 
 def _plain_number(value: Any) -> Any:
@@ -223,9 +221,14 @@ def _remove_incomplete_line(path: Path) -> None:
             file.truncate(keep)
 
 
-def read_jsonl(path: Path, kind: type[T]) -> list[T]:
+def read_jsonl(path: Path, kind: type[T], *, missing_ok: bool = False) -> list[T]:
     """Read the whole lines of `path` as `kind`. Raises FileNotFoundError, RecordError."""
-    records, errors = read_undamaged(path, kind)
+    try:
+        records, errors = read_undamaged(path, kind)
+    except FileNotFoundError:
+        if missing_ok:
+            return []
+        raise
     if errors:
         raise errors[0]
     return records

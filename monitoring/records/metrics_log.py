@@ -1,7 +1,6 @@
 """Readers and writers of `metrics.jsonl` and `evaluations.jsonl`.
 
-A resumed run trains the steps after its last checkpoint again, and appends them. Readers take the
-newest record of each step.
+A resumed run appends the steps that it trains again. Readers take the newest record of each step.
 """
 
 from collections.abc import Iterable
@@ -17,11 +16,7 @@ MetricsLog = RetryingJsonlWriter[StepMetrics]
 
 def read_evaluations(path: Path) -> list[EvaluationRecord]:
     """The newest record of each step, in order; empty without the file. Raises RecordError."""
-    try:
-        records = read_jsonl(path, EvaluationRecord)
-    except FileNotFoundError:
-        return []
-    return _newest_of_each_step(records)
+    return _newest_of_each_step(read_jsonl(path, EvaluationRecord, missing_ok=True))
 
 
 def recent_evaluations(path: Path, most_bytes: int) -> list[EvaluationRecord]:
@@ -36,11 +31,7 @@ def _newest_of_each_step(records: Iterable[EvaluationRecord]) -> list[Evaluation
 
 def read_metrics(path: Path) -> list[StepMetrics]:
     """The newest record of each step, in order; empty without the file. Raises RecordError."""
-    try:
-        steps = read_jsonl(path, StepMetrics)
-    except FileNotFoundError:
-        return []
-    return drop_superseded(steps)
+    return drop_superseded(read_jsonl(path, StepMetrics, missing_ok=True))
 
 
 def drop_superseded(steps: Iterable[StepMetrics]) -> list[StepMetrics]:

@@ -16,24 +16,11 @@ from asyncrl.monitoring.errors import RecordError
 from asyncrl.monitoring.records.metrics_log import read_metrics
 from asyncrl.wire.records.step import StepMetrics
 
-TIMES = frozenset(
-    {
-        "time",
-        "wall_seconds",
-        "step_seconds",
-        "tokens_per_second",
-        "engine_busy_seconds",
-        "tokens",
-        "noise_floor",
-        "idle",
-        "times",
-        "reward_failures",
-        "environments",
-    }
-)
-"""Fields of `StepMetrics` that depend on the clock. `tokens`, `noise_floor`, `reward_failures` and
-`environments` do: generators report their counters twice a second, and how much is drafted follows
-measured step times."""
+_CLOCKS = ("time", "wall_seconds", "step_seconds", "engine_busy_seconds", "idle", "times")
+_COUNTERS = ("tokens", "tokens_per_second", "noise_floor", "reward_failures", "environments")
+TIMES = frozenset((*_CLOCKS, *_COUNTERS))
+"""Fields of `StepMetrics` that depend on the clock. Counters do: generators report them twice a
+second, and how much is drafted follows measured step times."""
 
 
 def without_times(step: StepMetrics) -> bytes:
@@ -63,7 +50,9 @@ def difference(run: Path, other: Path) -> str | None:
     steps, others = read_steps(run), read_steps(other)
     for mine, theirs in zip(steps, others, strict=False):
         if without_times(mine) != without_times(theirs):
-            return f"step {mine.step}: {_fields_apart(mine, theirs)} differ"
+            names = [name for name in mine.__struct_fields__ if name not in TIMES]
+            apart = [name for name in names if getattr(mine, name) != getattr(theirs, name)]
+            return f"step {mine.step}: {', '.join(apart)} differ"
     if len(steps) != len(others):
         return f"{run} has {len(steps)} steps and {other} has {len(others)}"
     weights, other_weights = digests(run), digests(other)
@@ -73,21 +62,11 @@ def difference(run: Path, other: Path) -> str | None:
     return None
 
 
-def _fields_apart(mine: StepMetrics, theirs: StepMetrics) -> str:
-    return ", ".join(
-        name
-        for name in mine.__struct_fields__
-        if name not in TIMES and getattr(mine, name) != getattr(theirs, name)
-    )
-
-
 def main(arguments: Sequence[str]) -> int:
     """Compare two runs' folders; 0 if they are the same, 1 if not, 2 on misuse."""
     if len(arguments) != 2:
-        print(
-            "usage: python -m asyncrl.monitoring.records.same_training RUN_FOLDER OTHER_FOLDER",
-            file=sys.stderr,
-        )
+        usage = "python -m asyncrl.monitoring.records.same_training RUN_FOLDER OTHER_FOLDER"
+        print(f"usage: {usage}", file=sys.stderr)
         return 2
     run, other = (Path(argument) for argument in arguments)
     try:

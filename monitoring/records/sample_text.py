@@ -7,19 +7,14 @@ from rich.text import Text
 
 from asyncrl.monitoring.records.samples import SampleRecord, newest_samples
 from asyncrl.monitoring.records.trained_samples import TrainedSample, newest_trained
-from asyncrl.monitoring.terminal.formatting import counted, ended, number, without_controls
+from asyncrl.monitoring.terminal.formatting import counted, ended, number
+from asyncrl.monitoring.terminal.formatting import without_controls as _clean
 
 _STYLES = {"sampled": "", "drafted": "green", "verified": "cyan", "observed": "dim"}
-"""Styles of tokens, by origin. Without colours, drafted tokens are in [ ], verified ones in { },
-and observed ones in ( )."""
 _CONTEXT = "context"
 """Marks the beginning of a context, in place of an origin."""
-_BRACKETS = {
-    "sampled": ("", ""),
-    "drafted": ("[", "]"),
-    "verified": ("{", "}"),
-    "observed": ("(", ")"),
-}
+_BRACKETS = {"drafted": ("[", "]"), "verified": ("{", "}"), "observed": ("(", ")")}
+"""Marks of tokens without colours."""
 
 
 def legend(*, colours: bool) -> Text:
@@ -52,7 +47,7 @@ def sample_text(record: SampleRecord | TrainedSample, *, colours: bool) -> Text:
         if kind == _CONTEXT:
             text.append(f"\n{piece}\n", style="bold")
             continue
-        opening, closing = ("", "") if colours else _BRACKETS[kind]
+        opening, closing = ("", "") if colours else _BRACKETS.get(kind, ("", ""))
         text.append(f"{opening}{_clean(piece)}{closing}", style=_STYLES[kind] if colours else "")
     if record.answer is not None:
         text.append("\nreference: ", style="dim").append(_clean(record.answer), style="dim")
@@ -104,7 +99,3 @@ def _runs(record: SampleRecord) -> Iterator[tuple[str, str]]:
         piece, kind = piece + token, origin
     if piece:
         yield piece, kind
-
-
-def _clean(text: str) -> str:
-    return without_controls(text)

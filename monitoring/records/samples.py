@@ -1,7 +1,6 @@
 """`samples.jsonl` and `recent/`: a few trajectories of a run, for people to read.
 
-samples.jsonl has one of every n-th step of the whole run. `recent/NAME.jsonl` has a few of each of
-the last steps, from one generator.
+samples.jsonl has one of every n-th step, `recent/NAME.jsonl` a few of a generator's last steps.
 """
 
 import contextlib
@@ -13,12 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from asyncrl.monitoring.records.jsonl import (
-    DiskThread,
-    RetryingJsonlWriter,
-    read_jsonl,
-    read_tail,
-)
+from asyncrl.monitoring.records.jsonl import DiskThread, RetryingJsonlWriter, read_jsonl, read_tail
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +58,7 @@ class SampleRecord(msgspec.Struct, frozen=True):
     """Unweighted terms of the reward: the result of each reward function, and the environment's
     part. None where one does not apply; empty if one of them failed, which counts as 0."""
     evaluation: str = ""
-    """The held-out set of a sample that was drawn for an evaluation, of the policy after `step`
-    steps; empty if it was trained on."""
+    """The held-out set of an evaluation's sample, drawn after `step` steps; empty: trained on."""
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -167,10 +160,7 @@ def _writable(record: SampleRecord) -> SampleRecord:
 
 def read_samples(path: Path) -> list[SampleRecord]:
     """Read all records in the order of the file; empty without it. Raises RecordError."""
-    try:
-        return read_jsonl(path, SampleRecord)
-    except FileNotFoundError:
-        return []
+    return read_jsonl(path, SampleRecord, missing_ok=True)
 
 
 def trained_on(records: Iterable[SampleRecord]) -> list[SampleRecord]:
@@ -190,10 +180,7 @@ def recent_files(run: Path) -> list[Path]:
 
 
 def newest_samples(run: Path, count: int) -> list[SampleRecord]:
-    """The last recorded samples that a run was trained on, oldest first.
-
-    It reads the ends of the files.
-    """
+    """The last recorded samples that a run was trained on, from the files' ends, oldest first."""
     spread = trained_on(read_tail(run / "samples.jsonl", SampleRecord, _TAIL_BYTES))
     return _last(with_recent(run, spread), count)
 

@@ -145,8 +145,7 @@ def idle_by_cause(
 ) -> dict[str, float]:
     """Share of `[start, end)` in which a process waited, by cause, largest first.
 
-    Time that no span covers is `UNACCOUNTED`; `absent` seconds do not count. Raises ValueError if
-    nothing is left of the time.
+    Time without a span is `UNACCOUNTED`, `absent` seconds do not count. ValueError if none remain.
     """
     whole = end - start - absent
     if not whole > 0:

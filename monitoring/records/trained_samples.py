@@ -1,9 +1,8 @@
 """`samples/000001.jsonl` and so on: every sample that a run has trained on, once, by step.
 
 When a file is full the next number begins, and the oldest files are removed when all together
-exceed a limit. Each rank of the trainer writes separate files, those from 1 on
-`samples/000001-rank-1.jsonl` and so on. The trainer drops the records of steps that it repeats
-before it adds any (`truncate`).
+exceed a limit. Ranks from 1 on write `samples/000001-rank-1.jsonl` and so on. The trainer drops the
+records of steps that it repeats before it adds any (`truncate`).
 """
 
 import contextlib
@@ -186,13 +185,11 @@ def copy_later(folder: Path, target: Path, *, from_step: int) -> None:
     """
     for path, keep in _files_with(folder, from_step):
         target.mkdir(parents=True, exist_ok=True)
-        if not keep:
-            try:
+        with contextlib.suppress(OSError):  # a disk without hard links, or another disk
+            if not keep:
                 os.link(path, target / path.name)
-            except OSError:  # a disk without hard links, or another disk
-                shutil.copyfile(path, target / path.name)
-        else:  # it is cut and appended to
-            shutil.copyfile(path, target / path.name)
+                continue
+        shutil.copyfile(path, target / path.name)  # one that stays is cut and appended to
 
 
 def _files_with(folder: Path, step: int) -> Iterator[tuple[Path, int]]:

@@ -16,12 +16,7 @@ from asyncrl.monitoring.errors import RecordError, ReportError
 from asyncrl.monitoring.metrics.occupancy import SlotPiece, read_slots
 from asyncrl.monitoring.records.jsonl import read_jsonl
 from asyncrl.monitoring.records.metrics_log import read_evaluations, read_metrics
-from asyncrl.monitoring.records.samples import (
-    SampleRecord,
-    read_samples,
-    trained_on,
-    with_recent,
-)
+from asyncrl.monitoring.records.samples import SampleRecord, read_samples, trained_on, with_recent
 from asyncrl.monitoring.records.spans import Span, read_spans
 from asyncrl.monitoring.report.series import finite
 from asyncrl.monitoring.terminal.evaluation_text import course
@@ -162,9 +157,7 @@ class RunData:
 def load_run(run_dir: Path) -> RunData:
     """Read the files that exist; `notes` names unreadable ones. Raises ReportError if not a run."""
     if not run_dir.is_dir():
-        raise ReportError(
-            f"run directory {run_dir} does not exist; `ls {run_dir.parent}` lists the runs"
-        )
+        raise ReportError(f"{run_dir} does not exist; `ls {run_dir.parent}` lists the runs")
     known = ("config.yaml", "metrics.jsonl", "result.json", "timeline")
     if not any((run_dir / name).exists() for name in known):
         raise ReportError(
@@ -174,30 +167,28 @@ def load_run(run_dir: Path) -> RunData:
     data = RunData(name=run_dir.resolve().name)
     load_config(run_dir / "config.yaml", data)
     load_state(run_dir / "run.json", data)
-    data.result = _load_or_note(data, lambda: _load_result(run_dir / "result.json"), None)
-    data.steps = _load_or_note(data, lambda: read_metrics(run_dir / "metrics.jsonl"), [])
-    data.evaluations = _load_or_note(
-        data, lambda: read_evaluations(run_dir / "evaluations.jsonl"), []
-    )
-    data.samples = _load_or_note(data, lambda: read_samples(run_dir / "samples.jsonl"), [])
+
+    def read(name: str, load: Callable[[Path], T], otherwise: T) -> T:
+        try:
+            return load(run_dir / name)
+        except FileNotFoundError:
+            return otherwise
+        except (RecordError, OSError) as error:
+            data.notes.append(str(error))
+            return otherwise
+
+    data.result = read("result.json", _load_result, None)
+    data.steps = read("metrics.jsonl", read_metrics, [])
+    data.evaluations = read("evaluations.jsonl", read_evaluations, [])
+    data.samples = read("samples.jsonl", read_samples, [])
     data.samples = with_recent(run_dir, trained_on(data.samples), RECENT_SAMPLES)
-    if (run_dir / "orders.jsonl").exists():
-        data.orders = _load_or_note(
-            data, lambda: read_jsonl(run_dir / "orders.jsonl", OrderRecord), []
-        )
+    data.orders = read("orders.jsonl", partial(read_jsonl, kind=OrderRecord), [])
     for path in sorted((run_dir / "timeline").glob("*.jsonl"), key=lambda path: rank_of(path.stem)):
-        spans: list[Span] = _load_or_note(data, partial(read_spans, path), [])
-        if spans:
+        if spans := read(f"timeline/{path.name}", read_spans, list[Span]()):
             data.timelines[path.stem] = spans
-            _load_slots(run_dir / "slots" / path.name, data)
+            if pieces := read(f"slots/{path.name}", read_slots, list[SlotPiece]()):
+                data.slots[path.stem] = pieces
     return data
-
-
-def _load_slots(path: Path, data: RunData) -> None:
-    if path.exists():
-        pieces: list[SlotPiece] = _load_or_note(data, partial(read_slots, path), [])
-        if pieces:
-            data.slots[path.stem] = pieces
 
 
 def load_state(path: Path, data: RunData) -> None:
@@ -215,19 +206,9 @@ def rank_of(process: str) -> tuple[int, str, int]:
     return place, stem, number
 
 
-def _load_or_note(data: RunData, load: Callable[[], T], otherwise: T) -> T:
-    try:
-        return load()
-    except (RecordError, OSError) as error:
-        data.notes.append(str(error))
-        return otherwise
-
-
 def _load_result(path: Path) -> RunResult | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunResult)
-    except FileNotFoundError:
-        return None
     except msgspec.DecodeError as error:
         raise RecordError(path, 1, str(error)) from error
 

@@ -10,6 +10,24 @@ from asyncrl.monitoring.report.markup import Child, Markup, element, legend
 from asyncrl.monitoring.report.plots import SLICES, Box, stacked_slices
 from asyncrl.monitoring.terminal.formatting import duration, number, percent
 
+WIDTH = 1080
+LABELS = 124
+RIGHT = 10
+TOP = 20
+LANE = 30
+STRIP = 26
+"""Height of the strip that shows the use of slots, under its process's lane."""
+GAP = 12
+AXIS = 30
+MAX_EXACT_SPANS = 500
+"""A lane with more spans than this in its window is drawn in slices."""
+_TIME_STEPS = (
+    *(0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60),
+    *(120, 300, 600, 1800, 3600, 7200, 21600, 86400),
+)
+"""Tick distances of the axis, in seconds."""
+_NAMES = {kind.value: kind.value.replace("_", " ") for kind in SpanKind}
+KIND_NAMES: Mapping[str, str] = {**_NAMES, SpanKind.RUN_AHEAD.value: "run-ahead"}
 STYLES = {
     SlotUse.PRIMARY.value: "k-generating",
     SlotUse.VERIFYING.value: "k-verifying",
@@ -19,7 +37,6 @@ STYLES = {
     SlotUse.ENVIRONMENT.value: "k-environment",
 }
 """CSS class of each use, in the order from the bottom. Empty slots are not drawn."""
-
 NAMES = {
     SlotUse.PRIMARY.value: "due samples",
     SlotUse.VERIFYING.value: "verification",
@@ -83,30 +100,6 @@ def slot_strip(
         return "\n".join([*lines, f"empty: {empty}, at {at}"])
 
     return stacked_slices(slices, STYLES, box, describe)
-
-
-WIDTH = 1080
-LABELS = 124
-RIGHT = 10
-TOP = 20
-LANE = 30
-STRIP = 26
-"""Height of the strip that shows the use of slots, under its process's lane."""
-GAP = 12
-AXIS = 30
-MAX_EXACT_SPANS = 500
-"""A lane with more spans than this in its window is drawn in slices."""
-
-_TIME_STEPS = (
-    *(0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60),
-    *(120, 300, 600, 1800, 3600, 7200, 21600, 86400),
-)
-"""Tick distances of the axis, in seconds."""
-
-KIND_NAMES: Mapping[str, str] = {
-    **{kind.value: kind.value.replace("_", " ") for kind in SpanKind},
-    SpanKind.RUN_AHEAD.value: "run-ahead",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,14 +267,12 @@ def clock_label(seconds: float, step: float) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
 
 
-def _finished_steps(
-    window: Window, bottom: float, steps: Sequence[tuple[int, float]]
-) -> Markup | None:
+def _finished_steps(window: Window, y: float, steps: Sequence[tuple[int, float]]) -> Markup | None:
     marks = []
     for step, time in steps:
         if window.start <= time <= window.end:
             x = window.x(time)
-            marks.append(element("line", x1=x, x2=x, y1=TOP - 6, y2=bottom - 6, class_="step"))
+            marks.append(element("line", x1=x, x2=x, y1=TOP - 6, y2=y - 6, class_="step"))
             label = f"step {step} done"
             marks.append(element("text", label, x=x, y=TOP - 9, class_="tick mid"))
     return element("g", marks) if marks else None

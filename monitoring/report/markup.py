@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from importlib import resources
 from typing import TypeAlias
 
-_WITHOUT_END = frozenset(
-    {"meta", "br", "hr", "rect", "line", "path", "circle", "polyline", "polygon"}
-)
+_VOID = frozenset({"meta", "br", "hr", "rect", "line", "path", "circle", "polyline", "polygon"})
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
 class Markup(str):
@@ -47,16 +46,14 @@ def element(tag: str, *children: Child, **attributes: str | float | None) -> Mar
         for name, value in attributes.items()
         if value is not None
     )
-    if tag in _WITHOUT_END and not children:
+    if tag in _VOID and not children:
         return Markup(f"<{tag}{opening}/>")
     return Markup(f"<{tag}{opening}>{join(children)}</{tag}>")
 
 
 def legend(items: Iterable[tuple[str, str]], *more: Child) -> Markup:
     """Explain colours, given names and their CSS classes."""
-    entries = [
-        element("span", element("i", class_=f"swatch {style}"), name) for name, style in items
-    ]
+    entries = [element("span", element("i", class_=f"swatch {css}"), name) for name, css in items]
     return element("div", entries, *more, class_="legend")
 
 
@@ -83,9 +80,6 @@ def _value(value: str | float) -> str:
 
 def _number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.2f}".rstrip("0").rstrip(".")
-
-
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
 def page(title: str, body: Child) -> str:

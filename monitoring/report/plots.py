@@ -8,6 +8,11 @@ from asyncrl.monitoring.report.series import Values, thin, ticks
 
 SLICES = 238
 """Number of slices of a timeline over its whole width."""
+WIDTH = 520
+HEIGHT = 236
+LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 38
+MAX_POINTS = 260
+"""Longer runs are drawn as means over neighbouring steps, at most this many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +50,13 @@ def stacked_slices(
                 floor -= height
         band = element("rect", x=left, y=box.top, width=width, height=box.height)
         bands.append(element("g", element("title", describe(index)), band))
-    marks = [
-        element("path", d="".join(pieces), class_=styles[part]) for part, pieces in paths.items()
-    ]
+    marks = [element("path", d="".join(bars), class_=styles[part]) for part, bars in paths.items()]
     return element("g", marks, element("g", bands, class_="hover"))
 
 
 def bar_path(left: float, floor: float, width: float, height: float) -> str:
     """Outline of an upright bar that stands on `floor`, as SVG path data."""
     return f"M{left:.2f} {floor:.2f}h{width:.2f}v{-height:.2f}h{-width:.2f}z"
-
-
-WIDTH = 520
-HEIGHT = 236
-LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 38
-MAX_POINTS = 260
-"""Longer runs are drawn as means over neighbouring steps, at most this many."""
 
 
 def compact(value: float) -> str:
@@ -145,12 +141,7 @@ def line_plot(
 
 
 def bar_plot(
-    title: str,
-    x: Sequence[float],
-    layers: Sequence[Series],
-    *,
-    note: str = "",
-    y_label: str = "",
+    title: str, x: Sequence[float], layers: Sequence[Series], *, note: str = "", y_label: str = ""
 ) -> Markup:
     """Stacked layers, one bar per `x`. Gaps count as 0."""
     x_thin, drawn = _thinned(x, layers)

@@ -17,6 +17,7 @@ PROVENANCE_WORDS = {
 }
 MAX_TOKENS = 2000
 """Longer responses are cut to this many tokens in the report."""
+OPEN_SAMPLES = 4
 
 
 def samples_legend(records: Sequence[SampleRecord]) -> Markup:
@@ -99,9 +100,6 @@ def _details(record: SampleRecord, index: int) -> str:
     return "\n".join(lines)
 
 
-OPEN_SAMPLES = 4
-
-
 def section(title: str, about: str, *content: Child) -> Markup:
     """A heading, a sentence on what the section shows, and its content."""
     return element("section", element("h2", title), element("p", about, class_="about"), *content)
@@ -114,16 +112,14 @@ def samples(data: RunData) -> Markup | None:
         return None
     cards = [sample_card(record) for record in reversed(chosen)]
     rest = cards[OPEN_SAMPLES:]
-    more = element(
-        "details", element("summary", f"{len(rest)} more from earlier in the run"), *rest
-    )
+    old = element("details", element("summary", f"{len(rest)} more from earlier in the run"), *rest)
     return section(
         "Sample trajectories",
         "Newest first. The colour of a token shows where it came from; point at a token for its "
         "probability.",
         samples_legend(chosen),
         *cards[:OPEN_SAMPLES],
-        more if rest else None,
+        old if rest else None,
     )
 
 

@@ -11,6 +11,12 @@ from asyncrl.monitoring.report.sections import section
 from asyncrl.monitoring.terminal.formatting import duration, percent
 
 ZOOM_STEPS = 3
+MAX_LANES = 24
+"""Most processes that are drawn. The table of idle shares lists all of them."""
+_CAUSE_STYLES = ("c2", "c4", "c5", "c3", "k-rewarding", "k-evaluating", "k-saving")
+_BUSY = "c1"
+_OTHER = "c6"
+STEPS_OF_THE_RUN = "From the start of the first step to the end of the last step"
 
 
 def whole_window(lanes: Mapping[str, Sequence[Span]]) -> Window:
@@ -44,13 +50,6 @@ def training_window(data: RunData, whole: Window) -> Window:
         if end > start:
             return Window(start, end, whole.origin)
     return whole
-
-
-_CAUSE_STYLES = ("c2", "c4", "c5", "c3", "k-rewarding", "k-evaluating", "k-saving")
-_BUSY = "c1"
-_OTHER = "c6"
-
-STEPS_OF_THE_RUN = "From the start of the first step to the end of the last step"
 
 
 def idle_card(
@@ -162,10 +161,6 @@ def _bar(parts: Sequence[tuple[str, float, str]]) -> Markup:
         marks.append(element("g", rect, class_=style))
         left += 300 * share
     return element("svg", marks, viewBox="0 0 300 12", role="img", aria_label="shares")
-
-
-MAX_LANES = 24
-"""Most processes that are drawn. The table of idle shares lists all of them."""
 
 
 def time_line(data: RunData) -> Markup | None:

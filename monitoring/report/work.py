@@ -9,18 +9,12 @@ from asyncrl.monitoring.report.series import growth, less
 
 def work(data: RunData) -> Markup:
     """Tokens, staleness, time per step and throughput."""
-    plots = [
-        _tokens(data),
-        _verification(data),
-        _staleness(data),
-        _step_time(data),
-        _throughput(data),
-    ]
+    parts = (_tokens, _verification, _staleness, _step_time, _throughput)
     return section(
         "Work",
         "What the rollouts cost, how many of their tokens came from the cache, and how old the "
         "tokens were when they were trained on. Point at a step for its numbers.",
-        element("div", plots, class_="grid"),
+        element("div", [part(data) for part in parts], class_="grid"),
     )
 
 

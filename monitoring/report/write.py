@@ -285,13 +285,10 @@ def _idle(data: RunData, role: str, recorded: Callable[[StepMetrics], Measured])
     return mean([sum(idle_by_cause(one, start, end, absent=absent).values()) for one in lanes])
 
 
-FILE_NAME = "report.html"
-
-
 def write_report(run_dir: Path) -> Path:
     """Write `run_dir/report.html` and return its path. Raises ReportError if it is not a run's."""
     text = render(load_run(run_dir), written=datetime.now(UTC))  # noqa: TID251 - for the reader
-    path = run_dir / FILE_NAME
+    path = run_dir / "report.html"
     write_atomically(path, text)
     return path
 

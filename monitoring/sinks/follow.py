@@ -1,7 +1,6 @@
 """The records of a run's files that a sink has not had, and its memory of them.
 
-A resumed run drops the records of steps that it repeats, so a file may become shorter, and its
-newest records are those with the latest time.
+A resumed run drops records of steps that it repeats: files shrink, and the newest time counts.
 """
 
 import os

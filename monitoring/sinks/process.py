@@ -25,6 +25,13 @@ from asyncrl.monitoring.sinks.sink import Sink, SinkRun, table_of
 from asyncrl.wire.records.evaluations import EvaluationRecord
 from asyncrl.wire.records.step import StepMetrics
 
+logger = logging.getLogger("asyncrl.sink")
+
+POLL_SECONDS = 1.0
+MAX_BACKOFF_SECONDS = 60.0
+GIVEN_UP, UNSENT = 3, 4
+"""Exit codes: it hung after the run's end; it could not send everything."""
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 _LEFT_OUT = ("step", "time", "groups", "batch/response_lengths")
 """Identity, and fields that are not one number per step."""
 
@@ -50,16 +57,6 @@ def _numbers(outer: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float
             yield from _numbers(f"{name}/", value)
         elif isinstance(value, bool | int | float) and math.isfinite(value):
             yield name, float(value)
-
-
-logger = logging.getLogger("asyncrl.sink")
-
-POLL_SECONDS = 1.0
-MAX_BACKOFF_SECONDS = 60.0
-GIVEN_UP, UNSENT = 3, 4
-"""Exit codes: it hung after the run's end; it could not send everything."""
-
-_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 class Following:

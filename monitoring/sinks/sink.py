@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.monitoring.records.samples import SampleRecord
 
@@ -24,8 +24,8 @@ class SinkRun:
     settings: Mapping[str, Any]
 
 
-class Sink(Protocol):
-    """Receives numbers and samples. Any call may raise or hang."""
+class Sink:
+    """Receives numbers and samples. Any call may raise or hang. By default calls do nothing."""
 
     run_id: str
 

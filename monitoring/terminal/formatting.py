@@ -37,9 +37,8 @@ def count(value: float | None) -> str:
 def size(number_of: float) -> str:
     """Bytes.
 
-    Example:
-        >>> size(70 * 2**30), size(3 * 2**30), size(5 * 2**20), size(40_000)
-        ('70 GiB', '3.0 GiB', '5 MiB', '39 KiB')
+    >>> size(70 * 2**30), size(3 * 2**30), size(5 * 2**20), size(40_000)
+    ('70 GiB', '3.0 GiB', '5 MiB', '39 KiB')
     """
     for power, unit in ((30, "GiB"), (20, "MiB")):
         if (value := number_of / 2**power) >= 1:
@@ -55,9 +54,8 @@ def counted(number_of: int, what: str) -> str:
 def ended(finish_reason: str, *, several_turns: bool) -> str:
     """Describe how a sample was cut off (with `several_turns` by tokens or turns); empty if not."""
     limit = "limit of tokens or turns" if several_turns else "token limit"
-    return {"length": f"cut at the {limit}", "deadline": "cut at its deadline"}.get(
-        finish_reason, ""
-    )
+    cuts = {"length": f"cut at the {limit}", "deadline": "cut at its deadline"}
+    return cuts.get(finish_reason, "")
 
 
 def duration(seconds: float | None) -> str:

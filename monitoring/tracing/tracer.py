@@ -14,9 +14,8 @@ from typing import Protocol
 from asyncrl.rollout.trajectory import SampleId
 
 Value = str | bool | int | float
-
-
-Moment = tuple[str, float, Mapping[str, Value]]
+Values = Mapping[str, Value]
+Moment = tuple[str, float, Values]
 """An event of a span: name, time, attributes."""
 
 
@@ -32,7 +31,7 @@ class TraceSpan:
     start: float
     """Unix seconds."""
     end: float
-    attributes: Mapping[str, Value]
+    attributes: Values
     events: tuple[Moment, ...] = ()
     """Events, with Unix times."""
     id: int | None = None
@@ -92,11 +91,9 @@ class Tracer:
         """Current time, as the methods below take it."""
         return time.monotonic()
 
-    def of_group(
-        self, name: str, group: int, start: float, end: float, attributes: Mapping[str, Value]
-    ) -> None:
+    def of_group(self, name: str, group: int, start: float, end: float, values: Values) -> None:
         """Record a span of a group as a whole; times are readings of `now`."""
-        self._put(name, group, start, end, attributes, parent=self._ids.group_span(group))
+        self._put(name, group, start, end, values, parent=self._ids.group_span(group))
 
     def of_sample(
         self,
@@ -104,41 +101,30 @@ class Tracer:
         sample: SampleId,
         start: float,
         end: float,
-        attributes: Mapping[str, Value],
+        values: Values,
         events: tuple[Moment, ...] = (),
     ) -> None:
         """Record a span of one sample."""
         parent = self._ids.sample_span(sample.group, sample.sample)
-        more = {"asyncrl.sample": sample.sample, **attributes}
+        more = {"asyncrl.sample": sample.sample, **values}
         self._put(name, sample.group, start, end, more, events, parent=parent)
 
     def whole_sample(
-        self,
-        sample: SampleId,
-        start: float,
-        end: float,
-        attributes: Mapping[str, Value],
-        events: tuple[Moment, ...],
+        self, sample: SampleId, start: float, end: float, values: Values, events: tuple[Moment, ...]
     ) -> None:
         """Record the span that all others of the sample are part of."""
         group = sample.group
-        more = {"asyncrl.sample": sample.sample, **attributes}
+        more = {"asyncrl.sample": sample.sample, **values}
         own = self._ids.sample_span(group, sample.sample)
         parent = self._ids.group_span(group)
         self._put("sample", group, start, end, more, events, parent=parent, own=own)
 
     def whole_group(
-        self,
-        group: int,
-        start: float,
-        end: float,
-        attributes: Mapping[str, Value],
-        *,
-        failure: str = "",
+        self, group: int, start: float, end: float, values: Values, *, failure: str = ""
     ) -> None:
         """Record the root of a group's trace."""
         own = self._ids.group_span(group)
-        self._put("group", group, start, end, attributes, parent=None, own=own, failure=failure)
+        self._put("group", group, start, end, values, parent=None, own=own, failure=failure)
 
     def _put(
         self,
@@ -146,7 +132,7 @@ class Tracer:
         group: int,
         start: float,
         end: float,
-        attributes: Mapping[str, Value],
+        values: Values,
         events: tuple[Moment, ...] = (),
         *,
         parent: int | None,
@@ -160,7 +146,7 @@ class Tracer:
                 parent,
                 self._unix(start),
                 self._unix(end),
-                {"asyncrl.group": group, **attributes},
+                {"asyncrl.group": group, **values},
                 tuple((what, self._unix(when), more) for what, when, more in events),
                 own,
                 failure,

@@ -110,11 +110,9 @@ class Turn:
     """`[N]`; empty after the last turn."""
     answer: list[dict[str, Any]] = field(default_factory=list)
     begins_context: bool = False
-    """True if `observed` is a whole prompt: the chat template has changed earlier messages, or
-    another conversation begins."""
+    """True if `observed` is a whole prompt: earlier messages changed, or another conversation."""
     tools: list[dict[str, Any]] | None = None
-    """Tools of a conversation that begins with the answer, which is then all of its messages; None
-    if the current one continues."""
+    """Tools of a conversation that begins with the answer; None if the current one continues."""
 
     @property
     def end(self) -> tuple[bool, float, bool, list[dict[str, Any]] | None]:
@@ -129,8 +127,7 @@ class Turn:
     def says_the_same_as(self, other: Turn, *, in_ids: bool) -> bool:
         """Return True if an environment gave the same answer to a turn twice.
 
-        The same messages may have other tokens the second time: the chat template's behaviour is
-        learned in the course of a run.
+        Their tokens may differ: the chat template's behaviour is learned in the course of a run.
         """
         same = np.array_equal(self.observed, other.observed)
         return self.end == other.end and (same or (not in_ids and self.answer == other.answer))
@@ -160,8 +157,7 @@ class Episode:
     """Answered turns, in order; those of the sample's text begin with them."""
     session: Session | None = None
     given: list[IntArray] = field(default_factory=list)
-    """Actions that the session has received and not gone back from. It may have failed at the last
-    one."""
+    """Actions that the session has received and not gone back from; the last may have failed."""
     failed_after: list[IntArray] | None = None
     """Actions after which the environment failed, so the sample's reward is 0; None if it has not.
     Empty if it could not be created."""

@@ -17,8 +17,7 @@ from asyncrl.monitoring.metrics.metrics import GeneratorMetrics
 from asyncrl.tasks.templates.variables import template_variables
 
 CLOSE_SECONDS = 6.0
-"""Longest wait for the `close` of environments at the end; a worker gives each of them 5 seconds.
-Then the workers are killed."""
+"""Environments may `close` for this long (each 5 seconds) before their workers are killed."""
 
 
 async def start_environments(
@@ -61,17 +60,14 @@ def episodes_with(
 
 
 def translation_of(
-    config: RunConfig,
-    tokenizer: Any,
-    decode: Callable[[list[int]], str],
-    stop_tokens: Sequence[int],
+    config: RunConfig, tokenizer: Any, decode: Callable[[list[int]], str], stop_ids: Sequence[int]
 ) -> Translation:
     """Create the translation between the tokens of the run's model and its environments."""
     template = getattr(tokenizer, "chat_template", None)
     uses_template = config.task.chat_template != "never"
     renderer = TurnRenderer(
         tokenizer,
-        stop_tokens=stop_tokens,
+        stop_tokens=stop_ids,
         chat_template=uses_template,
         arguments=template_variables(tokenizer, config.task) if uses_template else None,
         history=config.environment.history,

@@ -4,9 +4,8 @@
                      │  └──► done, a limit, a failure: the sample ends
                      └─────► StartOver: the environment cannot go back
 
-A session must have received exactly the turns before the one that it answers. If verification has
-changed an earlier turn, or the session's process is gone, it goes back: by `restore`, else by
-replay, else the sample starts over.
+A session must have received exactly the turns before the one that it answers. If it has not, or its
+process is gone, it goes back: by `restore`, else by replay, else the sample starts over.
 
 A turn is followed by more of its conversation, or by another one, which is a separate context:
 
@@ -19,8 +18,7 @@ are the earlier ones, generated turns included. They are observed now, since eac
 on in the context in which it was drawn. With `environment.history: template`, or if nothing is
 common, the chat template renders all of it.
 
-Such a context is a function of turns before it and of the environment. So it stays valid if these
-are accepted (`asyncrl.rollout.contexts`).
+Such a context follows from earlier turns and stays valid with them (`asyncrl.rollout.contexts`).
 """
 
 from __future__ import annotations
@@ -48,12 +46,13 @@ from asyncrl.wire.records.step import EnvironmentCounts
 if TYPE_CHECKING:
     from asyncrl.generator.sample_state import SampleGeneration
 
+log = logging.getLogger(__name__)
+
 
 def answered(turn: Turn, result: StepResult, episode: Episode, translation: Translation) -> Turn:
     """Add the environment's answer to a turn, unless the sample ends with it.
 
-    `episode` is that up to this turn. Raises BadAnswerError if the policy cannot be shown the
-    answer.
+    `episode` is that up to this turn. Raises BadAnswerError for an answer that cannot be shown.
     """
     said = result.observation
     if result.done or said is None:
@@ -114,16 +113,11 @@ def _last_in_common(
     return found
 
 
-def _in_common(
-    messages: Sequence[Message], count: int | None, more: Sequence[Message]
-) -> int | None:
-    if count is None or len(messages) < count + len(more):
+def _in_common(wanted: Sequence[Message], count: int | None, more: Sequence[Message]) -> int | None:
+    if count is None or len(wanted) < count + len(more):
         return None
-    pairs = zip(messages[count:], more, strict=False)
+    pairs = zip(wanted[count:], more, strict=False)
     return count + len(more) if all(mean_the_same(*pair) for pair in pairs) else None
-
-
-log = logging.getLogger(__name__)
 
 
 class StartOver(Exception):  # noqa: N818 - names the event
@@ -134,15 +128,10 @@ class Episodes:
     """The environments of a generator's samples, with limits of responses and contexts."""
 
     def __init__(
-        self,
-        pool: EnvironmentPool,
-        translation: Translation,
-        *,
-        max_tokens: int,
-        max_model_len: int,
+        self, pool: EnvironmentPool, translator: Translation, *, max_tokens: int, max_model_len: int
     ) -> None:
         self._pool = pool
-        self._translation = translation
+        self._translation = translator
         self._max_tokens = max_tokens
         self._max_model_len = max_model_len
         self._counts = EnvironmentCounts()

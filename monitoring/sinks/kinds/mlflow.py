@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.monitoring.records.samples import SampleRecord
 from asyncrl.monitoring.sinks.config import SinkConfig
-from asyncrl.monitoring.sinks.sink import COLUMNS, SinkRun, row_of, with_new
+from asyncrl.monitoring.sinks.sink import COLUMNS, Sink, SinkRun, row_of, with_new
 
 log = logging.getLogger(__name__)
 
@@ -20,8 +20,8 @@ _NAME = 240
 """Length limit of a name; a server takes 250."""
 
 
-class MlflowSink:
-    """One run of an experiment; a resumed run continues it."""
+class MlflowSink(Sink):
+    """One run of an experiment, continued when resumed: MLflow keeps all values of a step."""
 
     def __init__(self, config: SinkConfig, run: SinkRun) -> None:
         from mlflow.entities import Param
@@ -67,9 +67,6 @@ class MlflowSink:
         for start in range(0, len(metrics), _BATCH):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + _BATCH])
 
-    def went_back(self, step: int) -> None:
-        """Do nothing: MLflow keeps all values of a step, in the order of their times."""
-
     def table(self, name: str, samples: list[SampleRecord]) -> None:
         """Log a step's samples as a file like `mlflow.log_table`'s, with those of earlier calls."""
         by_step: dict[int, list[list[Any]]] = {}
@@ -81,9 +78,6 @@ class MlflowSink:
             table = json.dumps({"columns": list(COLUMNS), "data": rows})
             self._client.log_text(self.run_id, table, f"{name}/step-{step:06d}.json")
             self._newest[name] = step, rows
-
-    def flush(self) -> None:
-        """Do nothing: every call is complete when it returns."""
 
     def close(self) -> None:
         """Mark the run as finished."""

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.monitoring.records.samples import SampleRecord
-from asyncrl.monitoring.sinks.sink import COLUMNS, SinkRun, row_of
+from asyncrl.monitoring.sinks.sink import COLUMNS, Sink, SinkRun, row_of
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """Event files in RUN/sinks/tensorboard; those of evaluations in its folder `evaluation`.
 
     On a session start TensorBoard drops everything from a step on. If a run repeats its steps from

@@ -6,13 +6,13 @@ from typing import Any
 
 from asyncrl.monitoring.records.samples import SampleRecord
 from asyncrl.monitoring.sinks.config import SinkConfig
-from asyncrl.monitoring.sinks.sink import COLUMNS, SinkRun, row_of, with_new
+from asyncrl.monitoring.sinks.sink import COLUMNS, Sink, SinkRun, row_of, with_new
 
 MAX_ROWS = 200
 
 
-class WandbSink:
-    """Logs with `step` as the axis: W&B's own counter cannot go back, as a resumed run does."""
+class WandbSink(Sink):
+    """Logs with `step` as the axis, since W&B's counter cannot go back; later values supersede."""
 
     def __init__(self, config: SinkConfig, run: SinkRun) -> None:
         import wandb
@@ -41,18 +41,12 @@ class WandbSink:
         """Log the numbers of a step."""
         self._run.log({"step": step, "time": time, **numbers})
 
-    def went_back(self, step: int) -> None:
-        """Do nothing: later values of a step supersede earlier ones on W&B's charts."""
-
     def table(self, name: str, samples: list[SampleRecord]) -> None:
         """Log a table of the newest samples."""
         rows = with_new(self._rows.get(name, []), map(row_of, samples))[-MAX_ROWS:]
         table = self._wandb.Table(columns=list(COLUMNS), data=rows)
         self._run.log({"step": samples[-1].step, name: table})
         self._rows[name] = rows
-
-    def flush(self) -> None:
-        """Do nothing: W&B uploads on its own."""
 
     def close(self) -> None:
         """End the run; online, wait for the upload."""

@@ -106,7 +106,7 @@ def test_a_file_that_is_damaged_or_of_other_settings_is_refused_as_a_whole(tmp_p
     assert "was written with other sampling settings; its samples are generated again" in said
     unfinished_folder(tmp_path, 4).rename(unfinished_folder(tmp_path, 5))
     (said,) = Parts(tmp_path).restore(5)
-    assert "goes with step 4, not 5" in said
+    assert "belongs to step 4, not 5" in said
     file = unfinished_folder(tmp_path, 5) / file.name
     file.write_bytes(file.read_bytes()[:-1])
     parts = Parts(tmp_path)

@@ -140,7 +140,7 @@ def test_a_drain_says_what_is_trained_and_what_is_left_over(tmp_path: Path) -> N
         for sample in (SampleId(0, 0), SampleId(0, 1), SampleId(1, 0)):
             await run.hear(G, fg.SampleFinished(G, sample, 5, 0, "stop", DIGEST))
         reply: Any = await run.ask(DrainRequest())
-        assert reply.message.startswith("no other group is begun; training step 0, then writing")
+        assert reply.message.startswith("no new groups are started; training step 0, then writing")
         assert "Left over: 1 begun group(s) that do not fill step 1" in reply.message
         assert reply.step == 1
         for request in (

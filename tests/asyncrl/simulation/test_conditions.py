@@ -190,7 +190,8 @@ def test_a_run_that_cannot_go_on_says_so():
 
 
 def test_tokens_of_lost_policies_are_unknown_and_no_closer_than_before():
-    request = SimRequest(SampleId(0, 0), 100, segments=[(3, 10.0), (5, 20.0), (6, 30.0)])
+    request = SimRequest(SampleId(0, 0), 100)
+    request.segments = [(3, 10.0), (5, 20.0), (6, 30.0)]
     request.rewind(6)
     assert request.oldest_version == 3, "nothing is lost"
     request.rewind(4)

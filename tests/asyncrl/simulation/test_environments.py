@@ -160,6 +160,6 @@ def test_the_command():
         (("--environment-latency", "1", "--median", "5"), "--median is for samples of one turn"),
         (("--environment-latency", "1", "--new-length", "0.5"), "--new-length is for samples"),
         (("--environment-latency", "1", "--regimes"), "--regimes is for samples of one turn"),
-        (("--sessions", "5"), "--sessions is for environments: give --environment-latency"),
+        (("--sessions", "5"), "--sessions needs --environment-latency"),
     ):
         assert words in str(said(*options).exception), options

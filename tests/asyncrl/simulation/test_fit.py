@@ -90,7 +90,7 @@ def test_a_directory_without_records_is_refused(tmp_path):
         fit_run(tmp_path)
     shutil.copytree(RECORDED / "sync", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "engine")
-    with pytest.raises(UserError, match="too few records of the engine's steps"):
+    with pytest.raises(UserError, match="too few records of engine steps"):
         fit_run(tmp_path / "run")
 
 

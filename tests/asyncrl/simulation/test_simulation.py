@@ -164,9 +164,8 @@ def test_under_unchanged_weights_the_noise_floor_is_all_that_is_rejected():
 
 def test_a_rejected_answer_is_drafted_only_as_far_as_it_was_generated():
     """Its old continuation decodes at four times the usual speed, the rest at the usual speed."""
-    request = SimRequest(
-        SampleId(0, 0), length=1000, segments=[(1, 100.0)], drafted=400.0, speedup=4.0
-    )
+    request = SimRequest(SampleId(0, 0), length=1000, drafted=400.0, speedup=4.0)
+    request.replace(1, 100.0)
     assert request.progress_left() == 400 / 4 + 500
     assert request.grow(50, 1) == 200
     assert request.grow(100, 1) == 200 + 50
@@ -244,7 +243,7 @@ def test_the_map_has_every_place():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(UserError, match=r"does not know '70b'; it knows 1\.5b, 7b, 32b"):
+    with pytest.raises(UserError, match=r"unknown '70b': the simulator has 1\.5b, 7b, 32b"):
         Cluster(model="70b").simulate("sync")
     with pytest.raises(UserError, match="'fast' is not a mode"):
         Cluster().simulate("fast")

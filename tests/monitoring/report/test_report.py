@@ -284,7 +284,7 @@ def test_only_a_configuration_is_enough(tmp_path):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ReportError, match=r"run directory .* does not exist"):
+    with pytest.raises(ReportError, match=r"/.* does not exist; `ls "):
         write_report(tmp_path / "nothing")
     with pytest.raises(ReportError, match=r"contains none of config\.yaml"):
         write_report(tmp_path)
