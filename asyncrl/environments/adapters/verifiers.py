@@ -149,8 +149,9 @@ class VerifiersEnvironment:
     async def step(self, action: Action) -> StepResult:
         """Give the policy's turn to the episode."""
         assert self._conversation is not None  # noqa: S101 - reset came first
-        turn = Turn(action.message, len(action.tokens), prompt_tokens=action.context_length)
-        self._conversation.answer(turn)
+        policy, tokens = self._served.policy, action.tokens
+        cut = policy.cuts(tokens, policy.max_tokens)
+        self._conversation.answer(Turn(action.message, len(tokens), cut, action.context_length))
         call = await self._conversation.next()
         if call is not None and call.begins:
             return StepResult(call.messages, new_conversation=True, tools=call.tools)
@@ -192,6 +193,7 @@ class Served:
 
         config, self._agent = _config(taskset, settings, agent)
         self.notes: list[str] = []
+        self.policy = policy or PolicySettings()
         if policy is not None:
             self.notes = _notes(taskset, self._agent, getattr(config, self._agent), policy)
         self._environment = v1.load_environment(config)

@@ -230,9 +230,8 @@ class AgentEnvironment:
         Return its reward, or the messages of its next call: those that extend the conversation, or
         all of them if it is a new one.
         """
-        policy, tokens = self._endpoint.policy, action.tokens
-        full = self.max_turn_tokens is not None and len(tokens) >= self.max_turn_tokens
-        cut = full and tokens[-1] not in policy.stop_tokens
+        tokens = action.tokens
+        cut = self._endpoint.policy.cuts(tokens, self.max_turn_tokens)
         self._calls.give(Turn(action.message, len(tokens), cut, action.context_length))
         call = await self._next_call()
         if call is None and self._running is not None:
