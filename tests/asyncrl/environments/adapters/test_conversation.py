@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from asyncrl.environments.adapters.verifiers import (
     Conversation,
     ModelCall,
+    VerifiersEnvironment,
 )
-from asyncrl.environments.agents.openai_messages import Turn
+from asyncrl.environments.agents.openai_messages import PolicySettings, Turn
+from asyncrl.environments.protocol import Action
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 
@@ -132,3 +135,32 @@ def test_closing_ends_the_program() -> None:
 
     asyncio.run(play())
     assert ended == [True]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"), [([1], "stop"), ([1, 1], "length"), ([1, 9], "stop")]
+)
+def test_the_program_hears_that_a_turn_was_cut(tokens: list[int], reason: str) -> None:
+    heard = []
+
+    async def program(conversation: Conversation) -> None:
+        heard.append((await conversation.ask(ModelCall([user("?")], []))).finish_reason)
+        await conversation.ask(ModelCall([user("?"), reply("one"), user("!")], []))
+
+    async def play() -> None:
+        conversation = Conversation()
+
+        async def begin(_: int) -> Conversation:
+            conversation.start(program(conversation))
+            return conversation
+
+        policy = PolicySettings(stop_tokens=(9,), max_tokens=2)
+        served: Any = SimpleNamespace(policy=policy, begin=begin)
+        environment = VerifiersEnvironment(served, replay=None)
+        await environment.reset({"idx": 0}, 1)
+        result = await environment.step(Action("one", tokens, reply("one")))
+        assert result.observation == [user("!")]
+        await environment.close()
+
+    asyncio.run(play())
+    assert heard == [reason]
