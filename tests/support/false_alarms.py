@@ -38,7 +38,7 @@ P_VALUES = {
     "engine/remote/test_remote_engine.py": 4,
     "engine/remote/test_remote_kept.py": 4,
     "engine/remote/test_remote_kept_again.py": 4,
-    "engine/remote/test_remote_turns.py": 4,
+    "engine/remote/test_remote_turns.py": 6,
     "engine/sglang/test_sglang_drafts.py": 1,
     "engine/sglang/test_sglang_faults.py": 2,
     "engine/sglang/test_tree_drawing.py": 2,
