@@ -77,6 +77,15 @@ class SamplingParams:
     vocabulary is reported whole, and the rest of each list is padding."""
     seed: int | None = None
     """Seed of this request's random stream; None: the next one of the engine's stream."""
+    max_turn_tokens: int | None = None
+    """Largest number of generated tokens in a turn; reaching it ends the response as `max_tokens`
+    does. None: no such limit."""
+
+    def last_token(self, turn_start: int) -> int:
+        """Return the length of a response at which the turn that began there reaches its limit."""
+        if self.max_turn_tokens is None:
+            return self.max_tokens
+        return min(self.max_tokens, turn_start + self.max_turn_tokens)
 
     @property
     def truncation(self) -> Truncation:

@@ -129,6 +129,12 @@ def _turn_faults(request: GenerateRequest) -> Iterator[str]:
     prefix, begin = request.prefix_tokens, request.turn_start
     if not 0 <= begin <= len(prefix):
         yield f"turn_start={begin} must be from 0 to the {len(prefix)} tokens of its prefix"
+    limit, longest = request.sampling.max_turn_tokens, len(prefix) - begin + 1
+    if request.kept is not None and len(request.kept):
+        observed = np.flatnonzero(request.kept.observed)
+        longest = int(np.diff([begin - len(prefix) - 1, *observed, len(request.kept)]).max()) - 1
+    if limit is not None and longest > limit:
+        yield f"a turn of at least {longest} tokens exceeds max_turn_tokens={limit}"
     rule = request.sampling.stop_rule
     if rule is not None and rule.follow(rule.start, prefix[begin:])[0] is not None:
         yield f"its prefix contains a stop string {rule.strings}, so it has ended already"

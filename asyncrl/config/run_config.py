@@ -132,7 +132,7 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _the_environment_fits(self) -> Self:
-        refuse_contradictions(self.environment, self.rewards, self.cache)
+        refuse_contradictions(self.environment, self.rewards, self.cache, self.sampling)
         return self
 
     @model_validator(mode="after")

@@ -120,6 +120,8 @@ def settings_digest(config: RunConfig) -> str:
     if config.environment.name is not None:
         one = config.environment
         text += f" {one.name} {one.args} {one.max_turns} {one.history}"
+        if one.max_turn_tokens is not None:
+            text += f" {one.max_turn_tokens} a turn"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

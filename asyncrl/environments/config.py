@@ -37,6 +37,9 @@ class EnvironmentConfig(BaseModel):
     max_turns: int = Field(default=16, ge=1, le=10_000)
     """Maximum number of policy turns in a sample. After the last one the sample is truncated
     (finish reason `length`)."""
+    max_turn_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    """Maximum number of generated tokens in a turn, at most `sampling.max_tokens`. The environment
+    answers a turn that reaches it as it is, and the sample continues. null: no such limit."""
     max_observation_tokens: int = Field(default=4096, ge=1, le=MAX_TOKENS)
     """Longest observation in tokens, including the text that the chat template puts around it. A
     longer one is a failure of the environment. A new conversation is bounded by
@@ -80,9 +83,18 @@ def with_default_functions(values: Any) -> Any:
 
 
 def refuse_contradictions(
-    environment: EnvironmentConfig, rewards: RewardConfig, cache: CacheConfig
+    environment: EnvironmentConfig,
+    rewards: RewardConfig,
+    cache: CacheConfig,
+    sampling: SamplingConfig,
 ) -> None:
     """Refuse contradictory sections. Raises ValueError."""
+    limit = environment.max_turn_tokens
+    if limit is not None and limit > sampling.max_tokens:
+        raise ValueError(
+            f"environment.max_turn_tokens ({limit}) has no effect: all turns of a sample together "
+            f"have at most sampling.max_tokens ({sampling.max_tokens}) tokens"
+        )
     if environment.name is None and not rewards.functions:
         raise ValueError(
             "rewards.functions: [] without environment.name leaves no reward; name one of them"
@@ -122,7 +134,7 @@ def with_policy(
         min_p=sampling.min_p,
         stop=tuple(sampling.stop),
         stop_tokens=tuple(stop_tokens),
-        max_tokens=sampling.max_tokens,
+        max_tokens=environment.max_turn_tokens or sampling.max_tokens,
     )
     args = environment.args | {POLICY: dataclasses.asdict(policy)}
     return environment.model_copy(update={"args": args})

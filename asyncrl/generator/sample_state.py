@@ -254,13 +254,14 @@ class SampleGeneration:
             name += f"+{self.attempts}"
         self.attempts += 1
         builder, verification = self.builder, self._verification
-        limit = self._last_token(sampling.max_tokens)
         seed = seed_of_context(self.seed, len(builder.contexts))
+        room = self._room(sampling.max_tokens)
+        turn_limit = None if self.episode is None else self.episode.max_turn_tokens
         request = GenerateRequest(
             request_id=name,
             cache_key=builder.prompt_id,
             prompt_tokens=builder.context_prompt,
-            sampling=replace(sampling, seed=seed, max_tokens=limit),
+            sampling=replace(sampling, seed=seed, max_tokens=room, max_turn_tokens=turn_limit),
             kept=None if verification is None else verification.to_verify_now(),
             priority=self.priority,
             order=self.sample.group if self.purpose == "train" else self.order,
@@ -273,12 +274,6 @@ class SampleGeneration:
                 request = replace(request, draft_tokens=verification.draft())
         return request
 
-    def _last_token(self, max_tokens: int) -> int:
-        builder, room = self.builder, self._room(max_tokens)
-        limit = None if self.episode is None else self.episode.max_turn_tokens
-        began = builder.turn_start - builder.context_start
-        return room if limit is None else min(room, began + limit)
-
     def _room(self, max_tokens: int) -> int:
         """Return the length limit of the context's response: a longer prompt leaves less."""
         begun = len(self.builder) - self.builder.context_start
@@ -288,8 +283,8 @@ class SampleGeneration:
         """Return True if an attempt's end is a turn's: a stop, or the limit of this turn alone."""
         if end != "length":
             return end == "stop"
-        length = len(self.builder) - self.builder.context_start
-        return length == self._last_token(max_tokens) < self._room(max_tokens)
+        builder = self.builder
+        return len(builder) - builder.context_start < self._room(max_tokens)
 
     def end_attempt(self, reason: FinishReason) -> FinishReason | None:
         """Return how the sample ends with this attempt; None if another attempt follows.

@@ -199,9 +199,11 @@ def turns_line(config: RunConfig, traits: Traits | None) -> str:
             back = f"goes back by replay ({traits.replay})"
     workers = f"{environment.workers:,} process{'' if environment.workers == 1 else 'es'}"
     each = " of each generator" if config.launcher.generators > 1 else ""
+    limit = environment.max_turn_tokens
+    of_each = "" if limit is None else f"at most {limit:,} tokens each and "
     return _line(
         "turns",
-        f"{environment.name}: at most {environment.max_turns:,} a sample, with "
+        f"{environment.name}: at most {environment.max_turns:,} a sample, with {of_each}"
         f"{config.sampling.max_tokens:,} tokens in all; {back}; "
         f"{environment.total_sessions:,} open at once, in {workers}{each}",
     )

@@ -173,7 +173,8 @@ class Rows:
         new = slice(given.start, given.stop)
         self.prompt[new] = [len(one.prompt_tokens) for one in requests]
         self.total[new] = self.prompt[new] + [len(one.prefix_tokens) for one in requests]
-        self.limit[new] = self.prompt[new] + [one.sampling.max_tokens for one in requests]
+        ends = [one.sampling.last_token(one.turn_start) for one in requests]
+        self.limit[new] = self.prompt[new] + ends
         self.kv_length[new] = 0
         self.kv_installation[new] = installation
         self.seed[new] = np.array(seeds, np.uint64)

@@ -175,7 +175,10 @@ def judge_rows(rows: Rows, draws: Draws, policy_version: int) -> None:
         draws.tokens[start : start + accepted] = one.tokens[:accepted]
         draws.tokens[start + accepted] = token
         draws.accepted[row] = accepted
-        draws.begun[row] = turn_start(one.observed, int(accepted))
+        draws.begun[row] = begun = turn_start(one.observed, int(accepted))
+        if begun:
+            place = int(rows.total[row] - rows.prompt[row]) + begun
+            rows.limit[row] = rows.prompt[row] + rows.requests[row].sampling.last_token(place)
 
 
 def judge_kept(

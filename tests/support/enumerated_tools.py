@@ -23,6 +23,8 @@ class Tool:
     room: ClassVar[int] = LENGTH
     """Most tokens of a response."""
     on_error: ClassVar[str] = "stop"
+    turn_limit: ClassVar[int | None] = None
+    """`environment.max_turn_tokens`."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -50,6 +52,10 @@ class Tool:
 
 class Recorded(Tool):
     replay = "recorded"
+
+
+class Limited(Recorded):
+    turn_limit = 2
 
 
 class Slow(Recorded):

@@ -16,7 +16,7 @@ from asyncrl.environments.tool_calls import parse_turn
 
 SECONDS = 120.0
 QUESTION = {"role": "user", "content": "what is 1 + 1?"}
-POLICY = PolicySettings(temperature=0.5, stop=("END",), stop_tokens=(9,), max_tokens=64)
+POLICY = PolicySettings(temperature=0.5, stop=("END",), stop_tokens=(9,), max_tokens=100)
 TOOLS: list[Any] = [
     {
         "type": "function",

@@ -2,7 +2,8 @@
 
 The policy's turn ends with a stop token. The tool answers with two tokens: a frame, which is a stop
 token itself, and a token whose chances depend on the turn. Then the second turn begins, and its end
-is the end. A response has LENGTH tokens at most, observed ones included.
+is the end. A response has LENGTH tokens at most, observed ones included. A turn may have a limit,
+which ends it like a stop.
 
 `draw` and `verify` do for many samples what a generator does for one. `Change` has ways to do it
 wrongly.
@@ -55,6 +56,7 @@ def enumerate_responses(
     chances: Chances,
     answered_at: Callable[[int], bool] = has_room,
     fails: Callable[[tuple[int, ...]], bool] = lambda _turn: False,
+    turn_limit: int | None = None,
 ) -> Probabilities:
     """Probability of every response, observed tokens included.
 
@@ -62,30 +64,31 @@ def enumerate_responses(
         chances: of the policy.
         answered_at: whether a first turn that ends after so many tokens is answered.
         fails: whether the tool fails at such a turn, which ends the response.
+        turn_limit: most tokens of a turn.
     """
     done: Probabilities = {}
-    frontier: dict[tuple[int, ...], tuple[float, bool]] = {(): (1.0, False)}
+    frontier: dict[tuple[int, ...], tuple[float, int]] = {(): (1.0, 0)}
     while frontier:
         size = min(map(len, frontier))
         texts = [text for text in frontier if len(text) == size]
         table = chances(np.array(texts, np.int64).reshape(len(texts), size))
         for text, row in zip(texts, table, strict=True):
-            mass, answered = frontier.pop(text)
+            mass, begun = frontier.pop(text)
             for token in np.flatnonzero(row).tolist():
                 grown, share = (*text, token), mass * row[token]
-                asks = token in STOPS and not answered and answered_at(len(grown))
-                if asks and not fails(grown):
+                ended = token in STOPS or len(grown) - begun == turn_limit
+                if ended and not begun and answered_at(len(grown)) and not fails(grown):
                     first = chance_of_first(grown)
                     for answer, part in zip(ANSWERS, (first, 1 - first), strict=True):
                         after = (*grown, FRAME, answer)
                         if len(after) == LENGTH:
                             done[after] = share * part
                         else:
-                            frontier[after] = share * part, True
-                elif token in STOPS or len(grown) == LENGTH:
+                            frontier[after] = share * part, len(after)
+                elif ended or len(grown) == LENGTH:
                     done[grown] = share
                 else:
-                    frontier[grown] = share, answered
+                    frontier[grown] = share, begun
     assert abs(sum(done.values()) - 1) < 1e-9
     return done
 
@@ -227,14 +230,15 @@ class World:
             builder = sample.builder
             for chunk in chunks:
                 chunk.append_to(builder)
-            reason = chunks[-1].finish_reason
-            if reason == "stop" and not builder.turn_start and has_room(len(builder)):
+            ended = chunks[-1].finish_reason == "stop"
+            ended |= len(builder) - builder.turn_start == self.sampling.max_turn_tokens
+            if ended and not builder.turn_start and has_room(len(builder)):
                 turn = builder.tokens().tolist()
                 said = answer_to(turn, self.rng) if answer is None else answer(sample, turn)
                 builder.append_observed(said)
                 sample.over = len(builder) == LENGTH
             else:
-                sample.over = reason == "stop" or limit == LENGTH
+                sample.over = ended or limit == LENGTH
 
     def _request(self, sample: Sample, limit: int) -> GenerateRequest:
         """The next turn, or the rest of it. Every request has a seed of its own."""

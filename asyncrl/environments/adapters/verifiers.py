@@ -5,7 +5,7 @@ the run starts. Its tasks are the rows (a row's `idx` is the task's), its `@rewa
 the reward, and its environment class plays the episode.
 
     verifiers: Env ── runs ──► Agent ── calls ──► interception server ── asks ──► _PolicyClient
-    asyncrl:   reset, step ◄────────────────── Conversation ◄─────────────────────────┘
+    asyncrl:   reset, step ◄────────────────── ProgramCalls ◄─────────────────────────┘
 
 verifiers installs a program by `uv` for each episode. Here the agent's program is `PolicyHarness`,
 the same loop inside this process, and the model's client asks the policy.
@@ -17,10 +17,6 @@ tasks of an endless taskset are used.
 Replay is "deterministic": the episode is repeated with the accepted turns, and its answers are
 compared. Set `replay: null` for tasks whose tools or users answer at random: their samples start
 over.
-
-`Conversation` runs a program that calls a model as a task of the worker's event loop, and turns its
-calls into the results of `reset` and `step`. A call whose messages begin with those of the previous
-call and the policy's answer continues their conversation; any other call begins a new one.
 """
 
 from __future__ import annotations
@@ -29,93 +25,16 @@ import asyncio
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from asyncrl.environments.adapters.tool_turns import refuse_unknown, replay_of
 from asyncrl.environments.agents import openai_messages
-from asyncrl.environments.agents.openai_messages import PolicySettings, Turn
-from asyncrl.environments.chat_messages import Message, chat_message, new_messages
+from asyncrl.environments.agents.calls import ProgramCalls
+from asyncrl.environments.agents.openai_messages import ChatCall, PolicySettings, Turn
+from asyncrl.environments.chat_messages import Message, chat_message
 from asyncrl.environments.protocol import Action, Replay, StepResult
 from asyncrl.errors import RewardError
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCall:
-    """A call of the model by the program."""
-
-    messages: list[Message]
-    tools: list[dict[str, Any]]
-    begins: bool = False
-    """The messages are a whole conversation, not the continuation of the previous one."""
-
-
-class Conversation:
-    """One program and its calls, used from one event loop."""
-
-    def __init__(self) -> None:
-        self._calls: asyncio.Queue[ModelCall] = asyncio.Queue()
-        self._answer: asyncio.Future[Turn] | None = None
-        self._seen: list[Message] = []
-        self._tools: list[dict[str, Any]] = []
-        self._program: asyncio.Task[Any] | None = None
-
-    def start(self, program: Coroutine[Any, Any, Any]) -> None:
-        """Run the program."""
-        self._program = asyncio.create_task(program)
-
-    async def ask(self, call: ModelCall) -> Turn:
-        """Return the policy's answer; called by the program."""
-        if self._answer is not None:
-            raise RuntimeError(
-                "the program called the model again before the first call was answered; a sample "
-                "is one turn after another"
-            )
-        self._answer = asyncio.get_running_loop().create_future()
-        self._calls.put_nowait(call)
-        return await self._answer
-
-    def answer(self, turn: Turn) -> None:
-        """Answer the waiting call; called for the policy."""
-        waiting, self._answer = self._answer, None
-        if waiting is None or waiting.done():
-            raise RuntimeError("no call of the program waits for an answer")
-        self._seen.append(turn.message)
-        waiting.set_result(turn)
-
-    async def next(self) -> ModelCall | None:
-        """Return the next call with its new messages, or None at the end. Raises program errors."""
-        if self._program is None:
-            raise RuntimeError("the program was not started")
-        called = asyncio.ensure_future(self._calls.get())
-        await asyncio.wait({called, self._program}, return_when=asyncio.FIRST_COMPLETED)
-        if not called.done():
-            called.cancel()
-            self._program.result()
-            return None
-        call = called.result()
-        known, self._seen = self._seen, list(call.messages)
-        tools, self._tools = self._tools, call.tools
-        if not known:
-            return call
-        new = new_messages(known, call.messages) if tools == call.tools else None
-        if new is None:
-            return ModelCall(call.messages, call.tools, begins=True)
-        return ModelCall(new, call.tools)
-
-    def result(self) -> Any:
-        """Return the program's result."""
-        assert self._program is not None  # noqa: S101 - `next` gave None
-        return self._program.result()
-
-    async def close(self) -> None:
-        """End the program. Idempotent."""
-        if self._program is not None and not self._program.done():
-            self._program.cancel()
-            with contextlib.suppress(BaseException):
-                await self._program
-
 
 HARNESS = "asyncrl_policy_harness"
 """The name by which verifiers imports `asyncrl.environments.adapters.verifiers_harness`."""
@@ -127,7 +46,7 @@ class VerifiersEnvironment:
 
     def __init__(self, served: Served, *, replay: Replay | None) -> None:
         self._served = served
-        self._conversation: Conversation | None = None
+        self._calls = ProgramCalls()
         self.replay = replay
         self.tools: list[dict[str, Any]] = []
 
@@ -138,8 +57,9 @@ class VerifiersEnvironment:
         index = row.get("idx")
         if not isinstance(index, int):
             raise TypeError("the row has no `idx`, the number of the task in its taskset")
-        self._conversation = await self._served.begin(index)
-        call = await self._conversation.next()
+        await self._served.serve()
+        self._calls = ProgramCalls()
+        call = await self._calls.begin(self._served.episode(index, self._calls))
         if call is None:
             self._raise_errors()
             raise RuntimeError("the episode ended before it called the model")
@@ -148,25 +68,21 @@ class VerifiersEnvironment:
 
     async def step(self, action: Action) -> StepResult:
         """Give the policy's turn to the episode."""
-        assert self._conversation is not None  # noqa: S101 - reset came first
-        turn = Turn(action.message, len(action.tokens), prompt_tokens=action.context_length)
-        self._conversation.answer(turn)
-        call = await self._conversation.next()
-        if call is not None and call.begins:
-            return StepResult(call.messages, new_conversation=True, tools=call.tools)
-        if call is not None:
-            return StepResult(call.messages)
+        policy, tokens = self._served.policy, action.tokens
+        cut = policy.cuts(tokens, policy.max_tokens)
+        turn = Turn(action.message, len(tokens), cut, action.context_length)
+        result = await self._calls.step(turn)
+        if result is not None:
+            return result
         self._raise_errors()
-        return StepResult(done=True, reward=self._served.reward(self._conversation.result()))
+        return StepResult(done=True, reward=self._served.reward(self._calls.result()))
 
     async def close(self) -> None:
         """End the episode."""
-        if self._conversation is not None:
-            await self._conversation.close()
+        await self._calls.close()
 
     def _raise_errors(self) -> None:
-        assert self._conversation is not None  # noqa: S101 - reset came first
-        episode = self._conversation.result()
+        episode = self._calls.result()
         errors = [*episode.errors, *(error for one in episode.traces for error in one.errors)]
         if errors:
             raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors))
@@ -192,6 +108,7 @@ class Served:
 
         config, self._agent = _config(taskset, settings, agent)
         self.notes: list[str] = []
+        self.policy = policy or PolicySettings()
         if policy is not None:
             self.notes = _notes(taskset, self._agent, getattr(config, self._agent), policy)
         self._environment = v1.load_environment(config)
@@ -204,7 +121,7 @@ class Served:
         self._tasks = list(loaded if tasks is None else loaded.take(tasks))
         self._serving: contextlib.AsyncExitStack | None = None
         self._lock: asyncio.Lock | None = None
-        self._open: dict[str, Conversation] = {}
+        self._open: dict[str, ProgramCalls] = {}
         client = v1.EvalClientConfig(base_url="http://127.0.0.1:9", api_key_var="NO_KEY")
         self._context = v1.ModelContext(model=_MODEL, client=client)
 
@@ -215,30 +132,22 @@ class Served:
             for task in self._tasks
         ]
 
-    async def begin(self, index: int) -> Conversation:
-        """Start an episode of a task."""
-        await self._serve()
+    async def episode(self, index: int, calls: ProgramCalls) -> Any:
+        """Play an episode of a task, whose calls of the policy go to `calls`."""
         if not 0 <= index < len(self._tasks):
             raise IndexError(f"there is no task {index}; the taskset has {len(self._tasks)}")
-        conversation = Conversation()
+        traces: list[str] = []
 
         def minted(trace: Any) -> None:
-            self._open[trace.id] = conversation
+            traces.append(trace.id)
+            self._open[trace.id] = calls
 
-        async def episode() -> Any:
-            traces: list[str] = []
-            try:
-                done = await self._environment.run_episode(
-                    self._tasks[index], self._context, on_trace=minted
-                )
-                traces = [trace.id for trace in done.traces]
-                return done
-            finally:
-                for one in traces:
-                    self._open.pop(one, None)
-
-        conversation.start(episode())
-        return conversation
+        task = self._tasks[index]
+        try:
+            return await self._environment.run_episode(task, self._context, on_trace=minted)
+        finally:
+            for one in traces:
+                self._open.pop(one, None)
 
     def reward(self, episode: Any) -> float:
         """Return the policy's reward. Raises RuntimeError if it is missing or incomplete."""
@@ -252,9 +161,15 @@ class Served:
             raise RuntimeError(f"its reward is incomplete: {traces[0].stop_condition}")
         return float(traces[0].reward)
 
-    def conversation(self, trace: str | None) -> Conversation:
-        """Return the conversation of a trace."""
-        return self._open[str(trace)]
+    async def turn(self, trace: str | None, call: ChatCall) -> Turn:
+        """Return the policy's answer to a call of a trace. Raises RuntimeError if another waits."""
+        calls = self._open[str(trace)]
+        if calls.is_waiting:
+            raise RuntimeError(
+                "the program called the model again before the first call was answered; a sample "
+                "is one turn after another"
+            )
+        return await calls.answer(call)
 
     async def close(self) -> None:
         """End what the episodes share; not needed when a worker process ends."""
@@ -262,7 +177,8 @@ class Served:
         if serving is not None:
             await serving.aclose()
 
-    async def _serve(self) -> None:
+    async def serve(self) -> None:
+        """Start what the episodes share. Idempotent."""
         self._lock = self._lock or asyncio.Lock()
         async with self._lock:
             if self._serving is not None:
@@ -338,9 +254,8 @@ def _policy_client(served: Served) -> Any:
             headers: Any = None,
         ) -> Any:
             del sampling, turn, headers
-            conversation = served.conversation(session_id)
             messages = [chat_message(one) for one in body["messages"]]
-            turn = await conversation.ask(ModelCall(messages, body.get("tools") or []))
+            turn = await served.turn(session_id, ChatCall(messages, body.get("tools") or []))
             raw = openai_messages.completion("turn", _MODEL, 0, turn)
             response = dialect.parse_response(dialect.validate_response(raw))
             response.raw = raw

@@ -44,7 +44,11 @@ class PolicySettings:
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()
     max_tokens: int | None = None
-    """Bound of a sample's response; None if unknown."""
+    """Bound of a turn; None if unknown."""
+
+    def cuts(self, tokens: Sequence[int], limit: int | None) -> bool:
+        """Return True if this limit has ended a turn, and not a stop token."""
+        return limit is not None and len(tokens) >= limit and tokens[-1] not in self.stop_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +97,7 @@ def read_call(
     ignored = _NO_EFFECT | {"messages", "tools"} | (set() if tools else _ABOUT_TOOLS)
     given = {name: value for name, value in body.items() if name not in ignored}
     differing = _check_parameters(given, policy, ignore)
-    most = _longest(policy)
-    limits = [body[name] for name in _LIMITS if (body.get(name) or most) < most]
+    limits = [policy.max_tokens, *map(body.get, _LIMITS)]
     said = body.get("messages")
     if not isinstance(said, list) or not said:
         raise RefusedCallError("messages must be a list with at least one", parameter="messages")
@@ -107,7 +110,7 @@ def read_call(
         )
     options = body.get("stream_options")
     usage = isinstance(options, dict) and bool(options.get("include_usage"))
-    stream, most_tokens = bool(body.get("stream")), min(limits, default=None)
+    stream, most_tokens = bool(body.get("stream")), min(filter(None, limits), default=None)
     return ChatCall(messages, tools, stream, usage, is_retry, most_tokens, differing)
 
 
@@ -183,13 +186,9 @@ def differences(settings: Mapping[str, Any], policy: PolicySettings) -> dict[str
         except RefusedCallError:
             found[name] = value
         else:
-            if name in _LIMITS and value < _longest(policy):
+            if name in _LIMITS and value < (policy.max_tokens or math.inf):
                 found[name] = value
     return found
-
-
-def _longest(policy: PolicySettings) -> float:
-    return math.inf if policy.max_tokens is None else policy.max_tokens
 
 
 _OF_EVERY_RUN: dict[str, Sequence[Any]] = {

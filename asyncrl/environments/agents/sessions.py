@@ -7,9 +7,6 @@
 HTTP carries the text only; the generator records tokens, log-probabilities and policy versions, so
 a sample is as exact as with any other environment. An agent cannot go back, since its program has
 already continued, so its samples start over instead of being verified.
-
-A call whose messages extend those of the previous call continues its conversation; any other call
-begins a new one. Concurrent calls are answered one after another, in the order of arrival.
 """
 
 import asyncio
@@ -19,16 +16,16 @@ import json
 import os
 import shutil
 import signal
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl.environments.agents import openai_messages
+from asyncrl.environments.agents.calls import ProgramCalls
 from asyncrl.environments.agents.endpoint import Endpoint
-from asyncrl.environments.agents.openai_messages import ChatCall, PolicySettings, Turn
-from asyncrl.environments.chat_messages import Message, RefusedCallError, new_messages
+from asyncrl.environments.agents.openai_messages import PolicySettings, Turn
+from asyncrl.environments.chat_messages import Message
 from asyncrl.environments.protocol import Action, StepResult
 from asyncrl.environments.workers.user_threads import in_thread
 from asyncrl.errors import RewardError
@@ -57,7 +54,7 @@ class ClientSettings:
         return f"ClientSettings(base_url={self.base_url!r}, model={self.model!r})"
 
 
-Program = Callable[[dict[str, Any], ClientSettings], Awaitable[Any]]
+Program = Callable[[dict[str, Any], ClientSettings], Coroutine[Any, Any, Any]]
 """Runs an agent to its end and returns its reward (see `reward_of`)."""
 
 
@@ -196,11 +193,14 @@ class AgentEnvironment:
     def __init__(self, program: Program, endpoint: Endpoint) -> None:
         self._program = program
         self._endpoint = endpoint
-        self._calls = _Calls()
+        self._calls = ProgramCalls()
         self._key = ""
-        self._running: asyncio.Future[Any] | None = None
         self.tools: list[dict[str, Any]] = []
-        self.max_turn_tokens: int | None = None
+
+    @property
+    def max_turn_tokens(self) -> int | None:
+        """Limit of the next turn."""
+        return self._calls.max_turn_tokens
 
     async def reset(self, row: dict[str, Any], seed: int) -> list[Message]:
         """Start the agent and return the messages of its first call."""
@@ -209,10 +209,9 @@ class AgentEnvironment:
         client = ClientSettings(
             self._endpoint.url, self._key, self._endpoint.policy.model, seed % 2**31
         )
-        self._running = asyncio.ensure_future(self._program(row, client))
-        call = await self._next_call()
+        call = await self._calls.begin(self._program(row, client))
         if call is None:
-            self._running.result()
+            self._calls.result()
             raise RuntimeError("the agent ended without a call of the model")
         self.tools = call.tools
         return call.messages
@@ -223,137 +222,16 @@ class AgentEnvironment:
         Return its reward, or the messages of its next call: those that extend the conversation, or
         all of them if it is a new one.
         """
-        policy, tokens = self._endpoint.policy, action.tokens
-        full = self.max_turn_tokens is not None and len(tokens) >= self.max_turn_tokens
-        cut = full and tokens[-1] not in policy.stop_tokens
-        self._calls.give(Turn(action.message, len(tokens), cut, action.context_length))
-        call = await self._next_call()
-        if call is None and self._running is not None:
-            return StepResult(done=True, reward=reward_of(self._running.result()))
-        added = self._calls.added
-        if call is not None and added is None:
-            return StepResult(call.messages, new_conversation=True, tools=call.tools)
-        return StepResult(added)
+        tokens = action.tokens
+        cut = self._endpoint.policy.cuts(tokens, self.max_turn_tokens)
+        turn = Turn(action.message, len(tokens), cut, action.context_length)
+        result = await self._calls.step(turn)
+        return result or StepResult(done=True, reward=reward_of(self._calls.result()))
 
     async def close(self) -> None:
         """End the agent: refuse its calls and cancel its task."""
         self._endpoint.close(self._key)
-        self._calls.end()
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait([self._running])
-
-    async def _next_call(self) -> ChatCall | None:
-        if self._running is None:
-            raise RuntimeError("the agent has not been started")
-        arrival = asyncio.create_task(self._calls.next())
-        try:
-            await asyncio.wait((arrival, self._running), return_when=asyncio.FIRST_COMPLETED)
-            if self._running.done():
-                return None
-            self.max_turn_tokens = arrival.result().max_tokens
-            return arrival.result()
-        finally:
-            arrival.cancel()
-
-
-class _Asked:
-    def __init__(self, call: ChatCall) -> None:
-        self.call = call
-        self.turn: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        self.listeners = 0
-        """Requests that wait for the answer: the call and its retries."""
-        self.heard = False
-
-    @property
-    def is_alone(self) -> bool:
-        """True if the client has gone without an answer."""
-        return not (self.heard or self.listeners)
-
-
-class _Calls:
-    """The calls of one agent, answered one after another in the order of arrival."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[_Asked] = deque()
-        self._present: _Asked | None = None
-        self._known: list[Message] = []
-        """The conversation that this call continued, with the answer."""
-        self._arrived = asyncio.Event()
-        self._ended = False
-        self.added: list[Message] | None = []
-        """The messages that the present call adds to the conversation; None if it begins a new one.
-        """
-
-    async def next(self) -> ChatCall:
-        """Wait for the next call."""
-        while True:
-            while self._waiting:
-                asked = self._waiting.popleft()
-                if not asked.is_alone:
-                    self._take(asked)
-                    return asked.call
-            self._arrived.clear()
-            await self._arrived.wait()
-
-    def give(self, turn: Turn) -> None:
-        """Answer the present call."""
-        if self._present is None:
-            raise RuntimeError("no call waits for a turn")
-        self._known = [*self._present.call.messages, turn.message]
-        self._present.turn.set_result(turn)
-
-    def end(self) -> None:
-        """Refuse further and waiting calls."""
-        self._ended = True
-        for asked in self._open():
-            if not asked.turn.done():
-                asked.turn.set_exception(_ended())
-                asked.turn.exception()  # seen, also if nobody waits
-
-    async def answer(self, call: ChatCall) -> Turn:
-        """Return the turn that answers a call. Raises RefusedCallError."""
-        if self._ended:
-            raise _ended()
-        asked = self._asked_before(call)
-        if asked is None:
-            asked = _Asked(call)
-            self._waiting.append(asked)
-            self._arrived.set()
-        asked.listeners += 1
-        try:
-            turn = await asyncio.shield(asked.turn)
-        finally:
-            asked.listeners -= 1
-        asked.heard = True
-        return turn
-
-    def _take(self, asked: _Asked) -> None:
-        before, call = self._present, asked.call
-        self._present = asked
-        if before is None:
-            self.added = call.messages
-        elif call.tools == before.call.tools:
-            self.added = new_messages(self._known, call.messages)
-        else:
-            self.added = None
-
-    def _open(self) -> list[_Asked]:
-        return [*([] if self._present is None else [self._present]), *self._waiting]
-
-    def _asked_before(self, call: ChatCall) -> _Asked | None:
-        """Return the call that a client repeats after a timeout or a broken connection."""
-        same = [
-            one
-            for one in self._open()
-            if one.call.messages == call.messages and one.call.tools == call.tools
-        ]
-        alone = [one for one in same if one.is_alone]
-        return next(iter(alone or same if call.is_retry else alone), None)
-
-
-def _ended() -> RefusedCallError:
-    return RefusedCallError("the sample has ended: its tokens or its time are used up", status=410)
+        await self._calls.close()
 
 
 def adapter(rest: str, args: dict[str, Any]) -> Callable[[], AgentEnvironment]:

@@ -146,6 +146,8 @@ class Episode:
     seed: int
     """Seed of the environment; the same whenever the sample is generated."""
     on_start_over: Callable[[], None] = lambda: None
+    turn_limit: int | None = None
+    """`environment.max_turn_tokens`."""
     opened: bool = False
     row_prompt: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     """`[P]`."""
@@ -186,8 +188,9 @@ class Episode:
 
     @property
     def max_turn_tokens(self) -> int | None:
-        """Longest next turn, if the environment limits that; it cannot go back then."""
-        return None if self.session is None else self.session.max_turn_tokens
+        """Longest next turn, which only an environment that cannot go back may lower."""
+        own = None if self.session is None else self.session.max_turn_tokens
+        return min((one for one in (self.turn_limit, own) if one is not None), default=None)
 
     @property
     def reward(self) -> float:

@@ -146,7 +146,8 @@ class Episodes:
         text = f"environment {generation.environment_seed}".encode()
         digest = hashlib.blake2b(text, digest_size=7).digest()
         seed, prompt = int.from_bytes(digest, "little"), decode_tokens(generation.prompt.tokens)
-        return Episode(seed, self._count_started_over, row_prompt=prompt)
+        limit = self._pool.config.max_turn_tokens
+        return Episode(seed, self._count_started_over, turn_limit=limit, row_prompt=prompt)
 
     def _count_started_over(self) -> None:
         self._counts += EnvironmentCounts(started_over=1)

@@ -61,7 +61,8 @@ def _priority(request: GenerateRequest) -> int:
 def generation(request: GenerateRequest, seed: int) -> CoreRequest:
     """Return a request that continues from its prefix."""
     extra = RequestExtra(seed=seed, cache_key=request.cache_key, draft=request.draft_tokens)
-    left = request.sampling.max_tokens - len(request.prefix_tokens)
+    end = request.sampling.last_token(request.turn_start)
+    left = end - len(request.prefix_tokens)
     return _request(request, extra, _priority(request), request.prefix_tokens, max_tokens=left)
 
 
@@ -213,8 +214,9 @@ def _end(request: GenerateRequest, tokens: IntArray, begun: int) -> tuple[int, F
         ends += [] if count is None else [begun + count]
     if ends:
         return min(ends), "stop"
-    generated = len(request.prefix_tokens) + len(tokens)
-    return len(tokens), "length" if generated >= request.sampling.max_tokens else None
+    prefix = len(request.prefix_tokens)
+    limit = request.sampling.last_token(prefix + begun if begun else request.turn_start)
+    return len(tokens), "length" if prefix + len(tokens) >= limit else None
 
 
 class Generation:

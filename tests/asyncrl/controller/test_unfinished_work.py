@@ -116,6 +116,18 @@ def test_a_file_that_is_damaged_or_of_other_settings_is_refused_as_a_whole(tmp_p
     assert not Parts(tmp_path).restore(6), "no file is nothing to tell"
 
 
+def test_tokens_of_another_limit_of_turns_are_not_continued(tmp_path: Path) -> None:
+    """A shorter turn was cut, and a longer one would have been: verification sees neither."""
+    limits: list[dict[str, Any]] = [{}, {"max_turn_tokens": 9}, {"max_turn_tokens": 8}]
+    for one in limits:
+        Parts(tmp_path, environment={"name": "guessing", **one}).write(4)
+        said = [
+            Parts(tmp_path, environment={"name": "guessing", **two}).restore(4) for two in limits
+        ]
+        continued = ["unfinished samples to continue: 2" in line for (line,) in said]
+        assert continued == [one == two for two in limits]
+
+
 def test_tokens_of_lenient_reuse_do_not_enter_a_run_without_it(tmp_path: Path) -> None:
     """They do not follow the distributions stored with them, so verification is not exact."""
     lenient: dict[str, Any] = {"cache": {"reuse": "lenient"}}

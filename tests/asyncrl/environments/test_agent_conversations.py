@@ -6,10 +6,13 @@ import asyncio
 from typing import Any
 
 import openai
+import pytest
 from played_agents import QUESTION, TOOLS, action, client_of, environment_of, play, run
 
+from asyncrl.environments.agents.calls import ProgramCalls
 from asyncrl.environments.agents.openai_messages import ChatCall, Turn
-from asyncrl.environments.agents.sessions import ClientSettings, _Calls
+from asyncrl.environments.agents.sessions import ClientSettings
+from asyncrl.environments.chat_messages import RefusedCallError
 
 
 def test_other_messages_or_tools_begin_another_conversation() -> None:
@@ -81,27 +84,32 @@ def test_calls_at_once_are_answered_one_after_another() -> None:
 
 def test_a_waiting_call_whose_client_has_gone_is_dropped_unless_it_asks_again() -> None:
     async def scenario() -> None:
-        calls = _Calls()
+        calls = ProgramCalls()
 
         def asked(content: str) -> asyncio.Task[Turn]:
             call = ChatCall([{"role": "user", "content": content}])
             return asyncio.create_task(calls.answer(call))
 
-        async def answered(content: str) -> None:
-            assert (await calls.next()).messages[0]["content"] == content
-            calls.give(Turn({"role": "assistant", "content": "so"}, 1))
+        async def shown_after(turn: str) -> Any:
+            result = await calls.step(Turn({"role": "assistant", "content": turn}, 1))
+            assert result is not None
+            return result.observation
 
         first, gone, late, last = (asked(content) for content in ("a", "gone", "late", "b"))
-        await answered("a")
-        await first
+        call = await calls.begin(asyncio.sleep(1000))
+        assert call is not None
+        assert call.messages[0]["content"] == "a"
         for one in (gone, late):
             one.cancel()
         await asyncio.wait([gone, late])
         late = asked("late")
         await asyncio.sleep(0)
-        await answered("late")
-        await answered("b")
-        await asyncio.gather(late, last)
+        assert [one["content"] for one in await shown_after("1")] == ["late"]
+        assert [one["content"] for one in await shown_after("2")] == ["b"]
         assert not calls._waiting
+        await calls.close()
+        assert [(await one).message["content"] for one in (first, late)] == ["1", "2"]
+        with pytest.raises(RefusedCallError):
+            await last
 
     run(scenario())

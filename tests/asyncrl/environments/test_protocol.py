@@ -145,6 +145,10 @@ def test_an_environment_replaces_the_reward_functions_unless_they_are_given() ->
             {"environment": {"name": "guessing"}, "cache": {"reuse": "lenient"}},
             "cache.reuse: lenient does not work",
         ),
+        (
+            {"environment": {"name": "guessing", "max_turn_tokens": 257}},
+            r"max_turn_tokens \(257\) has no effect: .* at most sampling.max_tokens \(256\)",
+        ),
     ]:
         with pytest.raises(ConfigError, match=said):
             parse_config(values, source="the test")

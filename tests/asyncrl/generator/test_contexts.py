@@ -161,7 +161,7 @@ def test_newer_weights_between_two_contexts_lose_none_of_them() -> None:
 class Pool:
     """Of one environment, which always answers alike."""
 
-    config = SimpleNamespace(max_turns=3)
+    config = SimpleNamespace(max_turns=3, max_turn_tokens=None)
     rewards = SimpleNamespace(on_error="zero", max_attempts=1)
 
     async def open(self, *_: Any, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""An environment may limit the next turn; then the turn ends at its limit, and not the sample."""
+"""A run or an environment may limit turns; a turn ends at its limit, and not the sample."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from asyncrl.wire.messages.to_generator import PromptPayload
 SAMPLING = SamplingParams(max_tokens=20)
 
 
-def generation_of(limit: int | None) -> SampleGeneration:
+def generation_of(limit: int | None, of_run: int | None = None) -> SampleGeneration:
     prompt = PromptPayload("p", encode_tokens(np.array([1, 2], np.int32)), {})
     generation = SampleGeneration(SampleId(0, 0), prompt, 7)
     session: Any = types.SimpleNamespace(max_turn_tokens=limit)
-    generation.episode = Episode(3, session=session)
+    generation.episode = Episode(3, turn_limit=of_run, session=session)
     return generation
 
 
@@ -39,26 +39,35 @@ def draw(generation: SampleGeneration, count: int) -> None:
     )
 
 
-def test_a_limit_counts_from_the_beginning_of_the_turn() -> None:
-    generation = generation_of(6)
-    assert generation.next_request(SAMPLING).sampling.max_tokens == 6
+def last_token(generation: SampleGeneration) -> int:
+    """Length of the response at which the next request ends."""
+    request = generation.next_request(SAMPLING)
+    return request.sampling.last_token(request.turn_start)
+
+
+@pytest.mark.parametrize(("of_environment", "of_run"), [(6, None), (6, 9), (None, 6)])
+def test_a_limit_counts_from_the_beginning_of_the_turn(
+    of_environment: int | None, of_run: int | None
+) -> None:
+    generation = generation_of(of_environment, of_run)
+    assert last_token(generation) == 6
     draw(generation, 2)  # interrupted: the rest of the turn has four tokens
-    assert generation.next_request(SAMPLING).sampling.max_tokens == 6
+    assert last_token(generation) == 6
     draw(generation, 4)
     assert generation.turn_has_ended("length", SAMPLING.max_tokens)
     generation.builder.append_observed(np.array([8, 8, 8], np.int32))
-    assert generation.next_request(SAMPLING).sampling.max_tokens == 15
+    assert last_token(generation) == 15
     draw(generation, 6)
     generation.builder.append_observed(np.array([8], np.int32))
     # The last turn is cut by the limit of all turns, which ends the sample.
-    assert generation.next_request(SAMPLING).sampling.max_tokens == 20
+    assert last_token(generation) == 20
     draw(generation, 4)
     assert not generation.turn_has_ended("length", SAMPLING.max_tokens)
 
 
 def test_without_a_limit_only_a_stop_ends_a_turn() -> None:
     generation = generation_of(None)
-    assert generation.next_request(SAMPLING).sampling.max_tokens == 20
+    assert last_token(generation) == 20
     draw(generation, 20)
     assert generation.turn_has_ended("stop", 20)
     assert not generation.turn_has_ended("length", 20)

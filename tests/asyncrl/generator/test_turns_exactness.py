@@ -25,6 +25,7 @@ from enumerated_tools import (
     PROMPT,
     Deterministic,
     Failing,
+    Limited,
     Recorded,
     Restoring,
     Rewriting,
@@ -154,7 +155,11 @@ async def whole_loop(
     engine = CoreEngine(core)
     errors = {"on_error": environment.on_error}
     episodes, _ = episodes_of(
-        environment, max_tokens=environment.room, sessions=4096, rewards=errors
+        environment,
+        max_tokens=environment.room,
+        sessions=4096,
+        rewards=errors,
+        max_turn_tokens=environment.turn_limit,
     )
     sampling = replace(SAMPLING, max_tokens=environment.room)
     generator = SampleGenerator(engine, Rewards(), sampling, episodes=episodes)  # type: ignore[arg-type]
@@ -259,12 +264,13 @@ def wanted(policy: int, environment: type[Tool] = Recorded) -> Probabilities:
         return enumerate_rewritten(chances, tuple(PROMPT.tolist()), environment.room)
     if environment is Failing:
         return enumerate_responses(after_the_prompt, answered_at, fails)
-    return enumerate_responses(after_the_prompt, answered_at)
+    limit = environment.turn_limit
+    return enumerate_responses(after_the_prompt, answered_at, turn_limit=limit)
 
 
 def answering(environment: type[Tool]) -> type[Tool]:
     """An environment whose answers have the same chances."""
-    return environment if environment in (Rewriting, Failing) else Recorded
+    return environment if environment in (Rewriting, Failing, Limited) else Recorded
 
 
 @cache
@@ -325,7 +331,7 @@ def is_seen(
     return any(is_detected(*view) for view in views)
 
 
-@pytest.mark.parametrize("environment", [Slow, Deterministic, Failing, Tool, Rewriting])
+@pytest.mark.parametrize("environment", [Slow, Deterministic, Failing, Tool, Rewriting, Limited])
 def test_turns_through_the_generator_follow_the_last_policy(
     tiny_qwen3: str, environment: type[Tool]
 ) -> None:

@@ -49,6 +49,9 @@ def test_an_environment_has_a_line_of_its_own() -> None:
         "turns      guessing: at most 16 a sample, with 256 tokens in all; not tried; "
         "128 open at once, in 2 processes"
     )
+    limited = config(environment={"name": "guessing", "max_turn_tokens": 16})
+    line = startup_summary.turns_line(limited, None)
+    assert "at most 16 a sample, with at most 16 tokens each and 256 tokens in all;" in line
 
 
 def test_the_model_is_named_with_its_family_and_size(tmp_path: Path) -> None:

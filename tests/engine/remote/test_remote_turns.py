@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -31,27 +33,29 @@ def chances(model: torch.nn.Module, how: dict[str, float]) -> Chances:
     return of
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize(("how", "limit"), [*((how, None) for how in WAYS), (WAYS[0], 2)])
 def test_turns_follow_the_policy_that_judged_them_last(
-    served: Served, how: dict[str, float]
+    served: Served, how: dict[str, Any], limit: int | None
 ) -> None:
     """The policy changes in the middle of turns, to another one and back."""
 
     def ask(requests: list[GenerateRequest]) -> list[list[TokenChunk]]:
         return served.call(collect_all(served.engine, requests))
 
-    world = World(ask, SamplingParams(1, top_k_logprobs=TOP_K, **how), PROMPT)
+    sampling = SamplingParams(1, top_k_logprobs=TOP_K, max_turn_tokens=limit, **how)
+    world = World(ask, sampling, PROMPT)
     served.install(served.old)
     samples = world.draw(world.begin(SAMPLES), limit=3)
     served.install(served.new)
     samples = world.verify(samples, limit=5)
     served.install(served.old)
     samples = world.verify(samples)
-    wanted = enumerate_responses(chances(served.old, how))
+    wanted = enumerate_responses(chances(served.old, how), turn_limit=limit)
     p = p_value(texts_of(samples), wanted)
     kept = sum(one.builder.count(Provenance.VERIFIED) for one in samples)
     answers = sum(one.builder.count(Provenance.OBSERVED) for one in samples)
-    print(f"{how}: p = {p:.3g}, verified {kept}, observed {answers}")
+    print(f"{how}, {limit}: p = {p:.3g}, verified {kept}, observed {answers}")
     assert CLAIMS.fit(p)
     assert kept > SAMPLES / 5
-    assert is_detected(texts_of(samples), enumerate_responses(chances(served.new, how)))
+    before = enumerate_responses(chances(served.new, how), turn_limit=limit)
+    assert is_detected(texts_of(samples), before)

@@ -101,6 +101,20 @@ def test_a_request_carries_its_stream_and_its_place() -> None:
     assert (submitted.tokens, submitted.max_tokens) == ([1, 2, 3, 4, 5], 6)
     assert (extra.seed, extra.generated, extra.cache_key) == (5, 3, "tree")
     assert extra.draft.tolist() == [6]
+    limited = replace(request, sampling=replace(sampling, max_turn_tokens=4), turn_start=2)
+    assert generation(limited, 5).max_tokens == 3
+
+
+def test_the_limit_of_a_turn_begins_again_after_an_accepted_turn() -> None:
+    kept = replace(kept_tokens(5, 2), observed=np.array([0, 0, 1, 0, 0], np.bool_))
+    sampling = SamplingParams(20, top_k_logprobs=2, max_turn_tokens=2)
+    request = GenerateRequest("r", "", ids(9), sampling)
+    for left, reason, more in ((1, None, 1), (3, None, 2), (4, None, 1), (5, "length", 0)):
+        table = Table.of("r", scored_of([Outcome.KEPT] * left), 2)
+        chunk, rest = after_verification(request, kept, table, seed=7, policy_version=3)
+        assert chunk is not None
+        assert (len(chunk.tokens), chunk.finish_reason) == (left, reason)
+        assert generation(rest, 7).max_tokens == more
 
 
 @pytest.mark.parametrize(

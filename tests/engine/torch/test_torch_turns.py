@@ -39,11 +39,13 @@ def new_builder() -> TrajectoryBuilder:
     return TrajectoryBuilder(SampleId(0, 0), "p", np.array([1, 2, 3], np.int32))
 
 
-def played(core: DecodeCore, first_seed: int, turns: int = TURNS) -> TrajectoryBuilder:
+def played(
+    core: DecodeCore, first_seed: int, turns: int = TURNS, **changes: object
+) -> TrajectoryBuilder:
     """A response of some turns, each but the last one answered."""
     builder = new_builder()
     for number in range(turns):
-        for chunk in run(core, [turn("t", builder, first_seed + number)])["t"]:
+        for chunk in run(core, [turn("t", builder, first_seed + number, **changes)])["t"]:
             chunk.append_to(builder)
         if number + 1 < turns:
             builder.append_observed(ANSWER)
@@ -125,6 +127,58 @@ def test_a_changed_turn_keeps_no_observation(tiny_qwen3: str) -> None:
             assert not kept.observed[accepted], "a turn ends with its answer"
             assert not np.isin(tokens[accepted:-1], STOPS).any()
     assert changed > 3
+
+
+LIMITED = {"max_turn_tokens": 3, "stop_tokens": (STOP,)}
+
+
+def test_the_limit_begins_again_with_each_accepted_turn(tiny_qwen3: str) -> None:
+    model, cut = load(tiny_qwen3), 0
+    for seed in range(4):
+        builder = played(core_of(model), 100 * seed, **LIMITED)
+        kept, last = builder.kept(), len(builder) - builder.turn_start
+        chunks = verdict(core_of(model), kept, **LIMITED)
+        assert tokens_of(chunks) == kept.tokens.tolist()
+        assert chunks[-1].finish_reason == ("stop" if kept.tokens[-1] == STOP else "length")
+        cut += last == 3
+        builder.append_observed(ANSWER)
+        chunks = verdict(core_of(model), builder.kept(), **LIMITED)
+        alone = run(core_of(model), [turn("v", builder, 10**6, **LIMITED)])["v"]
+        assert tokens_of(chunks) == builder.tokens().tolist() + tokens_of(alone)
+        assert chunks[-1].finish_reason == alone[-1].finish_reason
+    assert cut > 0
+
+
+def test_a_changed_turn_ends_at_the_limit_from_its_own_beginning(tiny_qwen3: str) -> None:
+    """Drafts of the whole cache included."""
+    model, lengths = load(tiny_qwen3), []
+    texts = [played(core_of(model), 50 * i, **LIMITED).kept() for i in range(12)]
+    cache = RolloutCache(CacheConfig(max_bytes=1 << 20, min_match=1, min_probability=0.0))
+    core = core_of(model, cache)
+    swap_weights(core, policies(0.3)[1].state_dict().items(), 1)
+    for kept in texts:
+        again = new_builder()
+        for chunk in (chunks := verdict(core, kept, **LIMITED)):
+            chunk.append_to(again)
+        length = len(again) - again.turn_start
+        stopped = again.tokens()[-1] == STOP
+        assert length == 3 or (stopped and length < 3)
+        assert chunks[-1].finish_reason == ("stop" if stopped else "length")
+        lengths += [length] if 0 < again.turn_start < len(again) < len(kept) else []
+    assert 3 in lengths, "no later turn changed"
+
+
+def test_a_turn_beyond_its_limit_is_refused(tiny_qwen3: str) -> None:
+    core = core_of(load(tiny_qwen3))
+    kept = played(core, 0, max_turn_tokens=5, stop_tokens=()).kept()
+    with pytest.raises(RequestError, match="a turn of at least 5 tokens exceeds max_turn_tokens=4"):
+        core.add(turn("v", new_builder(), 1, kept=kept, max_turn_tokens=4))
+    prefix = np.array([9, 9, 9, 7, 8], np.int32)
+    asked = {"prefix_tokens": prefix, "turn_start": 3}
+    with pytest.raises(RequestError, match="a turn of at least 3 tokens"):
+        core.add(request("a", max_turn_tokens=2, **asked))
+    (chunks,) = run(core, [request("b", max_turn_tokens=4, stop_tokens=(), **asked)]).values()
+    assert (len(tokens_of(chunks)), chunks[-1].finish_reason) == (2, "length")
 
 
 RULE = StopRule.of(("ab",), PIECES)

@@ -45,6 +45,7 @@ TOP_K = 3
 PLAIN = SamplingParams(1, top_k_logprobs=TOP_K)
 CUT = SamplingParams(1, top_k_logprobs=TOP_K, temperature=1.3, top_p=0.75)
 """The policy gives some answers of the tool no probability at all."""
+LIMITED = SamplingParams(1, top_k_logprobs=TOP_K, max_turn_tokens=2)
 
 
 def chances(model: torch.nn.Module, sampling: SamplingParams) -> Chances:
@@ -84,7 +85,11 @@ class Engine:
         swap_weights(self.core, model.state_dict().items(), self.core.policy_version + 1)
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, CUT], ids=["plain", "top-p leaves answers out"])
+@pytest.mark.parametrize(
+    "sampling",
+    [PLAIN, CUT, LIMITED],
+    ids=["plain", "top-p leaves answers out", "limited turns"],
+)
 def test_turns_follow_the_policy_that_judged_them_last(
     tiny_qwen3: str, sampling: SamplingParams
 ) -> None:
@@ -99,12 +104,15 @@ def test_turns_follow_the_policy_that_judged_them_last(
     drafted = engine.core.stats().tokens
     kept = sum(one.builder.count(Provenance.VERIFIED) for one in samples)
     seen = sum(one.builder.count(Provenance.OBSERVED) for one in samples)
-    p = p_value(texts_of(samples), enumerate_responses(chances(third, sampling)))
+    limit = sampling.max_turn_tokens
+    wanted = enumerate_responses(chances(third, sampling), turn_limit=limit)
+    p = p_value(texts_of(samples), wanted)
     print(f"verified {kept}, observed {seen}, drafts accepted {drafted.accepted}: p = {p:.3g}")
     assert CLAIMS.fit(p)
     assert drafted.accepted > SAMPLES / 10
     assert kept > SAMPLES / 2
-    assert is_detected(texts_of(samples), enumerate_responses(chances(second, sampling)))
+    before = enumerate_responses(chances(second, sampling), turn_limit=limit)
+    assert is_detected(texts_of(samples), before)
 
 
 @pytest.fixture(scope="module")

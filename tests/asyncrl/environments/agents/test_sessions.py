@@ -54,7 +54,12 @@ def test_an_agent_calls_tools_and_its_return_value_is_the_reward() -> None:
         messages: list[Any] = [{"role": "developer", "content": "be brief"}, row["question"]]
         for _ in range(2):
             choice = client.chat.completions.create(
-                model="any", messages=messages, tools=TOOLS, temperature=0.5, top_p=1, max_tokens=64
+                model="any",
+                messages=messages,
+                tools=TOOLS,
+                temperature=0.5,
+                top_p=1,
+                max_tokens=100,
             ).choices[0]
             seen.append(choice)
             messages.append(choice.message)
@@ -133,7 +138,7 @@ def test_what_would_be_another_policy_is_refused(change: dict[str, Any], sentenc
 def test_what_equals_the_run_is_accepted() -> None:
     same: dict[str, Any] = {
         "temperature": 0.5, "top_p": 1, "n": 1, "stop": "END", "logit_bias": {}, "seed": None,
-        "tool_choice": "auto", "max_completion_tokens": 64, "user": "me", "frequency_penalty": 0.0,
+        "tool_choice": "auto", "max_completion_tokens": 100, "user": "me", "frequency_penalty": 0.0,
     }  # fmt: skip
     more = {"prompt_cache_key": "k", "service_tier": "auto", "parallel_tool_calls": False}
     parts = [{"type": "text", "text": "what is "}, {"type": "text", "text": "1 + 1?"}]
@@ -163,7 +168,7 @@ def test_a_limit_of_a_turn_cuts_it() -> None:
             await environment.step(Action("a", [1, 1, 1, 1, last], said))
         await environment.close()
         await environment._endpoint.stop()
-        assert limits == [5, 5, None]
+        assert limits == [5, 5, 100]
 
     run(scenario())
     assert reasons == ["length", "stop", "stop"]

@@ -41,7 +41,7 @@ def policys(text: str) -> dict[str, Any]:
 class Pool:
     """Of one environment, which says these things one after another."""
 
-    config = SimpleNamespace(max_turns=30, name="fake")
+    config = SimpleNamespace(max_turns=30, max_turn_tokens=None, name="fake")
     rewards = SimpleNamespace(on_error="stop", max_attempts=1)
     first: Any = (QUESTION,)
     lost, name, traits = False, "fake", Traits(replay="deterministic")
