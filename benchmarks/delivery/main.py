@@ -40,7 +40,7 @@ import zmq
 import zmq.asyncio
 from rich.table import Table
 
-from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
+from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.trainer.learner import check_trajectory
 from asyncrl.trainer_process.delivery_check import GroupQueue, Intake
 from asyncrl.wire import Hub, Line, RunKey, RuntimeDirectory
@@ -52,49 +52,23 @@ from asyncrl.wire.messages.data import (
     encode_trajectory,
 )
 from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
-from asyncrl.wire.transport.keys import LineKeys
-from asyncrl.wire.transport.outbox import ONE_PART, join, split
+from asyncrl.wire.transport.outbox import join, split
+from benchmarks.delivery.sending import (
+    GROUP,
+    NAME,
+    SECONDS,
+    VOCAB,
+    Way,
+    delivery_of,
+    sample_of,
+    send,
+    trajectory_of,
+)
 from benchmarks.harness import parser_of, pick, report, table
 from benchmarks.plain_sockets import without_curve
 
-VOCAB = 151_936
 MAX_BYTES = 64 << 20
 """Longest message; far above the longest of the benchmark."""
-WINDOW = 64
-"""Deliveries that a sender has under way."""
-NAME = "generator-0"
-"""The sender."""
-GROUP = 8
-"""Samples of a group."""
-_PROMPT = 200
-
-
-def trajectory_of(tokens: int) -> Trajectory:
-    """A trajectory of random tokens, half of them drafted.
-
-    Its stored top-K is empty: that does not travel to the trainer.
-    """
-    rng = np.random.default_rng(tokens)
-    builder = TrajectoryBuilder(sample_of(0), "train-17", rng.integers(0, VOCAB, _PROMPT, np.int32))
-    builder.append(
-        tokens=rng.integers(0, VOCAB, tokens, np.int32),
-        logprobs=-rng.exponential(1.0, tokens).astype(np.float32),
-        topk_ids=np.empty((tokens, 0), np.int32),
-        topk_logprobs=np.empty((tokens, 0), np.float32),
-        noise_seeds=np.zeros(tokens, np.uint64),
-        provenance=rng.integers(0, Provenance.OBSERVED, tokens, np.uint8),
-        policy_version=0,
-    )
-    return builder.finish("stop")
-
-
-def sample_of(index: int) -> SampleId:
-    """The samples of group 0 come first."""
-    return SampleId(*divmod(index, GROUP))
-
-
-def delivery_of(trajectory: Trajectory) -> TrajectoryDelivery:
-    return encode_trajectory(trajectory, reward=1.0, step=0, terms=(1.0,))
 
 
 class TrainerEnd:
@@ -266,18 +240,6 @@ def _libsodium() -> ctypes.CDLL | None:
     return None if found is None else ctypes.CDLL(found)
 
 
-_SECONDS = 300
-
-
-@dataclass(frozen=True)
-class Way:
-    tcp: bool = False
-    """Over loopback TCP; otherwise over ipc."""
-    curve: bool = True
-    together: int = 1
-    """Trajectories that leave in one turn of the generator's event loop."""
-
-
 @dataclass(frozen=True)
 class Rank:
     """Microseconds per trajectory of a process that takes trajectories in."""
@@ -306,7 +268,7 @@ class Rank:
         return self.bytes_each / max(self.main_us, self.io_us)
 
 
-def take_in(tokens: int, count: int, way: Way = Way()) -> Rank:
+def take_in(tokens: int, count: int, way: Way) -> Rank:
     """Take in what another process sends as fast as it can."""
     with without_curve(enabled=not way.curve):
         return asyncio.run(_take_in(tokens, count, way))
@@ -327,7 +289,7 @@ async def _take_in(tokens: int, count: int, way: Way) -> Rank:
     )
     sender.start()
     try:
-        async with asyncio.timeout(_SECONDS):
+        async with asyncio.timeout(SECONDS):
             await _receive(hub, end)
             began = _clocks()
             for _ in range(count - 1):
@@ -335,7 +297,7 @@ async def _take_in(tokens: int, count: int, way: Way) -> Rank:
             wall, main, cpu = (
                 (now - then) / (count - 1) * 1e6 for now, then in zip(_clocks(), began, strict=True)
             )
-        await asyncio.to_thread(sender.join, _SECONDS)
+        await asyncio.to_thread(sender.join, SECONDS)
     finally:
         sender.kill()
         hub.close()
@@ -352,25 +314,6 @@ async def _receive(hub: Hub[TrajectoryDelivery], end: TrainerEnd) -> None:
 
 def _clocks() -> tuple[float, float, float]:
     return time.perf_counter(), time.thread_time(), time.process_time()
-
-
-def send(address: str, keys: LineKeys, tokens: int, count: int, way: Way) -> None:
-    """Deliver `count` trajectories, with WINDOW of them unacknowledged. Runs in its own process."""
-
-    async def deliver() -> None:
-        line: Line[Received] = Line(address, keys, Received, together_bytes=ONE_PART)
-        trajectory = trajectory_of(tokens)
-        for index in range(count + WINDOW):
-            if index >= WINDOW and index - WINDOW < count:
-                await line.receive_within(_SECONDS, what="an acknowledgement")
-            if index < count:
-                line.send_soon(delivery_of(replace(trajectory, id=sample_of(index))))
-                if index % way.together == way.together - 1:
-                    await asyncio.sleep(0)
-        line.close()
-
-    with without_curve(enabled=not way.curve):
-        asyncio.run(deliver())
 
 
 TOKENS = (64, 1_000, 8_000, 32_000)
@@ -431,7 +374,7 @@ def measure(tokens: int, effort: Effort) -> Result:
         median_us={name: statistics.median(cpu for _, cpu in each) for name, each in times.items()},
         stage_us=stages(trajectory, repeats, rounds),
         floor_parts_us=floor(size, repeats, rounds),
-        rank=take_in(tokens, count=max(2 * GROUP, repeats * min(rounds, 8))),
+        rank=take_in(tokens, count=max(2 * GROUP, repeats * min(rounds, 8)), way=Way()),
     )
 
 

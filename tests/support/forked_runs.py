@@ -37,6 +37,7 @@ from asyncrl.user_code.process_tree import end_process
 
 CONTROLLERS = {"asyncrl run", "benchmarks.hostile.victim", "benchmarks.paced.command run"}
 PARTS = {
+    "asyncrl.gpu_check.two_ranks",
     "benchmarks.controller.peers",
     "benchmarks.pipeline.costs",
     "benchmarks.pipeline.overlap",
