@@ -53,6 +53,9 @@ from asyncrl.trainer.scoring import Models
 from asyncrl.trainer.sharding.lockstep import Lockstep
 from asyncrl.trainer.step_targets import StepTargets, fix
 
+_added: Callable[[Sequence[Any]], Any] = partial(reduce, operator.add)
+_TOKENS = np.zeros(2, np.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -117,9 +120,6 @@ def of_all_ranks(own: StepTotals, world: World) -> StepTotals:
     return StepTotals(own.signals, **values)
 
 
-_added: Callable[[Sequence[Any]], Any] = partial(reduce, operator.add)
-
-
 def _by_column(rows: Sequence[list[float]]) -> list[float]:
     return [_added(column) for column in zip(*rows, strict=True)]
 
@@ -146,9 +146,6 @@ _TOGETHER: dict[str, Callable[[Sequence[Any]], Any]] = {
 }
 """The rule that combines the ranks' values of a field. Left out: `signals`, alike on all ranks, and
 unread sums."""
-
-
-_TOKENS = np.zeros(2, np.int32)
 
 
 def padding(version: int) -> Work:

@@ -51,6 +51,10 @@ from asyncrl.wire.weights.layout import Fingerprint
 _ROUNDING = 1e-3
 """Tolerance for positive log-probabilities caused by rounding, in nats."""
 _LAST_PROVENANCE = int(max(Provenance))
+CENTRE = "advantage_centre"
+"""Key of `Stepping.centre` in the state's values."""
+_BASE = "base_weights"
+Group = tuple[Sequence[Trajectory], FloatArray]
 
 
 def check_group(
@@ -151,11 +155,6 @@ def _check_segments(trajectory: Trajectory, name: str) -> None:
         raise BatchError(f"{name}: segments cover {end} of {len(trajectory.tokens)} tokens")
 
 
-CENTRE = "advantage_centre"
-"""Key of `Stepping.centre` in the state's values."""
-_BASE = "base_weights"
-
-
 def state_of(models: Models, update: Update) -> TrainingState:
     """The learner's part of a checkpoint: policy or adapter, critic, and a reference that moves."""
     adapter = models.policy.adapter
@@ -189,9 +188,6 @@ def check_reference(directory: Path, models: Models, own: str, saved: str) -> No
         "which would be the reference of its KL penalty; set model.path to the model that the run "
         "started from"
     )
-
-
-Group = tuple[Sequence[Trajectory], FloatArray]
 
 
 class Learner:

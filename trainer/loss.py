@@ -69,6 +69,19 @@ from asyncrl.trainer.objective.step_statistics import StepTotals
 from asyncrl.trainer.ranks import World
 from asyncrl.trainer.step_targets import StepTargets, normalise
 
+_OF_WEIGHTS = {
+    "importance_capped": Signal("share of tokens whose weight was cut to `trainer.importance_cap`"),
+    "effective_share": Signal(
+        "effective sample size of the corrected tokens, as a share of them", per="effective"
+    ),
+}
+_SIGNALS = {
+    "chi_squared": Signal(
+        "chi-squared divergence of the current policy from the behaviour policy, per token"
+    ),
+    "correction_masked": Signal("share of tokens that `trainer.correction` left out"),
+}
+
 
 class Weights(NamedTuple):
     """Weights of N tokens, without gradients."""
@@ -106,20 +119,6 @@ def correction_of(config: TrainerConfig) -> Correction:
         return Weights(weights, keep.to(weights.dtype), capped & keep)
 
     return weigh
-
-
-_OF_WEIGHTS = {
-    "importance_capped": Signal("share of tokens whose weight was cut to `trainer.importance_cap`"),
-    "effective_share": Signal(
-        "effective sample size of the corrected tokens, as a share of them", per="effective"
-    ),
-}
-_SIGNALS = {
-    "chi_squared": Signal(
-        "chi-squared divergence of the current policy from the behaviour policy, per token"
-    ),
-    "correction_masked": Signal("share of tokens that `trainer.correction` left out"),
-}
 
 
 @dataclass(frozen=True, slots=True)

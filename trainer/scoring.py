@@ -28,6 +28,8 @@ from asyncrl.trainer.ranks import World
 from asyncrl.trainer.sharding.policy import ShardedPolicy
 from asyncrl.trainer.sharding.weights import local
 
+logger = logging.getLogger(__name__)
+
 
 class Reference:
     """The reference model, a separate copy without gradients. Attribute: `policy`."""
@@ -82,9 +84,6 @@ class InitialAdapter(Reference):
 
     def follow(self, trained: Policy, version: int) -> None:
         """Do nothing: this reference does not move."""
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,8 @@ SMALL = {
     "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
 _SPREAD = 4.0
+_WORST_NATS = 0.3
+"""Mean log-probability difference above which decoding and scoring disagree."""
 
 
 def random_model(context: Context) -> Path:
@@ -254,10 +256,6 @@ async def _response(made: Engine, sampling: SamplingParams, index: int) -> Verif
     async for chunk in made.generate(GenerateRequest(f"r{index}", builder.prompt_id, prompt, own)):
         chunk.append_to(builder)
     return builder.finish("length")
-
-
-_WORST_NATS = 0.3
-"""Mean log-probability difference above which decoding and scoring disagree."""
 
 
 def noise_floor(context: Context) -> Said:

@@ -21,6 +21,8 @@ GROUP_SIZE = 8
 PROMPT = 16
 """Tokens of a prompt, which the samples of a group share."""
 _ROUNDS = 5
+_TOLERANCE = 0.02
+"""Relative 16-bit error of outputs, and of gradients, which are sums of them."""
 
 
 def trainer(context: Context) -> Said:
@@ -114,10 +116,6 @@ def _matrix_flops(context: Context) -> float:
         _ = one @ other
         times.append(time.perf_counter() - began)
     return 2 * size**3 / statistics.median(times)
-
-
-_TOLERANCE = 0.02
-"""Relative 16-bit error of outputs, and of gradients, which are sums of them."""
 
 
 def attention(context: Context) -> Said:

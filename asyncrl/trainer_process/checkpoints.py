@@ -30,8 +30,11 @@ from asyncrl.trainer_process.step_trainer import TrainerRecords
 from asyncrl.wire.messages.from_trainer import CheckpointFailed, CheckpointWritten, StepFinished
 from asyncrl.wire.records.step import TrainedStep
 
+logger = logging.getLogger("asyncrl.trainer")
+
 _PIECE_SECONDS = 0.5
 """Time in which the process was suspended does not count: the limit is counted in such pieces."""
+Outcome = CheckpointWritten | CheckpointFailed
 
 
 class _Writing(NamedTuple):
@@ -99,11 +102,6 @@ def _unanswered(path: Path, hanging: _Writing) -> CheckpointUnwritable:
         f"{seconds:.0f} s (launcher.checkpoint_seconds)",
         "hanging",
     )
-
-
-logger = logging.getLogger("asyncrl.trainer")
-
-Outcome = CheckpointWritten | CheckpointFailed
 
 
 class Checkpoints:

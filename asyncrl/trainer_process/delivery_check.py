@@ -24,6 +24,12 @@ from asyncrl.trainer.base.errors import BatchError
 from asyncrl.wire.messages.data import TrajectoryDelivery, decode_trajectory, digest_of
 from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
 
+EARLY_BYTES = 64 << 20
+_HEAD_BYTES = 2048
+_GIVEN_BACK = 1 << 16
+"""Bound of remembered given-back samples. A generator resends one after a while, even unasked."""
+_ARRAYS = ("prompt_tokens", "tokens", "behaviour_logprobs", "provenance")
+
 
 class WholeGroup(NamedTuple):
     """A group with all its samples, in the order of their indices."""
@@ -127,12 +133,6 @@ class GroupQueue:
         for group, samples in list(self._partial.items()):
             if next(iter(samples.values())).delivery.step < step:
                 del self._partial[group]
-
-
-EARLY_BYTES = 64 << 20
-_HEAD_BYTES = 2048
-_GIVEN_BACK = 1 << 16
-"""Bound of remembered given-back samples. A generator resends one after a while, even unasked."""
 
 
 class Wanted(NamedTuple):
@@ -324,9 +324,6 @@ class Intake:
         trajectory = decode_trajectory(delivery)
         self._check(trajectory)
         return trajectory
-
-
-_ARRAYS = ("prompt_tokens", "tokens", "behaviour_logprobs", "provenance")
 
 
 def _bytes_of(delivery: TrajectoryDelivery) -> int:

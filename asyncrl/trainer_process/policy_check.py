@@ -41,6 +41,14 @@ from asyncrl.wire.weights.writer import WeightPublisher
 _NEWTON_STEPS = 6
 _MAX_FACTOR = 100.0
 """Search range of temperatures, as a factor in both directions."""
+_SUSPECTS = 4
+_EXPLAINED = 2
+"""Generators whose cause is investigated in a step: each takes about ten forward passes over its
+suspects and two copies of the weights, and many generators mostly share one cause."""
+PROVISIONAL_STEPS = 20
+"""`provisional_steps` of `PolicyCheck`, with engines or trainer on GPUs."""
+_MAX_SUSPECT_TOKENS = 1 << 17
+"""Bound of tokens sent to the controller, 16 bytes each: 2 of the 16 MiB of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +137,6 @@ def _temperature(policy: Policy, trajectories: Sequence[Trajectory]) -> float:
         slope = rescored(policy, trajectories, temperature=temperature).slope
         temperature = min(high, max(low, temperature * math.exp(slope)))
     return temperature
-
-
-_SUSPECTS = 4
-_EXPLAINED = 2
-"""Generators whose cause is investigated in a step: each takes about ten forward passes over its
-suspects and two copies of the weights, and many generators mostly share one cause."""
-PROVISIONAL_STEPS = 20
-"""`provisional_steps` of `PolicyCheck`, with engines or trainer on GPUs."""
-_MAX_SUSPECT_TOKENS = 1 << 17
-"""Bound of tokens sent to the controller, 16 bytes each: 2 of the 16 MiB of a message."""
 
 
 @dataclass(slots=True)

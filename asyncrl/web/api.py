@@ -31,6 +31,25 @@ from asyncrl.web.step_file import StepFile
 from asyncrl.wire.messages import control
 from asyncrl.wire.messages.control import OrderRecord
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MAX_STEPS = 1000
+MAX_SAMPLES = 100
+ABOUT = """\
+What `asyncrl status`, `stop`, `pause` and the others do, over HTTP.
+
+Orders are POST requests with JSON and the token, as `Authorization: Bearer TOKEN`. The token is in
+`RUN/web.token`, or in `monitoring.web.token_file`. An order that is refused changes nothing: its \
+answer has the status 409 and the reason.
+"""
+_REFUSED: dict[int | str, dict[str, Any]] = {
+    401: {"description": "The token is missing or wrong."},
+    403: {"description": "The request comes from another site."},
+    409: {"description": "Refused, with the reason; nothing has changed."},
+    502: {"description": "The controller did not answer."},
+}
+
 
 class EventStream(Response):
     """A stream of `event: snapshot` with JSON, for as long as the watcher takes them."""
@@ -160,26 +179,6 @@ def _row(name: str, place: str, schema: Mapping[str, Any], *, required: bool) ->
         details.append(f"default {json.dumps(schema['default'])}")
     cells = element("code", name), place, ", ".join(details)
     return element("tr", [element("td", cell) for cell in cells])
-
-
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-MAX_STEPS = 1000
-MAX_SAMPLES = 100
-ABOUT = """\
-What `asyncrl status`, `stop`, `pause` and the others do, over HTTP.
-
-Orders are POST requests with JSON and the token, as `Authorization: Bearer TOKEN`. The token is in
-`RUN/web.token`, or in `monitoring.web.token_file`. An order that is refused changes nothing: its \
-answer has the status 409 and the reason.
-"""
-_REFUSED: dict[int | str, dict[str, Any]] = {
-    401: {"description": "The token is missing or wrong."},
-    403: {"description": "The request comes from another site."},
-    409: {"description": "Refused, with the reason; nothing has changed."},
-    502: {"description": "The controller did not answer."},
-}
 
 
 class Api:

@@ -23,9 +23,20 @@ from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
 from asyncrl.monitoring.config import WebConfig, host_port, is_loopback
 from asyncrl.secret_files import refuse_open_file
 
+logger = logging.getLogger(__name__)
+
 MIN_LENGTH = 16
 _TOKEN = re.compile(r"[!-~]+")
 _MAX_BYTES = 4096
+MAX_STARTS = 4
+"""The first start, and three restarts after early ends."""
+LONG_SECONDS = 3600.0
+"""A process that lived for this long did not end early, and the count begins again."""
+PAUSE_SECONDS = 1.0
+"""First pause between the end of a process and the next start; later ones are three and nine times
+as long."""
+_BACKLOG = 128
+_END_SECONDS = 2.0
 
 
 def token_path(run: Path, token_file: str | None) -> Path:
@@ -58,19 +69,6 @@ def read_token(path: Path) -> str:
             "letters, digits or signs of ASCII, for instance from `openssl rand -hex 32`"
         )
     return text
-
-
-logger = logging.getLogger(__name__)
-
-MAX_STARTS = 4
-"""The first start, and three restarts after early ends."""
-LONG_SECONDS = 3600.0
-"""A process that lived for this long did not end early, and the count begins again."""
-PAUSE_SECONDS = 1.0
-"""First pause between the end of a process and the next start; later ones are three and nine times
-as long."""
-_BACKLOG = 128
-_END_SECONDS = 2.0
 
 
 def listen(config: WebConfig) -> socket.socket:

@@ -41,6 +41,7 @@ Rewards = NDArray[np.float64]
 
 STD_EPSILON = 1e-6
 """Keeps the division finite; rewards that differ by less are noise."""
+Normalization = Literal["token", "sequence", "sample"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,9 +277,6 @@ def to_device(
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-Normalization = Literal["token", "sequence", "sample"]
 
 
 def token_weights(kind: Normalization, lengths: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -17,6 +17,10 @@ from asyncrl.wire.transport.paths import (
     FunctionName,
 )
 
+ComputeDtype = Literal["float32", "bfloat16", "float64"]
+BFLOAT16_CAPABILITY = (8, 0)
+"""CUDA compute capability of the first GPUs (A100) that multiply bfloat16."""
+
 
 class CriticConfig(BaseModel):
     """The value model of `trainer.algorithm: ppo`, and the advantages that are made of its values.
@@ -109,11 +113,6 @@ def refuse_what_does_not_fit(config: Any) -> None:
             f"the loss of {config.algorithm} already contains the ratio; choose sequence_masked, "
             "sequence_rejected, token_masked or none"
         )
-
-
-ComputeDtype = Literal["float32", "bfloat16", "float64"]
-BFLOAT16_CAPABILITY = (8, 0)
-"""CUDA compute capability of the first GPUs (A100) that multiply bfloat16."""
 
 
 class TrainerConfig(BaseModel):

@@ -72,6 +72,13 @@ from asyncrl.wire.messages.from_trainer import CheckpointFault
 from asyncrl.wire.records.step import TrainedStep
 from asyncrl.wire.transport.atomic_files import replacing, sync
 
+logger = logging.getLogger(__name__)
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".msgpack", ".h5")
+_LOOK_SECONDS = 0.02
+_FAULTS = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, SafetensorError)
+"""Errors of reading a checkpoint that is not as written."""
+
 
 class Snapshot:
     """Copies what a rank holds to host memory, in a thread; one at a time, into reused buffers.
@@ -186,14 +193,6 @@ def _copy_one(source: Tensor, target: Tensor, stream: torch.cuda.Stream | None) 
 def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     data: NDArray[np.uint8] = tensor.detach().view(-1).view(torch.uint8).numpy()
     return data
-
-
-logger = logging.getLogger(__name__)
-
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".msgpack", ".h5")
-_LOOK_SECONDS = 0.02
-_FAULTS = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, SafetensorError)
-"""Errors of reading a checkpoint that is not as written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,9 @@ from asyncrl.wire.weights.adapter import Pair, merge, merged, pairs_of
 from asyncrl.wire.weights.fingerprint import TensorSums, collect, name_of, sums_of
 from asyncrl.wire.weights.pretrained import causal_lm_without_weights, load_causal_lm
 
+_FILE_SIZE = "5GB"
+_POLICY = "weights/policy/"
+
 
 def settings_of_adapter(checkpoint: Path) -> dict[str, Any]:
     """Read adapter_config.json. Raises OSError, ValueError."""
@@ -108,10 +111,6 @@ def _compare(
             f"engines used at step {manifest.policy_version}: the digest is {whole}, not "
             f"{published.digest}. The model was changed since"
         )
-
-
-_FILE_SIZE = "5GB"
-_POLICY = "weights/policy/"
 
 
 def export(checkpoint: Path, target: Path, dtype: torch.dtype | None = None) -> None:

@@ -31,6 +31,11 @@ from asyncrl.trainer.cpu.layers import OnednnLinear, fast_linear, whole_blocks
 kernel = kernels_of("trainer/cpu", "rollout")
 
 _ONE = np.float32(1)
+MAX_LENGTH = 512
+"""Tokens of the longest sequence; beyond it torch's blocked attention is faster."""
+MAX_JOINED = 1 << 23
+"""Numbers of joined gate and up (32 MiB) from which transformers' MLP is used: glibc maps larger
+blocks afresh each time, and clearing their pages costs more than joining saves."""
 
 
 @kernel.of_vectors
@@ -188,14 +193,6 @@ def rotate_backward(
             for d in range(size):
                 row[d] = factor * (grad[d] * weight[d] - x[d] * along)
                 for_weight[d] += grad[d] * x[d] * factor
-
-
-MAX_LENGTH = 512
-"""Tokens of the longest sequence; beyond it torch's blocked attention is faster."""
-
-MAX_JOINED = 1 << 23
-"""Numbers of joined gate and up (32 MiB) from which transformers' MLP is used: glibc maps larger
-blocks afresh each time, and clearing their pages costs more than joining saves."""
 
 
 class _AddNorm(torch.autograd.Function):

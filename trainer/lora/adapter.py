@@ -33,6 +33,11 @@ from asyncrl.wire.weights.adapter import Pair, layer_of, merged, names_of, serve
 from asyncrl.wire.weights.fingerprint import TensorSums, collect, fingerprint, sums_of
 from asyncrl.wire.weights.layout import Fingerprint, LoraSpec
 
+_NAME = "default"
+_BASE = ".base_layer."
+"""Inserted by peft into the names of an adapted layer's own parameters."""
+_LINEAR = {"Linear", "OnednnLinear"}
+
 
 def read_adapter(directory: Path, config: LoraConfig) -> dict[str, Tensor]:
     """Read an adapter's tensors, by peft's names in a model. Raises UnsupportedModelError."""
@@ -64,12 +69,6 @@ def write_adapter(
 def converted(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Convert to another data type, if one is given."""
     return {n: one if dtype is None else one.to(dtype) for n, one in tensors.items()}
-
-
-_NAME = "default"
-_BASE = ".base_layer."
-"""Inserted by peft into the names of an adapted layer's own parameters."""
-_LINEAR = {"Linear", "OnednnLinear"}
 
 
 class Adapter:

@@ -26,6 +26,25 @@ logger = logging.getLogger(__name__)
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """Constants of glibc's malloc.h."""
 _NEVER = (1 << 31) - 1
+GIB = 2**30
+ACTIVATIONS_FACTOR = 1.5
+"""Measured activations are between 1 / this and this times the estimate (tests/trainer)."""
+_PROCESS = int(0.6 * GIB)
+"""Memory of a process that has loaded torch, on a CPU; of CUDA's context and libraries on a GPU."""
+_LOGITS_AT_ONCE = 1 << 25
+_BLOCK = {False: 1 << 23, True: 1 << 26}
+"""`LOGIT_BUDGET` and `BLOCK` of `asyncrl.trainer.model.head`, without and with a GPU."""
+FULL = 0.92
+"""Share of a GPU's memory that a step may need by estimate: the varying part is estimated within
+ACTIVATIONS_FACTOR, and the driver reserves about 1%."""
+_NCCL = 1 * GIB
+"""NCCL's memory on each GPU: buffers of 4 MiB for each of 32 channels and 4 connections of a
+channel are 0.5 GiB; about as much is for its other protocols, its kernels and the driver."""
+_WORKSPACES = 96 << 20
+"""32 MiB each for cuBLAS (on Hopper), cuBLASLt and attention."""
+_FRAGMENTED = 0.05
+"""Share of the varying part: the allocator keeps blocks that no later tensor fits."""
+_OF_THE_HOST = ("host_moments", "host_copy", "published")
 
 
 def keep_freed_memory() -> bool:
@@ -95,26 +114,6 @@ def _number(path: Path) -> int | None:
         return None
 
 
-GIB = 2**30
-ACTIVATIONS_FACTOR = 1.5
-"""Measured activations are between 1 / this and this times the estimate (tests/trainer)."""
-_PROCESS = int(0.6 * GIB)
-"""Memory of a process that has loaded torch, on a CPU; of CUDA's context and libraries on a GPU."""
-_LOGITS_AT_ONCE = 1 << 25
-_BLOCK = {False: 1 << 23, True: 1 << 26}
-"""`LOGIT_BUDGET` and `BLOCK` of `asyncrl.trainer.model.head`, without and with a GPU."""
-FULL = 0.92
-"""Share of a GPU's memory that a step may need by estimate: the varying part is estimated within
-ACTIVATIONS_FACTOR, and the driver reserves about 1%."""
-_NCCL = 1 * GIB
-"""NCCL's memory on each GPU: buffers of 4 MiB for each of 32 channels and 4 connections of a
-channel are 0.5 GiB; about as much is for its other protocols, its kernels and the driver."""
-_WORKSPACES = 96 << 20
-"""32 MiB each for cuBLAS (on Hopper), cuBLASLt and attention."""
-_FRAGMENTED = 0.05
-"""Share of the varying part: the allocator keeps blocks that no later tensor fits."""
-
-
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The numbers of a model's config.json that determine memory."""
@@ -164,9 +163,6 @@ def adapter_parameters(shape: ModelShape, config: LoraConfig) -> int:
     names = all_linear if isinstance(config.targets, str) else config.targets
     block = sum(hidden + of_attention.get(name, middle) for name in names)
     return config.rank * block * shape.layers
-
-
-_OF_THE_HOST = ("host_moments", "host_copy", "published")
 
 
 @dataclass(frozen=True, slots=True)

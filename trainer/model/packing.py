@@ -39,6 +39,16 @@ from asyncrl.trainer.model import varlen
 
 SCORE_BUDGET = 1 << 25
 """Scores (numbers) in memory at once."""
+ATTENTION_NAME = "asyncrl_packed"
+WORTHWHILE = 1024
+"""Padded slots that several blocks must save to be used."""
+_SIMILAR = 0.8
+"""A block's sequences have at least this share of the tokens of its first one, and no more."""
+_PLAIN_ARGUMENTS = {
+    *("position_ids", "use_cache", "cache_position", "layer_idx", "output_attentions"),
+    "output_router_logits",
+}
+"""Arguments of some models' attention calls that do not affect the result."""
 
 
 def capped_attention(
@@ -99,20 +109,6 @@ def _attend(
     scores = scores.masked_fill(hidden, -torch.inf)
     by_head = None if sinks is None else sinks.view(1, -1, 1, 1)
     return weights_of(scores, by_head).to(value.dtype) @ value
-
-
-ATTENTION_NAME = "asyncrl_packed"
-
-WORTHWHILE = 1024
-"""Padded slots that several blocks must save to be used."""
-_SIMILAR = 0.8
-"""A block's sequences have at least this share of the tokens of its first one, and no more."""
-
-_PLAIN_ARGUMENTS = {
-    *("position_ids", "use_cache", "cache_position", "layer_idx", "output_attentions"),
-    "output_router_logits",
-}
-"""Arguments of some models' attention calls that do not affect the result."""
 
 
 @dataclass(frozen=True, slots=True)

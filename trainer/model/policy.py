@@ -41,6 +41,23 @@ from asyncrl.trainer.model.head import LogitMap, Processing, TokenScores, proces
 from asyncrl.trainer.model.model_loading import load_model
 from asyncrl.trainer.model.packing import ATTENTION_NAME, PackedBatch
 
+logger = logging.getLogger(__name__)
+
+_ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "torch_attn::_varlen_attn",
+}
+_PRODUCTS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "mkldnn::_linear_pointwise": (0, 1)}
+"""Positions of the input and the weight among the arguments."""
+T = TypeVar("T")
+_LEAST_ROUNDING, _MOST_ROUNDING = 0.02, 0.25
+"""Relative difference of a sequence's logits in 16 bits that rounding always explains, and that it
+never explains. Small models of two layers have 0.001 to 0.008."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
 
 def has_experts(model: PreTrainedModel) -> bool:
     """Return True if a model is a mixture of experts."""
@@ -76,17 +93,6 @@ def routes_of(model: PreTrainedModel, output: Any, predictors: Tensor) -> Routes
     return Routes(logits, int(config.num_experts_per_tok))
 
 
-_ATTENTION = {
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "torch_attn::_varlen_attn",
-}
-_PRODUCTS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "mkldnn::_linear_pointwise": (0, 1)}
-"""Positions of the input and the weight among the arguments."""
-
-
 def _policy(_context: Any, op: Any, *args: Any, **_options: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if _is_kept(op, args) else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -100,15 +106,6 @@ def _is_kept(op: Any, args: tuple[Any, ...]) -> bool:
     x, weight = (args[place] for place in _PRODUCTS[name])
     wide = weight.shape[0] if name.startswith("mkldnn") else weight.shape[1]
     return bool(wide <= x.shape[-1])
-
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-_LEAST_ROUNDING, _MOST_ROUNDING = 0.02, 0.25
-"""Relative difference of a sequence's logits in 16 bits that rounding always explains, and that it
-never explains. Small models of two layers have 0.001 to 0.008."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 class Policy:

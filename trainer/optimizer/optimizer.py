@@ -35,6 +35,7 @@ SLICE = {"cpu": 1 << 18, "cuda": 1 << 26}
 _CODED_SHARE = 8
 """Divisor of a slice for coded moments: coding needs this many numbers for each."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_KEPT_AS = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.uint8}
 
 
 class SmallAdamW(torch.optim.Optimizer):
@@ -168,9 +169,6 @@ def round_by_chance(value: Tensor) -> Tensor:
     bits = value.float().view(torch.int32)
     noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
     return (bits + noise).bitwise_and_(-(1 << 16)).view(torch.float32).to(torch.bfloat16)
-
-
-_KEPT_AS = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.uint8}
 
 
 def learning_rate(

@@ -38,8 +38,11 @@ from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.ranks.world import World
 from asyncrl.wire.weights.fingerprint import fingerprint
 
+logger = logging.getLogger(__name__)
+
 _METHOD = "asyncrl_run"
 """Name of a method that FSDP takes for a forward pass."""
+T = TypeVar("T")
 
 
 class ShardedModel:
@@ -144,11 +147,6 @@ def _move_rest(model: nn.Module, device: torch.device) -> None:
     for one in [*model.parameters(), *model.buffers()]:
         if not isinstance(one, DTensor):
             one.data = one.data.to(device, copy=True)
-
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def one_by_one(load: Callable[[], int], world: World, left: Callable[[], int | None]) -> None:

@@ -37,6 +37,8 @@ from asyncrl.wire.messages.from_trainer import CheckpointFault
 from asyncrl.wire.records.step import TrainedStep
 from asyncrl.wire.transport.atomic_files import write_atomically
 
+logger = logging.getLogger(__name__)
+
 _CAUSES: dict[int, CheckpointFault] = {
     errno.ENOSPC: "disk_full",
     errno.EDQUOT: "quota",
@@ -45,6 +47,11 @@ _CAUSES: dict[int, CheckpointFault] = {
     errno.EPERM: "read_only",
 }
 _RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
+NAME = "best.json"
+_NAME = re.compile(r"step-(\d{6,})")
+_ASIDE = "set-aside"
+STEPS = "steps.jsonl"
+"""File of a checkpoint with a `TrainedStep` for each step since the previous checkpoint."""
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -85,9 +92,6 @@ def _free(folder: Path) -> int | None:
     except OSError:
         return None
     return disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
-
-
-NAME = "best.json"
 
 
 class BestCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,14 +136,6 @@ def spared(checkpoints: Path) -> Callable[[int], bool]:
         logger.warning("no checkpoint is removed: %s: %s", checkpoints / NAME, error)
         return lambda _: True
     return (lambda _: False) if best is None else best.spares
-
-
-logger = logging.getLogger(__name__)
-
-_NAME = re.compile(r"step-(\d{6,})")
-_ASIDE = "set-aside"
-STEPS = "steps.jsonl"
-"""File of a checkpoint with a `TrainedStep` for each step since the previous checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
