@@ -7,8 +7,7 @@ finish: factors of the step; gives the denominator
 ```
 
 Everything is a sum until `finish`, so the order of groups and their split into micro-batches change
-rounding only. `look` only scores groups, for later passes; `replay` trains on kept groups
-(`asyncrl.trainer.optimizer_updates`).
+rounding only. `replay` trains on kept groups (`asyncrl.trainer.optimizer_updates`).
 
 Where each rank holds some rows of the parameters, only a backward pass sums and divides their
 gradients. So each further part of a loss gets its own backward pass there (`ShardedParts`). A rank
@@ -33,14 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
-from asyncrl.trainer.algorithms.base import (
-    LossSums,
-    Rewards,
-    TokenBatch,
-    finisher,
-    to_device,
-    token_batch,
-)
+from asyncrl.trainer.algorithms.base import LossSums, Rewards, TokenBatch, to_device, token_batch
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import NonFiniteError
 from asyncrl.trainer.critic import SIGNALS, Values, value_loss
@@ -131,12 +123,9 @@ def _by_name(
     return {name: together([one[name] for one in values if name in one]) for name in names}
 
 
-_ADDED = (
-    *("groups", "zero_variance_groups", "samples", "tokens", "observed", "truncated", "rewards"),
-    *("staleness_sum", "computed"),
-)
 _TOGETHER: dict[str, Callable[[Sequence[Any]], Any]] = {
-    **dict.fromkeys(_ADDED, _added),
+    **dict.fromkeys(("groups", "zero_variance_groups", "samples", "tokens", "observed"), _added),
+    **dict.fromkeys(("truncated", "rewards", "staleness_sum", "computed"), _added),
     **dict.fromkeys(("staleness_max", "ratio_max", "abs_gap_max"), max),
     "centre": operator.itemgetter(0),
     "lengths": lambda values: _added([Counter(one) for one in values]),
@@ -231,13 +220,29 @@ class Accumulation:
         self._losses: list[tuple[tuple[int, ...], Tensor]] = []
 
     def add(self, groups: Sequence[NewGroup], version: int) -> list[Tensor]:
-        """Run forward and backward for whole groups. Returns the rows of `Learner.add_groups`."""
-        return self._visit(groups, version, train=True)
+        """Run forward and backward for whole groups; only score them if `gathers_first`.
 
-    @torch.no_grad()
-    def look(self, groups: Sequence[NewGroup], version: int) -> list[Tensor]:
-        """Score and keep groups, without gradients. Returns what `add` does."""
-        return self._visit(groups, version, train=False)
+        Returns the rows of `Learner.add_groups`.
+        """
+        work = Work([], [], [])
+        for index, one in enumerate(groups):
+            advantages = self._objective.advantages(one.trajectories, one.rewards)
+            kept = Kept(one, silent=self._objective.is_silent(advantages))
+            if not (kept.silent and self._objective.skips_zero_variance):
+                work.add(one.trajectories, advantages, index)
+            self.groups[one.group] = kept
+            self._count(kept, version)
+        size, device = len(groups[0].trajectories), self._models.policy.device
+        rows = torch.zeros((len(groups) * size, SUMS), dtype=torch.float64, device=device)
+        for part in work.split(self._config.micro_batch_tokens):
+            with self._lockstep.begin():
+                found, fixed = self._micro_batch(part, version)
+            rows[to_device(part.places(size), device)] = found
+            if self._keeps and fixed is not None:
+                lengths = [one.trained_count for one in part.trajectories]
+                for (index, place), own in zip(part.owners, fixed.split(lengths), strict=True):
+                    self.groups[groups[index].group].fixed[place] = own
+        return list(rows.split(size))
 
     def replay(self, groups: Sequence[Kept], version: int, *, refers: bool = False) -> None:
         """Run forward and backward for kept groups; `refers`: score the reference too, and keep it.
@@ -271,9 +276,8 @@ class Accumulation:
 
     def pad(self, version: int) -> None:
         """Compute padding while other ranks have groups (`trainer.sharding.lockstep`)."""
-        train = not self._config.gathers_first
-        with self._lockstep.turn(is_empty=True), torch.set_grad_enabled(train):
-            self._micro_batch(padding(version), version, train=train)
+        with self._lockstep.turn(is_empty=True):
+            self._micro_batch(padding(version), version)
 
     def finish(self, world: World) -> float:
         """Apply the factors that need the whole step; return the loss's denominator. Collective.
@@ -284,33 +288,11 @@ class Accumulation:
         self._refuse_losses_that_are_not_finite()
         return self._objective.finish(self.totals, self._parts)
 
-    def _visit(self, groups: Sequence[NewGroup], version: int, *, train: bool) -> list[Tensor]:
-        work = Work([], [], [])
-        for index, one in enumerate(groups):
-            advantages = self._objective.advantages(one.trajectories, one.rewards)
-            kept = Kept(one, silent=self._objective.is_silent(advantages))
-            if not (kept.silent and self._objective.skips_zero_variance):
-                work.add(one.trajectories, advantages, index)
-            self.groups[one.group] = kept
-            self._count(kept, version)
-        size, device = len(groups[0].trajectories), self._models.policy.device
-        rows = torch.zeros((len(groups) * size, SUMS), dtype=torch.float64, device=device)
-        for part in work.split(self._config.micro_batch_tokens):
-            with self._lockstep.begin():
-                found, fixed = self._micro_batch(part, version, train=train)
-            rows[to_device(part.places(size), device)] = found
-            if self._keeps and fixed is not None:
-                lengths = [one.trained_count for one in part.trajectories]
-                for (index, place), own in zip(part.owners, fixed.split(lengths), strict=True):
-                    self.groups[groups[index].group].fixed[place] = own
-        return list(rows.split(size))
-
-    def _micro_batch(
-        self, work: Work, version: int, *, train: bool
-    ) -> tuple[Tensor, StepTargets | None]:
+    def _micro_batch(self, work: Work, version: int) -> tuple[Tensor, StepTargets | None]:
         """Run the first pass of some samples; return `[B, SUMS]`, unread."""
-        some = work.trajectories
-        scores, values = self._models.score(some)
+        some, train = work.trajectories, not self._config.gathers_first
+        with torch.set_grad_enabled(train):
+            scores, values = self._models.score(some)
         is_needed = train or self._objective.has_reference_in_reward
         reference = self._models.reference_logprobs(some) if is_needed else None
         fixed = None
@@ -382,14 +364,11 @@ class Accumulation:
         critic = self._config.critic
         found = value_loss(values.tokens, fixed.values, fixed.returns, weights, critic.value_clip)
         loss = critic.value_coefficient * found.loss
-        both = {**sums.sums, **found.sums}
+        both = replace(sums, sums={**sums.sums, **found.sums})
         if not critic.shared_trunk:
             loss.backward()
-            return LossSums(sums.loss, both, sums.parts)
-        if finisher(self._objective.algorithm) is None:
-            return LossSums(sums.loss + loss, both, sums.parts)
-        # A separate part, so that the step's factors do not change it.
-        return LossSums(sums.loss, both, {**sums.parts, "value_loss": loss})
+            return both
+        return both.plus(self._objective.algorithm, "value_loss", loss)
 
     def _nothing(self) -> LossSums:
         """Signals reported for tokens that were only scored."""

@@ -140,10 +140,6 @@ class Critic:
         last = values[~drawn].detach() * torch.tensor(cut, device=values.device)
         return Values(values[drawn], last)
 
-    def zero_grad(self) -> None:
-        """Drop the critic's gradient sums."""
-        self.update.zero_grad()
-
     def step(self, version: int, denominator: float) -> float:
         """Divide, clip and apply AdamW; return the gradient's norm before clipping. Collective.
 

@@ -295,8 +295,7 @@ class Learner:
                 raise BatchError(f"group {group} was already added to step {self.policy_version}")
             numbers.add(group)
             checked.append(NewGroup(group, trajectories, values))
-        take = self._sums.look if self._config.gathers_first else self._sums.add
-        return take(checked, self.policy_version)
+        return self._sums.add(checked, self.policy_version)
 
     def step(self) -> LearnerMetrics:
         """Divide, clip and apply AdamW, then increment `policy_version`; return the metrics.

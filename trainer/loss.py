@@ -56,7 +56,6 @@ from asyncrl.trainer.algorithms.base import (
     declares,
     denominator,
     finisher,
-    owners_of,
     sample_means,
     sample_sums,
 )
@@ -149,7 +148,7 @@ class Corrected(Wrapper):
                 now = batch.logprobs.detach()
                 moved = (now - proximal).clamp(-self.log_ratio_clamp, self.log_ratio_clamp)
                 batch = replace(batch, proximal_logprobs=now - moved)
-        found = self.correction(log_ratio, owners_of(batch))
+        found = self.correction(log_ratio, batch.samples)
         own = self.algorithm.loss(replace(batch, importance=found.importance, kept=found.kept))
         squares = (2 * log_ratio.double()).exp()
         sums = {"chi_squared": (squares - 1).sum(), "correction_masked": (1 - found.kept).sum()}

@@ -1,7 +1,7 @@
 """The optimizer steps of a step: one, or `trainer.ppo_epochs` times `trainer.minibatches`.
 
 ```
-groups ─► look or add, and keep ─┐  (as they arrive)
+groups ─► add, and keep ─────────┐  (as they arrive)
          plan fulfilled ─────────┴─► normalise advantages over the step
                                      for each epoch, for each minibatch of groups, in data order:
                                          replay its groups ─► divide, clip, AdamW
@@ -51,7 +51,7 @@ def take_pass(
     The critic has its own trunk; `shares` are group indices of all ranks, `kept` this rank's.
     """
     for share in shares:
-        critic.zero_grad()
+        critic.update.zero_grad()
         size = _add_gradients(critic, [kept[one] for one in share if one in kept], config)
         ranks = world.gather(msgspec.msgpack.encode(size), "the size of the critic's minibatch")
         sizes = [msgspec.msgpack.decode(one, type=tuple[int, int]) for one in ranks]
@@ -131,7 +131,7 @@ class Stepping:
         """Zero the gradients and return an empty accumulation."""
         self._update.zero_grad()
         if self._models.critic is not None:
-            self._models.critic.zero_grad()
+            self._models.critic.update.zero_grad()
         return Accumulation(
             self._config,
             self._objective,
@@ -174,7 +174,7 @@ class Stepping:
         done: list[Updated] = []
         if not self._config.gathers_first:
             done.append(self._apply(first, version, rate))
-        # `look` has not scored the reference, unless rewards need it.
+        # `add` has not scored the reference then, unless rewards need it.
         refers = self._config.gathers_first and not self._objective.has_reference_in_reward
         for epoch in range(len(done), self._config.ppo_epochs):
             for share in minibatches_of(groups, self._config.minibatches):

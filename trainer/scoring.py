@@ -69,21 +69,13 @@ class InitialAdapter(Reference):
     """The policy without its adapter, or with the adapter that training started from."""
 
     def __init__(self, policy: Policy, adapter: Adapter) -> None:
-        self.policy = policy
-        self._adapter = adapter
-
-    @property
-    def moves(self) -> bool:
-        """Always False."""
-        return False
+        self.policy, self._adapter = policy, adapter
+        self._every = self._decay = None
 
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """Return `[N]` under the initial adapter."""
         with self._adapter.initial():
             return super().logprobs(batch)
-
-    def follow(self, trained: Policy, version: int) -> None:
-        """Do nothing: this reference does not move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +91,7 @@ class Models:
     def parameters(self) -> list[Tensor]:
         """Parameters that the policy's loss changes, including the value head of a shared trunk."""
         critic = self.critic
-        shared = critic is not None and critic.config.shared_trunk
-        head = critic.module.parameters() if critic is not None and shared else []
+        head = critic.module.parameters() if critic and critic.config.shared_trunk else []
         return [*self.policy.model.parameters(), *head]
 
     def modules(self) -> list[nn.Module]:

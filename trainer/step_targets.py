@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -101,18 +102,16 @@ class StepTargets:
 
     def split(self, lengths: Sequence[int]) -> list[StepTargets]:
         """Split into B samples of these lengths, which lie one after another."""
-        rows: list[list[Tensor | None]] = [[] for _ in lengths]
-        for one in self._all:
-            pieces = [None] * len(lengths) if one is None else one.split(list(lengths))
-            for row, piece in zip(rows, pieces, strict=True):
-                row.append(piece)
-        return [_made_of(row) for row in rows]
+        columns: list[Any] = [
+            [None] * len(lengths) if one is None else one.split(list(lengths)) for one in self._all
+        ]
+        return [StepTargets(*row) for row in zip(*columns, strict=True)]
 
     @classmethod
     def of(cls, parts: Sequence[StepTargets]) -> StepTargets:
         """Concatenate parts in order."""
-        columns = zip(*(one._all for one in parts), strict=True)  # noqa: SLF001 - its own
-        return _made_of([None if column[0] is None else torch.cat(column) for column in columns])
+        columns: Any = zip(*(one._all for one in parts), strict=True)  # noqa: SLF001 - its own
+        return cls(*[column[0] if column[0] is None else torch.cat(column) for column in columns])
 
     @property
     def _all(self) -> tuple[Tensor | None, ...]:
@@ -178,12 +177,6 @@ def _over_ranks(world: World, *values: float) -> list[float]:
     found = world.gather(msgspec.msgpack.encode(values), "the moments of the advantages")
     ranks = [msgspec.msgpack.decode(one, type=list[float]) for one in found]
     return [sum(column) for column in zip(*ranks, strict=True)]
-
-
-def _made_of(columns: Sequence[Tensor | None]) -> StepTargets:
-    advantages, proximal, *rest = columns
-    assert advantages is not None and proximal is not None  # noqa: S101, PT018 - always there
-    return StepTargets(advantages, proximal, *rest)
 
 
 def _array(values: Tensor) -> Floats:

@@ -27,8 +27,8 @@ metrics.jsonl, in `asyncrl_algorithm_signal{signal}` and in the report.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -86,6 +86,13 @@ class TokenBatch:
     routes: Routes | None = None
     """Set only if the loss needs them (`trainer.router_loss_coefficient`)."""
 
+    @property
+    def samples(self) -> Tensor:
+        """`owners`, also if all tokens are of one sample."""
+        if self.owners is None:
+            return torch.zeros_like(self.logprobs, dtype=torch.int64)
+        return self.owners
+
 
 @dataclass(frozen=True, slots=True)
 class Signal:
@@ -118,6 +125,12 @@ class LossSums:
     """Scalar sum of every declared signal, and of no others."""
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     """Further parts of the loss by name, scalars; `finish` has their factors."""
+
+    def plus(self, algorithm: "Algorithm", part: str, loss: Tensor) -> Self:
+        """Add to the loss; as a separate part if the algorithm's factors must not change it."""
+        if finisher(algorithm) is None:
+            return replace(self, loss=self.loss + loss)
+        return replace(self, parts={**self.parts, part: loss})
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,13 +251,6 @@ def leave_one_out(rewards: Rewards) -> Rewards:
     return centred(rewards) * (size / (size - 1))
 
 
-def owners_of(batch: TokenBatch) -> Tensor:
-    """`[N]` int64 index of each token's sample."""
-    if batch.owners is None:
-        return torch.zeros_like(batch.logprobs, dtype=torch.int64)
-    return batch.owners
-
-
 def sample_sums(values: Tensor, owners: Tensor) -> Tensor:
     """Replace each of `[N]` values by the sum over its sample. Keeps gradients."""
     return values.new_zeros(len(values)).index_add(0, owners, values)[owners]
@@ -277,11 +283,6 @@ def to_device(
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def token_weights(kind: Normalization, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Map `[B]` lengths of samples to the `[B]` weight of each of their tokens."""
-    return 1.0 / lengths if kind == "sequence" else np.ones(len(lengths))
 
 
 def denominator(kind: Normalization, *, tokens: int, samples: int) -> float:
@@ -321,7 +322,7 @@ def weights_of(
 ) -> NDArray[np.float64]:
     """`[N]` weights of the trained tokens; `masks_truncated` gives cut-off samples weight 0."""
     lengths = np.array([t.trained_count for t in trajectories])
-    weights = token_weights(normalization, lengths)
+    weights = 1.0 / lengths if normalization == "sequence" else np.ones(len(lengths))
     if masks_truncated:
         weights = weights * [one.finish_reason not in CUT_OFF for one in trajectories]
     return np.repeat(weights, lengths)

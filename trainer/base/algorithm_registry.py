@@ -98,13 +98,14 @@ def entry_of(name: object) -> Entry:
     return _ENTRIES.get(name, _OWN) if isinstance(name, str) else _OWN
 
 
-def check_name(name: str) -> None:
-    """Raise ValueError for a name that is neither known nor written as a user's class."""
+def check_name(name: str) -> str:
+    """Return the name. Raises ValueError if it is neither known nor written as a user's class."""
     if is_own(name) and not _OWN_NAME.fullmatch(name):
         raise ValueError(
             f"{name!r} is not registered; known: {', '.join(known_algorithms())}. One of your own "
             "is written path/to/file.py:Class or my.module:Class"
         )
+    return name
 
 
 def provide(name: str, found: type) -> None:

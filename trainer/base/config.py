@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from asyncrl.trainer.base.algorithm_registry import check_name, entry_of
 from asyncrl.trainer.base.lora_config import LoraConfig, refuse_conflicts
@@ -125,7 +125,7 @@ class TrainerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    algorithm: FunctionName = "grpo"
+    algorithm: Annotated[FunctionName, AfterValidator(check_name)] = "grpo"
     """Registered algorithm: grpo, dr_grpo, dapo, rloo, reinforce (leave-one-out baseline),
     reinforce_plus_plus, reinforce_plus_plus_baseline, gspo, cispo, gpg, ppo (with a critic), or one
     of your own, as path/to/file.py:Class or my.module:Class (docs/algorithms.md)."""
@@ -250,7 +250,7 @@ class TrainerConfig(BaseModel):
     """State that ranks share. optimizer: its own; weights and gradients are whole on each. full:
     all three, for models that are too large for one device; ranks then compute micro-batches
     together (docs/trainer.md)."""
-    rank_network: str = Field(default=LOOPBACK, max_length=50)
+    rank_network: Annotated[str, Field(max_length=50), AfterValidator(network_of)] = LOOPBACK
     """Network that connects the ranks: an interface (eth0), or addresses (10.1.0.0/16) of which
     each rank's machine has one. lo: all ranks are on one machine. Any other needs
     `launcher.trusted_network: true`, since gloo and NCCL have neither keys nor encryption."""
@@ -338,23 +338,12 @@ class TrainerConfig(BaseModel):
             return values
         return {**entry_of(values.get("algorithm")).defaults, **values}
 
-    @field_validator("algorithm")
-    @classmethod
-    def _algorithm_is_known(cls, value: str) -> str:
-        check_name(value)
-        return value
-
     @field_validator("device")
     @classmethod
     def _device_is_known(cls, value: str) -> str:
         if value not in ("auto", "cpu", "cuda"):
             raise ValueError("must be auto, cpu or cuda; launcher.gpus says which GPUs a run uses")
         return value
-
-    @field_validator("rank_network")
-    @classmethod
-    def _network_has_a_name(cls, value: str) -> str:
-        return network_of(value)
 
     @field_validator("betas")
     @classmethod
@@ -417,9 +406,7 @@ class TrainerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _the_reference_is_refreshed_one_way(self) -> Self:
-        settings = ("reference_refresh_steps", "reference_decay")
-        given = [name for name in settings if getattr(self, name) is not None]
-        if len(given) == len(settings):
+        if self.reference_refresh_steps is not None and self.reference_decay is not None:
             raise ValueError(
                 "reference_refresh_steps copies the policy, reference_decay averages it: choose one"
             )

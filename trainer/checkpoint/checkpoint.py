@@ -52,21 +52,11 @@ from asyncrl.trainer.checkpoint.format.files import (
 )
 from asyncrl.trainer.checkpoint.format.index import INDEX, STATE, Part, merge, part_path, read_index
 from asyncrl.trainer.checkpoint.format.manifest import Published, check_settings, write_manifest
-from asyncrl.trainer.checkpoint.format.tensors import (
-    Box,
-    Held,
-    held_by,
-    load_tensors,
-    write_tensors,
-)
+from asyncrl.trainer.checkpoint.format.tensors import Held, held_by, load_tensors, write_tensors
 from asyncrl.trainer.checkpoint.trainer_lease import UNFENCED, TrainerLease
 from asyncrl.trainer.lora.files import ADAPTER, write_settings
 from asyncrl.trainer.model.memory_estimate import memory_left
-from asyncrl.trainer.optimizer.training_state import (
-    TrainingState,
-    random_targets,
-    set_random_states,
-)
+from asyncrl.trainer.optimizer.training_state import TrainingState
 from asyncrl.trainer.ranks.world import World, this_machine
 from asyncrl.wire.messages.from_trainer import CheckpointFault
 from asyncrl.wire.records.step import TrainedStep
@@ -395,14 +385,9 @@ def read(directory: Path, state: TrainingState, settings: dict[str, Any], rank: 
     check_settings(directory, manifest, settings)
     try:
         index = read_index(directory)
-        targets, rest = state.targets(index)
-        random = random_targets(index, rank)
-        load_tensors(
-            directory, index, targets | {name: Box.of(one) for name, one in random.items()}
-        )
+        targets, rest = state.targets(index, rank)
+        load_tensors(directory, index, targets)
         rest.apply()
-        # Last: building a model may draw random numbers.
-        set_random_states(random, rank)
     except CheckpointError as error:
         if str(directory) in str(error):
             raise

@@ -112,7 +112,10 @@ class Lockstep:
         try:
             yield
         except RuntimeError as error:
-            if not self.is_shared or not _is_of_exchange(error):
+            # gloo's errors have no type.
+            if not self.is_shared or not (
+                isinstance(error, dist.DistError) or "gloo" in str(error)
+            ):
                 raise
             first = next(iter(str(error).splitlines()), "")
             raise RankLost(
@@ -124,8 +127,3 @@ class Lockstep:
         """Return the largest of the ranks' numbers. Raises RankLost."""
         found = self._world.gather(msgspec.msgpack.encode(own), "how much they have to do")
         return max(msgspec.msgpack.decode(one, type=int) for one in found)
-
-
-def _is_of_exchange(error: RuntimeError) -> bool:
-    """Return True if torch's communication raised the error; gloo's errors have no type."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,9 +164,9 @@ def choose(checkpoints: Path, step: int | None = None) -> ResumePoint:
     """
     if step is not None:
         return _chosen(checkpoints, step)
-    found = sorted(by_step(checkpoints).items(), reverse=True)
+    found = by_step(checkpoints)
     faults: list[str] = []
-    for at, directory in found:
+    for at, directory in found.items():
         try:
             return ResumePoint(directory, at, verified(directory), tuple(faults))
         except CheckpointError as error:
@@ -175,14 +175,14 @@ def choose(checkpoints: Path, step: int | None = None) -> ResumePoint:
         raise CheckpointError(
             f"none of the checkpoints in {checkpoints} is intact. " + ". ".join(faults) + ". "
             "Restore one of them from a copy, start the run again with --clean, or start a new "
-            "run" + _from_weights([directory for _, directory in found])
+            "run" + _from_weights(found.values())
         )
     return ResumePoint()
 
 
 def newest_complete(checkpoints: Path) -> int | None:
     """Step of the newest checkpoint whose files all have their sizes, if any; reads no contents."""
-    steps = sorted(by_step(checkpoints).items(), reverse=True)
+    steps = by_step(checkpoints).items()
     return next((step for step, directory in steps if has_its_files(directory)), None)
 
 
@@ -194,7 +194,7 @@ def dtype_of(directory: Path) -> str | None:
 
 def dtype_of_run(checkpoints: Path) -> str | None:
     """`trainer.dtype` of a run, by its newest readable manifest, if there is one."""
-    for _, directory in sorted(by_step(checkpoints).items(), reverse=True):
+    for directory in by_step(checkpoints).values():
         with contextlib.suppress(CheckpointError):
             return dtype_of(directory)
     return None
@@ -202,8 +202,7 @@ def dtype_of_run(checkpoints: Path) -> str | None:
 
 def up_to(checkpoints: Path, step: int) -> list[Path]:
     """Checkpoints after at most this many steps, intact or damaged, newest first."""
-    found = sorted(by_step(checkpoints).items(), reverse=True)
-    return [directory for at, directory in found if at <= step]
+    return [directory for at, directory in by_step(checkpoints).items() if at <= step]
 
 
 def steps_of(directory: Path) -> list[TrainedStep]:
@@ -264,14 +263,14 @@ def prune(checkpoints: Path, keep: int, *, written: Path) -> None:
     If the disk fails, all stay, and a warning is logged.
     """
     try:
-        found = sorted(by_step(checkpoints).items())
+        found = by_step(checkpoints)
         stays = spared(checkpoints)
-        whole = [path for step, path in found if has_its_files(path) and not stays(step)]
+        whole = [one for at, one in found.items() if has_its_files(one) and not stays(at)]
     except OSError as error:
         logger.warning("old checkpoints in %s cannot be removed: %s", checkpoints, error)
         return
     others = [path for path in whole if path != written]
-    for old in others[: max(0, len(others) - (keep - 1))]:
+    for old in reversed(others[keep - 1 :]):
         hidden = old.with_name(f".{old.name}.{os.getpid()}.old")
         with contextlib.suppress(OSError):
             old.rename(hidden)
@@ -307,7 +306,7 @@ def _ok(directory: Path) -> bool:
     return True
 
 
-def _from_weights(newest_first: list[Path]) -> str:
+def _from_weights(newest_first: Iterable[Path]) -> str:
     """Describe how to start from a damaged checkpoint's weights, if these are intact."""
     for directory in newest_first:
         try:
@@ -319,9 +318,7 @@ def _from_weights(newest_first: list[Path]) -> str:
 
 
 def by_step(checkpoints: Path) -> dict[int, Path]:
-    """Every folder with the name of a checkpoint, intact or not, by its step."""
-    return {
-        int(name[1]): path
-        for path in checkpoints.glob("step-*")
-        if (name := _NAME.fullmatch(path.name)) and path.is_dir()
-    }
+    """Every folder with the name of a checkpoint, intact or not, by its step, newest first."""
+    named = [(_NAME.fullmatch(path.name), path) for path in checkpoints.glob("step-*")]
+    found = [(int(name[1]), path) for name, path in named if name and path.is_dir()]
+    return dict(sorted(found, reverse=True))
