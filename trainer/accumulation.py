@@ -11,8 +11,7 @@ rounding only. `replay` trains on kept groups (`asyncrl.trainer.optimizer_update
 
 Where each rank holds some rows of the parameters, only a backward pass sums and divides their
 gradients. So each further part of a loss gets its own backward pass there (`ShardedParts`). A rank
-without work computes the same passes with a short sample of padding, whose loss is 0 and which
-nothing counts.
+without work computes the same passes on a sample of padding, whose loss is 0 and not counted.
 """
 
 from __future__ import annotations

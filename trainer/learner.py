@@ -306,8 +306,7 @@ class Learner:
 
         Raises NonFiniteError if a loss or the gradient is not finite. Weights, optimizer and
         version are unchanged and the gradient sums are dropped. After the first of several
-        optimizer steps some weights have changed: the learner then refuses everything but
-        `restore`.
+        optimizer steps some weights have changed: the learner then accepts only `restore`.
         """
         self.settle()
         version = self.policy_version
@@ -413,8 +412,7 @@ class Learner:
     def restore(self, directory: Path) -> None:
         """Continue from a checkpoint, bit for bit; pending gradient sums are dropped.
 
-        Raises CheckpointError if it is incomplete, or of another format, model or course of the
-        run.
+        Raises CheckpointError if it is incomplete, or of another format, model or run.
         """
         self.settle()
         loaded = checkpoint.read(directory, self._state, self._settings, self.world.rank)

@@ -166,7 +166,8 @@ def train(
     rates = f"{rate:g}{f' after {warmup:,} steps' if warmup else ''}"
     rates += f", {config.trainer.learning_rate_schedule}"
     say(f"{'training':<10} mean -log p of the learned tokens; learning rate {rates}")
-    sized = _sized(config, examples.longest)
+    engine = {"max_model_len": examples.longest, "kind": "torch", "kinds": ()}
+    sized = config.model_copy(update={"engine": config.engine.model_copy(update=engine)})
     check_positions(sized, model)
     shape, device = shape_of(sized, model, parameters(model), loaded.sizes), device_here(config)
     if shape is not None:
@@ -485,9 +486,3 @@ def _data_line(config: RunConfig, examples: Examples) -> str:
         f"{len(examples.held_out):,} held out, the longest of {examples.longest:,} tokens; "
         f"{config.run.steps:,} steps of {config.sft.batch_size:,} examples: {epochs:.3g} epochs"
     )
-
-
-def _sized(config: RunConfig, longest: int) -> RunConfig:
-    """Return the configuration of a run whose samples are as long as the longest example."""
-    engine = {"max_model_len": longest, "kind": "torch", "kinds": ()}
-    return config.model_copy(update={"engine": config.engine.model_copy(update=engine)})

@@ -98,7 +98,6 @@ class SftTraining:
         fence: str = "",
         resume_from: int | None = None,
     ) -> None:
-        """Raises the learner's errors."""
         provide(ALGORITHM, Supervised)
         self._config, self._world, self._examples = config, world, examples
         world.agree(examples.digest, "the examples, which each rank reads and tokenises")

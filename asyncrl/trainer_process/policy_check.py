@@ -51,15 +51,6 @@ _MAX_SUSPECT_TOKENS = 1 << 17
 """Bound of tokens sent to the controller, 16 bytes each: 2 of the 16 MiB of a message."""
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """The cause of the log-probabilities that an engine recorded."""
-
-    cause: Cause
-    text: str
-    """Continues a sentence about the generator."""
-
-
 def explain(
     policy: Policy,
     trajectories: Sequence[Trajectory],
@@ -67,12 +58,12 @@ def explain(
     *,
     previous: Sequence[tuple[str, Tensor]],
     version: int,
-) -> Explanation | None:
+) -> tuple[Cause, str] | None:
     """Find the policy that the tokens follow: another temperature, or the previous version.
 
     `trajectories` are suspicious ones, wholly of this version; `limits` say what rounding explains.
-    `previous` are the previous version's weights by HF name, perhaps empty. Returns None if neither
-    explains the tokens.
+    `previous` are the previous version's weights by HF name, perhaps empty. Returns the cause, and
+    words that continue a sentence about the generator; None if neither explains the tokens.
     """
     own = rescored(policy, trajectories).mean
     # An explanation leaves rounding only, and not much of what there was to explain.
@@ -80,19 +71,19 @@ def explain(
     temperature = _temperature(policy, trajectories)
     at_that = rescored(policy, trajectories, temperature=temperature)
     if at_that.mean <= good:
-        return Explanation(
-            "temperature",
+        text = (
             f"it samples at temperature {temperature:.3g} instead of {policy.temperature:.3g}: "
-            f"there the log-probabilities agree within {at_that.mean:.2g}",
+            f"there the log-probabilities agree within {at_that.mean:.2g}"
         )
+        return "temperature", text
     if previous:
         before = rescored(policy, trajectories, weights=previous)
         if before.mean <= good:
-            return Explanation(
-                "lag",
+            text = (
                 f"its tokens follow version {version - 1}, one step behind: with those weights the "
-                f"log-probabilities agree within {before.mean:.2g}",
+                f"log-probabilities agree within {before.mean:.2g}"
             )
+            return "lag", text
     return None
 
 
@@ -269,8 +260,8 @@ class PolicyCheck:
             version=version,
         )
         if known is not None:
-            text = f"{wrong.text}; {known.text}"
-            return WrongPolicyFound(msgspec.structs.replace(wrong, cause=known.cause, text=text))
+            text = f"{wrong.text}; {known[1]}"
+            return WrongPolicyFound(msgspec.structs.replace(wrong, cause=known[0], text=text))
         samples = _to_send(self._policy, suspects)
         if not samples:
             return _unexplained(wrong, "is unknown: the samples are too long to be scored again")

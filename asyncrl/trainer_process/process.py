@@ -105,22 +105,14 @@ class TrainerProcess:
         ExceptionGroup with the error of a loop.
         """
         manifest = await self._steps.publish()
-        reached = address or self._generators.address
-        await self._control.send(
-            from_trainer.TrainerReady(
-                self._steps.step,
-                manifest,
-                metrics_port,
-                self._steps.learner.initial_weights,
-                reached,
-            )
+        reached, initial = address or self._generators.address, self._steps.learner.initial_weights
+        ready = from_trainer.TrainerReady(
+            self._steps.step, manifest, metrics_port, initial, reached
         )
+        await self._control.send(ready)
         async with asyncio.TaskGroup() as loops:
-            background = [
-                loops.create_task(self._receive_deliveries()),
-                loops.create_task(self._receive_commands()),
-                loops.create_task(self._report()),
-            ]
+            endless = (self._receive_deliveries(), self._receive_commands(), self._report())
+            background = [loops.create_task(one) for one in endless]
             sending = loops.create_task(self._send_outcomes())
             await self._train()
             if self._shutdown is not None and self._shutdown.checkpoint:

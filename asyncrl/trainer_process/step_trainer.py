@@ -238,8 +238,8 @@ class StepTrainer:
     async def decide(self, word: RankStatus, changed: asyncio.Event, cause: str) -> NextAction:
         """Decide this rank's next action; with sharded weights, that of all. May wait first.
 
-        `changed` is set when this rank's state changes, which gives `WAIT`; the timeline shows
-        `cause`. Raises RankLost.
+        `changed`: this rank's state has changed (`WAIT`). `cause` is for the timeline. May raise
+        RankLost.
         """
         if not self._lockstep.is_shared:
             act = self._lockstep.agree(word)

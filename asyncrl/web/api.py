@@ -113,12 +113,8 @@ def reference_page(openapi: Mapping[str, Any]) -> str:
         Markup('<link rel="stylesheet" href="/page.css"/>'),
     )
     openapi_link = element("a", "/openapi.json", href="/openapi.json")
-    links = [
-        "For programs: ",
-        openapi_link,
-        " (OpenAPI). Back to ",
-        element("a", "the run", href="/"),
-    ]
+    run_link = element("a", "the run", href="/")
+    links = ["For programs: ", openapi_link, " (OpenAPI). Back to ", run_link]
     body = element(
         "main",
         element("h1", "HTTP API"),

@@ -18,10 +18,7 @@ from asyncrl.monitoring.metrics.http_server import means_this_machine
 MAX_BODY_BYTES = 4096
 
 Headers = Sequence[tuple[bytes, bytes]]
-_ONCE = (
-    *(b"host", b"authorization", b"origin", b"sec-fetch-site"),
-    *(b"content-length", b"content-type"),
-)
+_ONCE = b"host authorization origin sec-fetch-site content-length content-type".split()
 
 
 @dataclass(frozen=True, slots=True)

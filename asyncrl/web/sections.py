@@ -1,7 +1,6 @@
 """Renders the report's sections as HTML, again and again as the run's files grow.
 
-An active run is drawn from the ends of its files, so a long run does not cost more than a short
-one.
+An active run is drawn from the ends of its files, so a long run costs as much as a short one.
 """
 
 import contextlib

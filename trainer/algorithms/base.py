@@ -13,8 +13,7 @@ all 0 count in the denominator, computed or not. An empty batch (N = 0) has loss
     sample               1                   samples of the step (Dr. GRPO, 2503.20783)
 
 L and the denominators count trained tokens alone, not those of an environment. Only `sample` is
-unbiased: a sample's gradient is that of its log-probability, divided by a number that does not
-depend on what was drawn.
+unbiased: a sample's gradient is divided by a number that does not depend on what was drawn.
 
 A loss may depend on numbers that only the whole step has, such as the mean of its advantages, if
 its gradient is a sum of parts with such numbers as factors. `loss` then returns the further parts
@@ -203,8 +202,8 @@ def declares(algorithm: Algorithm, name: str) -> bool:
 
     `needs_critic`: advantages are made of a critic's values. `needs_every_group`: groups whose
     advantages are all 0 have a gradient too. `uses_proximal`: the loss reads
-    `TokenBatch.proximal_logprobs`. `compares_samples`: a user's class learns nothing from groups of
-    equal rewards.
+    `TokenBatch.proximal_logprobs`. `compares_samples`: a user's class learns nothing from equal
+    rewards.
     """
     return bool(getattr(innermost(algorithm), name, False))
 

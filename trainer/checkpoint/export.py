@@ -23,7 +23,7 @@ from asyncrl.trainer.checkpoint.format.files import check_space
 from asyncrl.trainer.checkpoint.format.index import WEIGHTS, Index, read_index
 from asyncrl.trainer.checkpoint.format.manifest import Manifest, read_manifest, verify_files
 from asyncrl.trainer.checkpoint.format.tensors import Box, load_tensors
-from asyncrl.trainer.lora.adapter import converted, write_adapter
+from asyncrl.trainer.lora.adapter import write_adapter
 from asyncrl.trainer.lora.files import ADAPTER, CONFIG
 from asyncrl.wire.errors import WeightsReadError
 from asyncrl.wire.transport.atomic_files import sync
@@ -137,7 +137,9 @@ def export_adapter(checkpoint: Path, target: Path, dtype: torch.dtype | None = N
     """Write the adapter of a checkpoint to `target`, a PEFT directory. Otherwise like `export`."""
     manifest = _verified(checkpoint, target)
     with _made_of(checkpoint, "an adapter"):
-        tensors = converted(adapter_tensors(checkpoint), dtype)
+        tensors = adapter_tensors(checkpoint)
+        if dtype is not None:
+            tensors = {name: one.to(dtype) for name, one in tensors.items()}
         settings = settings_of_adapter(checkpoint)
     with _written(target, sum(one.nbytes for one in tensors.values())) as temporary:
         write_adapter(temporary, tensors, settings)

@@ -380,14 +380,10 @@ def _add_norm(states: Tensor, change: Tensor | None, module: Any) -> tuple[Tenso
 
 def _joined(x: Tensor, *layers: nn.Linear) -> Tensor:
     """Compute linear layers with the same input as one product, outputs side by side."""
-    weights: list[Tensor] = [one.weight for one in layers]
-    weight = torch.cat(weights)
-    of_layers: list[Tensor | None] = [one.bias for one in layers]
-    biases = [one for one in of_layers if one is not None]
+    biases: list[Any] = [one.bias for one in layers if one.bias is not None]
     bias = torch.cat(biases) if biases else None
-    if isinstance(layers[0], OnednnLinear):
-        return fast_linear(x, weight, bias)
-    return linear(x, weight, bias)
+    compute = fast_linear if isinstance(layers[0], OnednnLinear) else linear
+    return compute(x, torch.cat([one.weight for one in layers]), bias)
 
 
 def _angles(inner: Any, positions: int) -> tuple[FloatArray, FloatArray]:

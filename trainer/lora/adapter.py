@@ -29,7 +29,7 @@ from asyncrl.trainer.lora.files import (
     why_not_started_from,
     write_settings,
 )
-from asyncrl.wire.weights.adapter import Pair, layer_of, merged, names_of, served_apart
+from asyncrl.wire.weights.adapter import layer_of, merged, names_of, pairs_of, served_apart
 from asyncrl.wire.weights.fingerprint import TensorSums, collect, fingerprint, sums_of
 from asyncrl.wire.weights.layout import Fingerprint, LoraSpec
 
@@ -64,11 +64,6 @@ def write_adapter(
     contiguous = dict(zip(names, values, strict=True))
     save_file(contiguous, directory / TENSORS, metadata={"format": "pt"})
     write_settings(directory, settings)
-
-
-def converted(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Convert to another data type, if one is given."""
-    return {n: one if dtype is None else one.to(dtype) for n, one in tensors.items()}
 
 
 class Adapter:
@@ -139,7 +134,7 @@ class Adapter:
         One merged matrix exists at a time. Digests of weights without adapter are cached.
         """
         apart = self.config.serve == "adapter"
-        pairs = {} if apart else self._pairs()
+        pairs = {} if apart else pairs_of(self.tensors())
         named: list[tuple[str, TensorSums]] = []
         for name, tensor in self.base():
             if name in pairs:
@@ -183,14 +178,6 @@ class Adapter:
             a, b = names_of(name)
             found[a], found[b] = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
         return found
-
-    def _pairs(self) -> dict[str, Pair]:
-        return {
-            f"{name}.weight": Pair(
-                layer.lora_A[_NAME].weight.detach(), layer.lora_B[_NAME].weight.detach()
-            )
-            for name, layer in self.layers.items()
-        }
 
     @torch.no_grad()
     def _start_from(self, directory: Path) -> None:

@@ -213,12 +213,9 @@ class StepMemory:
 
     def kinds(self) -> list[tuple[str, int]]:
         """Kinds on the device, largest first, without zeros."""
-        found = [
-            (one.name, getattr(self, one.name))
-            for one in fields(self)
-            if one.name not in _OF_THE_HOST
-        ]
-        return sorted(((n, size) for n, size in found if size), key=lambda one: -one[1])
+        names = [one.name for one in fields(self) if one.name not in _OF_THE_HOST]
+        found = [(name, size) for name in names if (size := getattr(self, name))]
+        return sorted(found, key=lambda one: -one[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +253,8 @@ def step_memory(
     weights = int(count * own) + (_low_copies(shape, config) if low and not full else 0)
     if adapter:
         weights = count * (2 if low else width) + adapter * width
-    copy = _copy(shape, config, trained * width // config.ranks + moments)
+    copy = (trained * width // config.ranks + moments) * config.async_checkpoints
+    copy += copy * shape.critic // max(1, count)
     logits = _head(shape, config, samples, on_gpu=on_gpu)
     gathered = _gathered(shape, config) if full else 0
     varying = logits + gathered + activations * (2 if shape.critic else 1)
@@ -277,13 +275,6 @@ def step_memory(
         host_moments=moments if config.optimizer_offload else 0,
         published=2 * adapter * 4 if adapter else 2 * count * engine_bytes,
     )
-
-
-def _copy(shape: ModelShape, config: TrainerConfig, of_policy: int) -> int:
-    """A rank's part of a checkpoint: of the weights and moments."""
-    if not config.async_checkpoints:
-        return 0
-    return of_policy + of_policy * shape.critic // max(1, shape.parameters)
 
 
 def _low_copies(shape: ModelShape, config: TrainerConfig) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,11 +78,9 @@ def capped_attention(
         low = 0 if window is None else max(0, start + 1 - window)
         block = partial(_attend, first=start, low=low, scale=scale, window=window, softcap=softcap)
         parts = (query[:, :, start:end], key[:, :, low:end], value[:, :, low:end], sinks)
-        out.append(
-            block(*parts)
-            if rows >= length
-            else checkpoint(block, *parts, use_reentrant=False, preserve_rng_state=False)
-        )
+        if rows < length:
+            block = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+        out.append(block(*parts))
     return out[0] if len(out) == 1 else torch.cat(out, 2)
 
 
@@ -385,8 +384,8 @@ class PackedBatch:
         """Pack (prompt `[P]`, response `[L]`) pairs in order; P and L at least 1.
 
         The last response token predicts nothing, so the row lacks it. A prompt that consecutive
-        pairs share comes once, before their responses. `trained` `[L]` selects the scored tokens of
-        each response, by default all.
+        pairs share comes once, before their responses. `trained` `[L]` selects each response's
+        scored tokens.
         """
         families: list[Family] = []
         rows: list[IntArray] = []
@@ -439,11 +438,6 @@ def groupby_prompt(
     sequences: Sequence[tuple[IntArray, IntArray]],
 ) -> Iterator[tuple[IntArray, list[IntArray]]]:
     """Group consecutive sequences by equal prompts, with their responses."""
-    first, alike = sequences[0][0], [sequences[0][1]]
-    for prompt, response in sequences[1:]:
-        if np.array_equal(prompt, first):
-            alike.append(response)
-        else:
-            yield first, alike
-            first, alike = prompt, [response]
-    yield first, alike
+    for _, pairs in groupby(sequences, key=lambda pair: pair[0].tobytes()):
+        prompts, responses = zip(*pairs, strict=True)
+        yield prompts[0], list(responses)

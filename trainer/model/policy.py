@@ -77,12 +77,7 @@ def why_no_routes(model: PreTrainedModel) -> str | None:
 
 def check_routes(model: PreTrainedModel, config: TrainerConfig) -> None:
     """Raise UnsupportedModelError if the router loss is wanted and cannot be computed."""
-    if config.router_loss_coefficient == 0:
-        return
-    reason = why_no_routes(model)
-    if config.algorithm == "ppo" and config.critic.shared_trunk:
-        reason = "it is not implemented with trainer.critic.shared_trunk"
-    if reason is not None:
+    if config.router_loss_coefficient and (reason := why_no_routes(model)) is not None:
         raise UnsupportedModelError(f"trainer.router_loss_coefficient: {reason}; set it to 0")
 
 

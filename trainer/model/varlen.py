@@ -83,9 +83,7 @@ class _InOrder(torch.autograd.Function):
 
 def _kind(query: Tensor) -> torch.dtype:
     device = query.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return query.dtype
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
 
 
 def serves(query: Tensor) -> bool:

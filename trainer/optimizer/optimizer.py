@@ -130,7 +130,7 @@ class SmallAdamW(torch.optim.Optimizer):
         return {name: self._placed(one, whole) for name, one in made.items()}
 
     def _is_coded(self, whole: Tensor) -> bool:
-        return self._moments == torch.uint8 and coded_moments.is_coded(whole)
+        return self._moments == torch.uint8 and whole.ndim >= 2  # vectors are small
 
     def _placed(self, moment: Tensor, parameter: Tensor) -> Tensor:
         if not self.on_host:
@@ -140,7 +140,7 @@ class SmallAdamW(torch.optim.Optimizer):
 
     def _kept(self, moment: Tensor, parameter: Tensor, *, is_scale: bool) -> Tensor:
         kind = self._moments
-        if is_scale or (kind == torch.uint8 and not coded_moments.is_coded(parameter)):
+        if is_scale or (kind == torch.uint8 and parameter.ndim < 2):
             kind = None
         return self._placed(moment.to(kind or parameter.dtype), parameter)
 

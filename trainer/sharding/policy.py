@@ -177,6 +177,7 @@ class ShardedPolicy(Policy):
     """
 
     is_sharded = True
+    _is_within = False
 
     def __init__(
         self, model_path: str, *, device: torch.device, world: World, **settings: Any
@@ -229,5 +230,3 @@ class ShardedPolicy(Policy):
         """Not supported: it is for one rank alone. Raises TrainerError."""
         del temperature, weights
         raise TrainerError("with trainer.sharding: full no rank can compute alone")
-
-    _is_within = False

@@ -236,8 +236,7 @@ def set_aside(
 
     They belong to another course of the run than the one that continues, which will reuse their
     names. Nothing is removed. `copy_records` is called with the new folder before a checkpoint is
-    moved; if the process is killed in between, the next call copies again. Returns the new folder,
-    if anything was moved.
+    moved; if the process is killed in between, the next call copies again. Returns the new folder.
     """
     newer = [path for step, path in by_step(checkpoints).items() if step > newer_than]
     if not newer:

@@ -8,8 +8,7 @@
 ```
 
 `manifest.json` is written last, so a folder without it is not a checkpoint. Verification reads
-every listed file once, several at a time. The digests find damage; they do not prove who wrote the
-files.
+every listed file once, several at a time. The digests find damage; they are not signatures.
 """
 
 import concurrent.futures
