@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from asyncrl.rollout.trajectory import FloatArray, Provenance, Trajectory
 from asyncrl.rollout.truncation import EVERYTHING, Truncation
 from asyncrl.trainer.accumulation import NewGroup, Work, padded
+from asyncrl.trainer.algorithms.base import Rewards
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import BatchError, CheckpointError, NonFiniteError
 from asyncrl.trainer.checkpoint import checkpoint
@@ -58,17 +58,12 @@ Group = tuple[Sequence[Trajectory], FloatArray]
 
 
 def check_group(
-    trajectories: Sequence[Trajectory],
-    rewards: NDArray[np.float64],
-    *,
-    group_size: int,
-    vocab_size: int,
-    policy_version: int,
+    trajectories: Sequence[Trajectory], rewards: Rewards, size: int, vocab_size: int, version: int
 ) -> int:
-    """Check the distinct samples of a group and their rewards `[G]`; return the group's index.
+    """Check the distinct samples of a group of `size`, and their rewards; return the group's index.
 
     Raises BatchError, which names the group or sample and what is wrong. No token may follow a
-    newer policy than `policy_version`.
+    newer policy than `version`.
     """
     groups = {t.id.group for t in trajectories}
     samples = {t.id.sample for t in trajectories}
@@ -77,15 +72,15 @@ def check_group(
             f"not the distinct samples of one group: {[str(t.id) for t in trajectories]}"
         )
     group = groups.pop()
-    if not len(trajectories) == len(rewards) == group_size:
+    if not len(trajectories) == len(rewards) == size:
         raise BatchError(
             f"group {group}: {len(trajectories)} trajectories and {len(rewards)} rewards, "
-            f"expected {group_size} of each"
+            f"expected {size} of each"
         )
     if not np.isfinite(rewards).all():
         raise BatchError(f"group {group}: rewards must be finite, got {rewards.tolist()}")
     for trajectory in trajectories:
-        check_trajectory(trajectory, vocab_size, policy_version)
+        check_trajectory(trajectory, vocab_size, version)
     return group
 
 
@@ -284,13 +279,12 @@ class Learner:
         numbers = set(self._sums.groups)
         for trajectories, rewards in groups:
             values = np.asarray(rewards, np.float64)
-            group = check_group(
-                trajectories,
-                values,
-                group_size=self._group_size,
-                vocab_size=self.policy.vocab_size,
-                policy_version=self.policy_version,
+            size, vocab_size, version = (
+                self._group_size,
+                self.policy.vocab_size,
+                self.policy_version,
             )
+            group = check_group(trajectories, values, size, vocab_size, version)
             if group in numbers:
                 raise BatchError(f"group {group} was already added to step {self.policy_version}")
             numbers.add(group)

@@ -262,11 +262,8 @@ class Objective:
 
     def advantages(self, trajectories: Sequence[Trajectory], rewards: Rewards) -> Rewards:
         """Map `[G]` task rewards to `[G]` advantages."""
-        penalties = overlong_penalties(
-            np.array([longest_response(one) for one in trajectories]),
-            longest=self._longest,
-            buffer=self._config.overlong_buffer,
-        )
+        lengths, buffer = map(longest_response, trajectories), self._config.overlong_buffer
+        penalties = overlong_penalties(np.array([*lengths]), longest=self._longest, buffer=buffer)
         return self.algorithm.advantages(rewards + penalties)
 
     @property

@@ -69,18 +69,11 @@ def _add_gradients(
     for part in work.split(config.micro_batch_tokens):
         fixed = StepTargets.of([groups[index].fixed[place] for index, place in part.owners])
         assert fixed.values is not None and fixed.returns is not None  # noqa: S101, PT018
-        weights = weights_of(
-            part.trajectories,
-            config.loss_normalization,
-            masks_truncated=config.mask_truncated_completions,
-        )
-        found = value_loss(
-            critic.values(part.trajectories).tokens,
-            fixed.values,
-            fixed.returns,
-            to_device(weights, fixed.values.device, fixed.values.dtype),
-            critic.config.value_clip,
-        )
+        some, masks = part.trajectories, config.mask_truncated_completions
+        each = weights_of(some, config.loss_normalization, masks_truncated=masks)
+        weights = to_device(each, fixed.values.device, fixed.values.dtype)
+        values, clip = critic.values(some).tokens, critic.config.value_clip
+        found = value_loss(values, fixed.values, fixed.returns, weights, clip)
         (critic.config.value_coefficient * found.loss).backward()
     return sum(one.trained_count for one in work.trajectories), len(work.trajectories)
 
@@ -132,14 +125,8 @@ class Stepping:
         self._update.zero_grad()
         if self._models.critic is not None:
             self._models.critic.update.zero_grad()
-        return Accumulation(
-            self._config,
-            self._objective,
-            self._models,
-            self._lockstep,
-            keeps=self._keeps,
-            centre=self.centre,
-        )
+        parts = (self._config, self._objective, self._models, self._lockstep)
+        return Accumulation(*parts, keeps=self._keeps, centre=self.centre)
 
     def take(self, first: Accumulation, version: int, rate: float) -> LearnerMetrics:
         """Take all optimizer steps of a step, of which `first` has seen every group. Collective.

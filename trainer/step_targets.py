@@ -111,7 +111,8 @@ class StepTargets:
     def of(cls, parts: Sequence[StepTargets]) -> StepTargets:
         """Concatenate parts in order."""
         columns: Any = zip(*(one._all for one in parts), strict=True)  # noqa: SLF001 - its own
-        return cls(*[column[0] if column[0] is None else torch.cat(column) for column in columns])
+        joined: list[Any] = [None if one[0] is None else torch.cat(one) for one in columns]
+        return cls(*joined)
 
     @property
     def _all(self) -> tuple[Tensor | None, ...]:
@@ -134,21 +135,15 @@ def fix(
     lengths = np.array([one.trained_count for one in trajectories], np.int64)
     logprobs = logprobs.detach()
     if values is not None:
+        penalties = None if penalty is None else _array(penalty)
+        rewards, now = token_rewards(advantages, lengths, penalties), _array(values.tokens)
+        last = None if values.last is None else _array(values.last)
         found, returns = advantages_of(
-            token_rewards(advantages, lengths, None if penalty is None else _array(penalty)),
-            _array(values.tokens),
-            lengths,
-            None if values.last is None else _array(values.last),
-            gamma=config.gamma,
-            gae_lambda=config.gae_lambda,
+            rewards, now, lengths, last, gamma=config.gamma, gae_lambda=config.gae_lambda
         )
-        return StepTargets(
-            torch.from_numpy(found).to(logprobs),
-            logprobs,
-            reference,
-            values.tokens.detach(),
-            torch.from_numpy(returns).to(values.tokens),
-        )
+        each = torch.from_numpy(found).to(logprobs)
+        wanted = torch.from_numpy(returns).to(values.tokens)
+        return StepTargets(each, logprobs, reference, values.tokens.detach(), wanted)
     each = torch.from_numpy(np.repeat(advantages, lengths)).to(logprobs)
     if penalty is not None:
         owners = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))

@@ -441,14 +441,9 @@ class _Watcher(Watcher):
         when = "after" if version == self._config.run.steps else when
         count = self._held_out
         estimate = SetEvaluation(prompts=count, samples=count, accuracy=None, loss=loss)
-        self._evaluations.append(
-            EvaluationRecord(
-                step=version,
-                time=time.time(),  # noqa: TID251 - for the record
-                when=when,
-                sets={HELD_OUT: estimate},
-            )
-        )
+        now = time.time()  # noqa: TID251 - for the record
+        record = EvaluationRecord(step=version, time=now, when=when, sets={HELD_OUT: estimate})
+        self._evaluations.append(record)
         self.say(f"held-out loss {loss:.4f} after {version} steps")
 
     def result(self) -> SftResult:

@@ -88,10 +88,8 @@ class CheckpointWriter:
 def _note_late_end(ended: asyncio.Future[None]) -> None:
     """Retrieve the error of a late answer, which is awaited nowhere else."""
     if not ended.cancelled():
-        logger.info(
-            "the disk has answered for a checkpoint that was given up: %s",
-            ended.exception() or "it is written",
-        )
+        how = ended.exception() or "it is written"
+        logger.info("the disk has answered for a checkpoint that was given up: %s", how)
 
 
 def _unanswered(path: Path, hanging: _Writing) -> CheckpointUnwritable:
@@ -147,13 +145,10 @@ class Checkpoints:
 
     def finished(self, step: StepFinished) -> None:
         """Note a step, which the next checkpoint will contain."""
+        now = time.time()  # noqa: TID251 - for the record of the step
         self._unsaved.append(
             TrainedStep(
-                step=step.step,
-                time=time.time(),  # noqa: TID251 - for the record of the step
-                groups=step.groups,
-                metrics=step.metrics,
-                times=step.times,
+                step=step.step, time=now, groups=step.groups, metrics=step.metrics, times=step.times
             )
         )
         self._metrics.unsaved.set(len(self._unsaved))

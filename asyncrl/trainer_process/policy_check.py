@@ -222,11 +222,8 @@ class PolicyCheck:
         self.follows = self._disagreed.isdisjoint(self._of_step)
         self._of_step.clear()
         # Too few tokens are added to those of the next step. Its suspects are of its own version.
-        self._records = {
-            name: _Record(record.sums)
-            for name, record in self._records.items()
-            if record.sums.tokens < MIN_TOKENS
-        }
+        few = {n: one.sums for n, one in self._records.items() if one.sums.tokens < MIN_TOKENS}
+        self._records = {name: _Record(sums) for name, sums in few.items()}
         return found
 
     def _explained(
@@ -252,13 +249,8 @@ class PolicyCheck:
 
     def _with_cause(self, wrong: WrongPolicy, suspects: list[Trajectory]) -> WrongPolicyFound:
         version = wrong.policy_version
-        known = explain(
-            self._policy,
-            suspects,
-            self._limits,
-            previous=self._publisher.tensors_of(version - 1),
-            version=version,
-        )
+        previous = self._publisher.tensors_of(version - 1)
+        known = explain(self._policy, suspects, self._limits, previous=previous, version=version)
         if known is not None:
             text = f"{wrong.text}; {known[1]}"
             return WrongPolicyFound(msgspec.structs.replace(wrong, cause=known[0], text=text))
@@ -289,11 +281,8 @@ def _to_send(policy: Policy, suspects: list[Trajectory]) -> tuple[SuspectSample,
         if tokens <= room:
             room -= tokens
             chosen.append(one)
-    return tuple(
-        context
-        for one, expected in zip(chosen, logprobs_of(policy, chosen), strict=True)
-        for context in _contexts(one, expected)
-    )
+    pairs = zip(chosen, logprobs_of(policy, chosen), strict=True)
+    return tuple(context for one, expected in pairs for context in _contexts(one, expected))
 
 
 def _contexts(one: Trajectory, expected: FloatArray) -> Iterator[SuspectSample]:

@@ -274,13 +274,10 @@ async def _samples(
     shown = ShownSamples(tokenizer, count) if count else None
     if settings.log_samples == "off":
         return None, shown
-    folder, labels, place = child.directory / "samples", child.config.reward_labels, spec.rank
-    return (
-        TrainedSampleLog(
-            folder, tokenizer, settings, child.metrics, fence, place, spec.ranks, labels
-        ),
-        shown,
-    )
+    folder, place = child.directory / "samples", (spec.rank, spec.ranks)
+    labels = child.config.reward_labels
+    log = TrainedSampleLog(folder, tokenizer, settings, child.metrics, fence, *place, labels)
+    return log, shown
 
 
 def _failure(_spec: TrainerSpec, error: BaseException) -> from_trainer.Failure | None:

@@ -35,7 +35,5 @@ class Cispo(Grpo):
         ratio = torch.exp(batch.logprobs.detach() - batch.behaviour_logprobs)
         inside = ratio.clamp(1 - self.clip_ratio_low, 1 + self.clip_ratio_high)
         weight = inside if batch.kept is None else inside * batch.kept
-        return LossSums(
-            loss=weighted_logprobs(batch, weight),
-            sums={"weight_clipped": ((inside != ratio) & kept(batch)).sum()},
-        )
+        clipped = ((inside != ratio) & kept(batch)).sum()
+        return LossSums(weighted_logprobs(batch, weight), {"weight_clipped": clipped})

@@ -4,6 +4,7 @@ import importlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 
@@ -33,6 +34,10 @@ _UNSCALED = {"advantage_normalization": "none"}
 _UNCLIPPED = {"proximal_policy": "current", **_UNSCALED}
 _NORMALISED = {"proximal_policy": "current", "advantage_normalization": "std"}
 _BY_SAMPLE = {"loss_normalization": "sample", **_UNSCALED}
+_RLOO = {"correction": "sequence_truncated", **_BY_SAMPLE}
+_GSPO = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "loss_normalization": "sequence"}
+_CISPO = {"clip_ratio_low": 1.0, "clip_ratio_high": 4.0, **_BEHAVIOUR}
+_OVER_STEP = partial(Entry, only=_NORMALISED, unclipped=True, normalises="always")
 
 _ENTRIES = {
     "grpo": Entry("grpo:Grpo", 2),
@@ -41,43 +46,11 @@ _ENTRIES = {
     "reinforce": Entry(
         "reinforce:Reinforce", 2, defaults=_UNSCALED, only=_UNCLIPPED, unclipped=True
     ),
-    "rloo": Entry(
-        "reinforce:Rloo",
-        2,
-        defaults={"correction": "sequence_truncated", **_BY_SAMPLE},
-        only=_UNCLIPPED,
-        unclipped=True,
-    ),
-    "reinforce_plus_plus": Entry(
-        "reinforce_plus_plus:ReinforcePlusPlus",
-        only=_NORMALISED,
-        unclipped=True,
-        normalises="always",
-    ),
-    "reinforce_plus_plus_baseline": Entry(
-        "reinforce_plus_plus:ReinforcePlusPlusBaseline",
-        2,
-        only=_NORMALISED,
-        unclipped=True,
-        normalises="always",
-    ),
-    "gspo": Entry(
-        "gspo:Gspo",
-        2,
-        defaults={
-            "clip_ratio_low": 3e-4,
-            "clip_ratio_high": 4e-4,
-            "loss_normalization": "sequence",
-            **_BEHAVIOUR,
-        },
-        only=_CLIPPED_ONCE,
-    ),
-    "cispo": Entry(
-        "cispo:Cispo",
-        2,
-        defaults={"clip_ratio_low": 1.0, "clip_ratio_high": 4.0, **_BEHAVIOUR},
-        only=_CLIPPED_ONCE,
-    ),
+    "rloo": Entry("reinforce:Rloo", 2, defaults=_RLOO, only=_UNCLIPPED, unclipped=True),
+    "reinforce_plus_plus": _OVER_STEP("reinforce_plus_plus:ReinforcePlusPlus"),
+    "reinforce_plus_plus_baseline": _OVER_STEP("reinforce_plus_plus:ReinforcePlusPlusBaseline", 2),
+    "gspo": Entry("gspo:Gspo", 2, defaults={**_GSPO, **_BEHAVIOUR}, only=_CLIPPED_ONCE),
+    "cispo": Entry("cispo:Cispo", 2, defaults=_CISPO, only=_CLIPPED_ONCE),
     "ppo": Entry("ppo:Ppo", critic=True, normalises="std"),
     "gpg": Entry("gpg:Gpg", 2, defaults=_UNSCALED, only=_UNCLIPPED, unclipped=True),
 }

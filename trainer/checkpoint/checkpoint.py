@@ -231,10 +231,8 @@ def pending(contents: Contents, snapshot: Snapshot | None, world: World) -> Pend
     all_needed = world.gather(f"{needed} {this_machine()}".encode(), "memory of a checkpoint")
     lacking = "" if snapshot is None else snapshot.lacks(_needed_here(all_needed))
     if lacking:
-        logger.warning(
-            "trainer.async_checkpoints: training waits until this checkpoint is written: %s",
-            lacking,
-        )
+        text = "trainer.async_checkpoints: training waits until this checkpoint is written: %s"
+        logger.warning(text, lacking)
     if world.any(bool(lacking), "whether there is memory for a checkpoint"):
         snapshot = None
     word = world.gather(Place().word.encode(), "the name of a checkpoint")[0].decode()

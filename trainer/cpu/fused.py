@@ -378,9 +378,9 @@ def _add_norm(states: Tensor, change: Tensor | None, module: Any) -> tuple[Tenso
     return total, normed
 
 
-def _joined(x: Tensor, *layers: nn.Linear) -> Tensor:
+def _joined(x: Tensor, *layers: Any) -> Tensor:
     """Compute linear layers with the same input as one product, outputs side by side."""
-    biases: list[Any] = [one.bias for one in layers if one.bias is not None]
+    biases = [one.bias for one in layers if one.bias is not None]
     bias = torch.cat(biases) if biases else None
     compute = fast_linear if isinstance(layers[0], OnednnLinear) else linear
     return compute(x, torch.cat([one.weight for one in layers]), bias)

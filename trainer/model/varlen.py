@@ -115,17 +115,9 @@ def attend(
         grouped = {"enable_gqa": shared > 1}
     elif shared > 1:
         heads, values = (one.repeat_interleave(shared, 1) for one in (heads, values))
-    out = varlen_attn(
-        queries.contiguous(),
-        heads.contiguous(),
-        values.contiguous(),
-        keys.query_ends,
-        keys.key_ends,
-        keys.max_queries,
-        keys.max_keys,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        **grouped,
-    )
+    queries, heads, values = (one.contiguous() for one in (queries, heads, values))
+    ends = (keys.query_ends, keys.key_ends, keys.max_queries, keys.max_keys)
+    seen = (-1 if window is None else window - 1, 0)
+    out = varlen_attn(queries, heads, values, *ends, scale=scale, window_size=seen, **grouped)
     assert isinstance(out, Tensor)  # noqa: S101 - a tuple only where more is asked for
     return out[None]

@@ -12,10 +12,7 @@ _CLIPS_TOWARDS_THE_STEP = ("dapo", "dr_grpo", "grpo", "ppo")
 """Biased with `proximal_policy: current`."""
 _SCALED_BY_GROUP = ("cispo", "dapo", "grpo", "gspo")
 _OTHER_OBJECTIVES = (
-    "overlong_buffer",
-    "mask_truncated_completions",
-    "kl_coefficient",
-    "router_loss_coefficient",
+    *("overlong_buffer", "mask_truncated_completions", "kl_coefficient", "router_loss_coefficient"),
 )
 """Settings with which the expected reward of the task alone is not what is maximised."""
 

@@ -130,17 +130,8 @@ class StepTotals:
         ratio = gap.exp()
         # k3 of Schulman's "Approximating KL divergence": unbiased for KL(behaviour || current).
         kl = ratio - 1 - gap
-        sums = (
-            loss.loss,
-            scores.entropy.double().sum(),
-            scores.outside.sum(),
-            ratio.sum(),
-            gap.abs().sum(),
-            kl.sum(),
-            fresh.sum(),
-            (gap.abs() * fresh).sum(),
-            (kl * fresh).sum(),
-        )
+        by_token = (scores.outside, ratio, gap.abs(), kl, fresh, gap.abs() * fresh, kl * fresh)
+        sums = (loss.loss, scores.entropy.double().sum(), *(one.sum() for one in by_token))
         reported = {**loss.sums, **{f"{_PART}{name}": one for name, one in loss.parts.items()}}
         new = _OnDevice(
             tuple((name, one.numel()) for name, one in reported.items()),

@@ -226,17 +226,11 @@ def make_adamw(
         {"params": [p for p, decays in kinds if not decays], "weight_decay": 0.0},
     ]
     present = [group for group in groups if group["params"]]
-    rate, betas, epsilon = config.learning_rate, config.betas, config.adam_epsilon
+    same: Any = {"lr": config.learning_rate, "betas": config.betas, "eps": config.adam_epsilon}
     if config.optimizer_state != "float32" or config.optimizer_offload:
-        return SmallAdamW(
-            present,
-            lr=rate,
-            betas=betas,
-            eps=epsilon,
-            moments=_KEPT_AS[config.optimizer_state],
-            on_host=config.optimizer_offload,
-        )
-    return torch.optim.AdamW(present, lr=rate, betas=betas, eps=epsilon, fused=True)
+        kind, on_host = _KEPT_AS[config.optimizer_state], config.optimizer_offload
+        return SmallAdamW(present, **same, moments=kind, on_host=on_host)
+    return torch.optim.AdamW(present, **same, fused=True)
 
 
 def scale_and_clip(
