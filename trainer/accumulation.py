@@ -14,8 +14,6 @@ gradients. So each further part of a loss gets its own backward pass there (`Sha
 without work computes the same passes on a sample of padding, whose loss is 0 and not counted.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections import Counter
@@ -65,7 +63,7 @@ class Work:
         self.advantages.extend(advantages.tolist())
         self.owners.extend((group, place) for place in range(len(trajectories)))
 
-    def split(self, budget: int) -> Iterator[Work]:
+    def split(self, budget: int) -> Iterator["Work"]:
         """Split into micro-batches of at most `budget` tokens, longest samples first.
 
         In each, samples of a group are adjacent, so that they share their prompt.

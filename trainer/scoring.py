@@ -96,12 +96,9 @@ class Models:
 
     def modules(self) -> list[nn.Module]:
         """All models; two of them may be the same object."""
-        found: list[nn.Module] = [self.policy.model]
-        if self.reference is not None:
-            found.append(self.reference.policy.model)
-        if self.critic is not None:
-            found.append(self.critic.module)
-        return found
+        reference = None if self.reference is None else self.reference.policy.model
+        critic = None if self.critic is None else self.critic.module
+        return [one for one in (self.policy.model, reference, critic) if one is not None]
 
     def score(self, some: Sequence[Trajectory]) -> tuple[TokenScores, Values | None]:
         """Return log-probabilities of the samples' tokens, and values if there is a critic."""

@@ -25,11 +25,9 @@ only if a cut-off response is bootstrapped.
     ([0.125, 0.75], [0.625, 1.0])
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -100,7 +98,7 @@ class StepTargets:
     returns: Tensor | None = None
     """`[N]`, if there is a critic."""
 
-    def split(self, lengths: Sequence[int]) -> list[StepTargets]:
+    def split(self, lengths: Sequence[int]) -> list["StepTargets"]:
         """Split into B samples of these lengths, which lie one after another."""
         columns: list[Any] = [
             [None] * len(lengths) if one is None else one.split(list(lengths)) for one in self._all
@@ -108,7 +106,7 @@ class StepTargets:
         return [StepTargets(*row) for row in zip(*columns, strict=True)]
 
     @classmethod
-    def of(cls, parts: Sequence[StepTargets]) -> StepTargets:
+    def of(cls, parts: Sequence[Self]) -> Self:
         """Concatenate parts in order."""
         columns: Any = zip(*(one._all for one in parts), strict=True)  # noqa: SLF001 - its own
         joined: list[Any] = [None if one[0] is None else torch.cat(one) for one in columns]

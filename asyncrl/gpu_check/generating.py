@@ -3,8 +3,6 @@
 All use one random model, with a trained model's spread of logits so that rounding acts alike.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -16,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -80,7 +78,7 @@ class Work:
     tokens: int
 
     @classmethod
-    def of(cls, context: Context) -> Work:
+    def of(cls, context: Context) -> Self:
         """Return the work for the size of the check."""
         return cls(4, 8, 24) if context.small else cls(64, 64, 256)
 

@@ -130,7 +130,7 @@ def attention(context: Context) -> Said:
     drawn = [torch.randn(1, n, tokens, 128, generator=generator, device="cuda") for n in (16, 8, 8)]
     heads = [one.bfloat16().requires_grad_() for one in drawn]
     if not varlen.serves(heads[0]):
-        raise PartFailed("varlen attention does not serve bfloat16 on this GPU")
+        raise PartFailed("varlen attention does not support bfloat16 on this GPU")
     direction = torch.randn(1, tokens, 16, 128, generator=generator, device="cuda")
     wide = [one.detach().float().requires_grad_() for one in heads]
     found = varlen.attend(heads[0], heads[1], heads[2], keys, scale=None, window=None)

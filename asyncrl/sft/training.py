@@ -133,7 +133,7 @@ class SftTraining:
                 elif version < steps:  # as in a run of RL
                     retry = version + min(2**failures, every)
                     failures += 1
-                    watcher.say(f"{error}; training continues; the next try: after step {retry}")
+                    watcher.say(f"{error}; training continues; next attempt after step {retry}")
             self._evaluate(watcher)
         if learner.policy_version != saved and (error := self._save()) is not None:
             raise error

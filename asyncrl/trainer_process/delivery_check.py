@@ -75,12 +75,7 @@ class GroupQueue:
         )
 
     def add(
-        self,
-        delivery: TrajectoryDelivery,
-        trajectory: Trajectory,
-        *,
-        generator: str,
-        next_step: int,
+        self, delivery: TrajectoryDelivery, decoded: Trajectory, *, generator: str, next_step: int
     ) -> bool:
         """Queue a delivery; return False if it is a duplicate or its step is before `next_step`.
 
@@ -93,7 +88,7 @@ class GroupQueue:
             self.duplicates += 1
             return False
         samples = self._partial.setdefault(group, {})
-        samples[sample] = _Arrival(generator, delivery, trajectory)
+        samples[sample] = _Arrival(generator, delivery, decoded)
         if len(samples) == self.group_size:
             self._whole.setdefault(delivery.step, {})[group] = self._partial.pop(group)
         return True
@@ -286,7 +281,7 @@ class Intake:
     def _refuse_impossible(self, delivery: TrajectoryDelivery) -> None:
         group, sample = delivery.sample.group, delivery.sample.sample
         if group < 0 or not 0 <= sample < self._queue.group_size:
-            raise ValueError(f"a group of {self._queue.group_size} samples cannot have this one")
+            raise ValueError(f"it is outside a group of {self._queue.group_size} samples")
         if delivery.step >= self._steps:
             raise ValueError(
                 f"it is for step {delivery.step}, but the run has only {self._steps} steps"

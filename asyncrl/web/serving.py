@@ -65,8 +65,8 @@ def read_token(path: Path) -> str:
     refuse_open_file(path, status, "the token of the web page (monitoring.web.token_file)")
     if len(text) < MIN_LENGTH or len(text) > _MAX_BYTES or not _TOKEN.fullmatch(text):
         raise UserError(
-            f"{path} does not hold a token: it has to be one word of at least {MIN_LENGTH} "
-            "letters, digits or signs of ASCII, for instance from `openssl rand -hex 32`"
+            f"{path} does not hold a token: it must be one word of at least {MIN_LENGTH} "
+            "ASCII letters, digits or symbols, for instance from `openssl rand -hex 32`"
         )
     return text
 
@@ -134,7 +134,7 @@ class WebPage:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, _END_SECONDS)
         except Exception:
-            logger.exception("the process of the web page did not end in order")
+            logger.exception("the process of the web page did not shut down cleanly")
         finally:
             self._end_process()
 

@@ -1,7 +1,5 @@
 """The trainer's settings. Light to import: no torch."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -98,8 +96,8 @@ def refuse_what_does_not_fit(config: Any) -> None:
     for name, value in entry_of(config.algorithm).only.items():
         if getattr(config, name) != value:
             raise ValueError(
-                f"{name}: {getattr(config, name)} does not fit algorithm: {config.algorithm}; its "
-                f"equation has only {name}: {value} (docs/algorithms.md). Leave it out"
+                f"{name}: {getattr(config, name)} does not fit algorithm: {config.algorithm}: its "
+                f"equation requires {name}: {value} (docs/algorithms.md). Leave it out"
             )
     if config.algorithm == "gpg" and config.kl_estimator == "k1" and config.kl_coefficient > 0:
         raise ValueError(
@@ -280,7 +278,7 @@ class TrainerConfig(BaseModel):
 
     def for_device(
         self, capability: tuple[int, int] | None, *, engines_dtype: str | None = None
-    ) -> TrainerConfig:
+    ) -> Self:
         """Resolve `dtype: auto` for a device; a CPU has no CUDA `capability`.
 
         If the engines' weights are float32, so is an adapter's base model (`FINER_ENGINES`).
@@ -388,8 +386,8 @@ class TrainerConfig(BaseModel):
     def _what_is_compiled_is_one_operation(self) -> Self:
         if self.compile and self.gradient_checkpointing == "selective":
             raise ValueError(
-                "gradient_checkpointing: selective does not work with compile: true, which makes "
-                "one operation of those that it selects from; choose true or false"
+                "gradient_checkpointing: selective does not work with compile: true, which fuses "
+                "the operations that it selects from; choose true or false"
             )
         if self.compile and self.sharding == "full":
             raise ValueError(

@@ -20,8 +20,6 @@ checkpoints/step-000012/
 Nothing in a checkpoint is a pickle, so reading one never runs its writer's code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -39,6 +37,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.cuda import Stream
 from transformers import AutoTokenizer, PreTrainedModel
 
 from asyncrl.trainer.base.errors import CheckpointError, CheckpointUnwritable
@@ -141,10 +140,7 @@ class Snapshot:
             self._copying = None
 
     def _copy(
-        self,
-        held: Sequence[Held],
-        copies: Sequence[Held],
-        streams: dict[torch.device, torch.cuda.Stream],
+        self, held: Sequence[Held], copies: Sequence[Held], streams: dict[torch.device, Stream]
     ) -> None:
         try:
             with torch.no_grad():
@@ -160,16 +156,16 @@ def _key(one: Held) -> tuple[str, torch.dtype, torch.Size]:
     return one.name, one.local.dtype, one.local.shape
 
 
-def _side_streams(held: Sequence[Held]) -> dict[torch.device, torch.cuda.Stream]:
+def _side_streams(held: Sequence[Held]) -> dict[torch.device, Stream]:
     """Create a stream for each GPU, behind what is queued there."""
     streams = {}
     for device in {one.local.device for one in held if one.local.is_cuda}:
-        streams[device] = torch.cuda.Stream(device)
+        streams[device] = Stream(device)
         streams[device].wait_stream(torch.cuda.current_stream(device))
     return streams
 
 
-def _copy_one(source: Tensor, target: Tensor, stream: torch.cuda.Stream | None) -> None:
+def _copy_one(source: Tensor, target: Tensor, stream: Stream | None) -> None:
     if stream is not None:
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
@@ -224,7 +220,7 @@ class Loaded:
     values: dict[str, Any]
 
 
-def pending(contents: Contents, snapshot: Snapshot | None, world: World) -> Pending:
+def pending(contents: Contents, snapshot: Snapshot | None, world: World) -> "Pending":
     """Prepare a checkpoint of all ranks; without `snapshot` the state is not copied. Collective."""
     held = held_by(contents.state.boxes(world.rank), world.rank)
     needed = 0 if snapshot is None else snapshot.needed(held)

@@ -84,11 +84,7 @@ def merged_model(
 
 
 def _compare(
-    checkpoint: Path,
-    manifest: Manifest,
-    own: dict[str, Tensor],
-    pairs: dict[str, Pair],
-    scaling: float,
+    folder: Path, manifest: Manifest, own: dict[str, Tensor], pairs: dict[str, Pair], scaling: float
 ) -> None:
     """Refuse another model than the one that was trained, if the engines' digest is known."""
     published = manifest.published or None
@@ -107,9 +103,9 @@ def _compare(
     whole = collect(named).whole
     if whole != published.digest:
         raise CheckpointError(
-            f"the adapter of {checkpoint}, merged into its model, differs from what the run's "
+            f"the adapter of {folder}, merged into its model, differs from what the run's "
             f"engines used at step {manifest.policy_version}: the digest is {whole}, not "
-            f"{published.digest}. The model was changed since"
+            f"{published.digest}. The base model has changed since"
         )
 
 
@@ -151,7 +147,7 @@ def _verified(checkpoint: Path, target: Path) -> Manifest:
     manifest = read_manifest(checkpoint)
     verify_files(checkpoint, manifest, only=(*WEIGHTS, ADAPTER))
     if target.exists():
-        raise CheckpointError(f"{target} exists and is not replaced; choose another place")
+        raise CheckpointError(f"{target} exists and is not replaced; choose another path")
     return manifest
 
 

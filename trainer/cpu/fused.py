@@ -12,8 +12,6 @@ Shapes of the compiled loops, all float32: T packed tokens (some kernels also ta
 a block), C hidden size, I intermediate size, H query heads, J key/value heads, D head size.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,16 +38,12 @@ blocks afresh each time, and clearing their pages costs more than joining saves.
 
 @kernel.of_vectors
 def norm(
-    states: FloatArray,
-    weight: FloatArray,
-    epsilon: np.float32,
-    inverse: FloatArray,
-    out: FloatArray,
+    states: FloatArray, weight: FloatArray, epsilon: np.float32, scales: FloatArray, out: FloatArray
 ) -> None:
-    """RMS norm (arXiv 1910.07467, eq. 4) of `[T, C]`; `inverse` `[T]` gets each row's factor."""
+    """RMS norm (arXiv 1910.07467, eq. 4) of `[T, C]`; `scales` `[T]` gets each row's factor."""
     for t in range(len(states)):
         factor = inverse_size(states[t], epsilon)
-        inverse[t] = factor
+        scales[t] = factor
         for c in range(states.shape[1]):
             out[t, c] = states[t, c] * factor * weight[c]
 
@@ -255,8 +249,8 @@ class _Attention(torch.autograd.Function):
         packed: Tensor,
         query_norm: Tensor,
         key_norm: Tensor,
-        shape: _Heads,
-        sequences: _Sequences,
+        shape: "_Heads",
+        sequences: "_Sequences",
     ) -> Tensor:
         rotated = packed.new_empty(len(packed), (shape.heads + shape.kv_heads) * shape.size)
         out = packed.new_zeros(len(packed), shape.heads * shape.size)

@@ -8,11 +8,9 @@ arithmetic of the head, for memory that does not grow with N x V. Blocks of the 
 each row of the weight's gradient once. Top-k, top-p and min-p need whole rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +57,7 @@ class LogitMap:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> LogitMap:
+    def of(cls, config: PretrainedConfig) -> Self:
         """Scale and cap of a model's own head: Granite, Cohere, Gemma."""
         text: Any = config.get_text_config()
         divisor = getattr(text, "logits_scaling", None) or 1.0

@@ -14,13 +14,11 @@ GPU in 16 bits (`asyncrl.trainer.model.varlen`) and on a CPU unless sequences ar
 backward pass, so memory grows with the sequence, not its square, at three times a kernel's cost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -172,7 +170,7 @@ class Layout:
     @classmethod
     def of(
         cls, lengths: Sequence[int], device: torch.device, families: Sequence[Family] = ()
-    ) -> Layout:
+    ) -> Self:
         """Lay out sequences of these lengths (each at least 1), one after another.
 
         `families` share at most their shortest sequence; together they are all sequences, in order.
@@ -380,7 +378,7 @@ class PackedBatch:
         sequences: Sequence[tuple[IntArray, IntArray]],
         device: torch.device,
         trained: Sequence[BoolArray] | None = None,
-    ) -> PackedBatch:
+    ) -> Self:
         """Pack (prompt `[P]`, response `[L]`) pairs in order; P and L at least 1.
 
         The last response token predicts nothing, so the row lacks it. A prompt that consecutive
@@ -421,7 +419,7 @@ class PackedBatch:
     @classmethod
     def of_samples(
         cls, trajectories: Sequence[Trajectory], device: torch.device, *, one_more: bool = False
-    ) -> PackedBatch:
+    ) -> Self:
         """Pack the contexts of samples, in order; `one_more` as in `contexts_of`."""
         contexts = [c for one in trajectories for c in contexts_of(one, one_more=one_more)]
         pairs = [(one.prompt, one.response) for one in contexts]

@@ -11,12 +11,10 @@ The kernel is for 16-bit types on CUDA; all else is padded (`trainer.model.packi
 fewer queries than keys, its causal mask is that of the last queries.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -45,7 +43,7 @@ class Keys:
     max_keys: int
 
     @classmethod
-    def of(cls, segments: Sequence[tuple[int, int, int, int]], device: torch.device) -> Keys:
+    def of(cls, segments: Sequence[tuple[int, int, int, int]], device: torch.device) -> Self:
         """Derive from `Layout.segments`."""
         starts, ends, _, shared = np.array(segments, np.int64).T
         queries = ends - starts
@@ -92,21 +90,15 @@ def serves(query: Tensor) -> bool:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Keys,
-    *,
-    scale: float | None,
-    window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, keys: Keys, *, scale: float | None, window: int | None
 ) -> Tensor:
     """Causal attention within segments: `[1, H, T, D]` and `[1, H_kv, T, D]` to `[1, T, H, D]`.
 
     The scale of the scores defaults to 1 over the root of D; `window` is the most keys that a token
     attends to, by default all before it.
     """
-    kind = _kind(query)
-    queries, heads, values = (one[0].transpose(0, 1).to(kind) for one in (query, key, value))
+    kind = _kind(q)
+    queries, heads, values = (one[0].transpose(0, 1).to(kind) for one in (q, k, v))
     if keys.order is not None:
         heads, values = (_InOrder.apply(one, keys.order) for one in (heads, values))
     shared = queries.shape[1] // heads.shape[1]

@@ -29,10 +29,9 @@ from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.rollout.trajectory import BoolArray, Trajectory
 from asyncrl.trainer.algorithms.base import behaviour_logprobs_of, to_device
 
 MIN_TOKENS = 64
@@ -110,10 +109,7 @@ ROUTED_TENSOR_CORES = Limits(mean=0.3, slope=0.06)
 
 
 def disagreement_of(
-    logprobs: Tensor,
-    entropy: Tensor,
-    trajectories: Sequence[Trajectory],
-    counted: NDArray[np.bool_],
+    logprobs: Tensor, entropy: Tensor, trajectories: Sequence[Trajectory], counted: BoolArray
 ) -> Tensor:
     """Return `[B, SUMS]` float64 sums over the tokens of each trajectory, on the device, unread.
 

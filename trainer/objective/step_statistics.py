@@ -4,14 +4,12 @@ Sums over tokens stay on the device until the end of the step: reading a number 
 for everything submitted to the device.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -165,7 +163,7 @@ class StepTotals:
                 old = self.signal_sums.get(name, [0.0] * count)
                 self.signal_sums[name] = list(map(operator.add, old, new))
 
-    def absorb_loss(self, other: StepTotals) -> None:
+    def absorb_loss(self, other: Self) -> None:
         """Add the loss, signals and computed tokens of another optimizer step."""
         self.computed += other.computed
         self.sums = self.sums._replace(loss=self.sums.loss + other.sums.loss)

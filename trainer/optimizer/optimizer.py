@@ -9,8 +9,6 @@ The same holds in 8 bits (`asyncrl.trainer.optimizer.coded_moments`).
 Slices of a parameter are brought to the device one by one, so only one has float32 moments.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -108,7 +106,7 @@ class SmallAdamW(torch.optim.Optimizer):
                     place.copy_(kept, non_blocking=True)
 
     def _update_coded(
-        self, state: dict[str, Any], weights: Tensor, grads: Tensor, update: _Step, size: int
+        self, state: dict[str, Any], weights: Tensor, grads: Tensor, update: "_Step", size: int
     ) -> None:
         for part in coded_moments.parts(weights, size // _CODED_SHARE):
             kept = [(state[name].flatten(1)[part], state[name + SCALE][part]) for name in _MOMENTS]

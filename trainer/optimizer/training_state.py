@@ -11,8 +11,6 @@ ranks, so 2 ranks can load what 8 saved. An optimizer's settings (learning rate,
 from the configuration and are not part of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -105,7 +103,7 @@ class TrainingState:
             of[name] = {k: v for k, v in state.items() if not isinstance(v, Tensor)}
         return {"values": dict(self.values), "states": states}
 
-    def targets(self, index: Index, rank: int) -> tuple[dict[str, Box], Restored]:
+    def targets(self, index: Index, rank: int) -> tuple[dict[str, Box], "Restored"]:
         """Return targets for loading: tensors that are changed in place, and the rest.
 
         The rest takes effect with `Restored.apply` once all tensors are loaded; it lacks random

@@ -8,8 +8,6 @@ A weight is gathered in the type in which it is computed: bfloat16 in the blocks
 bfloat16`. Gradients are summed over the ranks, in the parameters' type, after each micro-batch.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -53,11 +51,7 @@ class ShardedModel:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        mesh: DeviceMesh,
-        device: torch.device,
-        low: torch.dtype | None,
+        self, model: PreTrainedModel, mesh: DeviceMesh, where: torch.device, low: torch.dtype | None
     ) -> None:
         blocks = blocks_of(model)
         if not blocks:
@@ -94,7 +88,7 @@ class ShardedModel:
             if not hasattr(module, _METHOD):
                 setattr(module, _METHOD, _run)
                 register_fsdp_forward_method(module, _METHOD)
-        _move_rest(model, device)
+        _move_rest(model, where)
 
     def with_body(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function that computes the model's forward pass, except its head."""

@@ -195,7 +195,7 @@ def test_a_disk_that_refuses_a_checkpoint_does_not_end_training(
     with monkeypatch.context() as patch:
         patch.setattr(Learner, "save", fails)
         more = "--set", "trainer.checkpoint_every=1", "--set", "evaluation.at_start=false"
-        with pytest.raises(RunFailed, match="No space left; once the disk takes it, --resume"):
+        with pytest.raises(RunFailed, match="No space left; once it can be written, --resume"):
             typed(*more)
     assert tried == [1, 2, 3, 4, 5, 6, 6]
     assert [one.name for one in checkpoints.glob("step-*")] == ["step-000001"]

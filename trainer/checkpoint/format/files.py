@@ -223,8 +223,7 @@ def verified(directory: Path) -> Manifest:
     name = _NAME.fullmatch(directory.name)
     if name is not None and int(name[1]) != manifest.policy_version:
         raise CheckpointError(
-            f"{directory} holds step {manifest.policy_version} by its manifest, so it was renamed "
-            "or mixed up"
+            f"{directory} holds step {manifest.policy_version} by its manifest: was it renamed?"
         )
     return manifest
 

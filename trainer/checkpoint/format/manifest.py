@@ -124,7 +124,7 @@ def read_manifest(directory: Path) -> Manifest:
         if (directory / _OLD_FORMAT).exists():
             raise CheckpointError(_other_format(directory, 1)) from error
         raise CheckpointError(
-            f"{directory} has no {MANIFEST}, so it is not a whole checkpoint"
+            f"{directory} has no {MANIFEST}, so it is not a complete checkpoint"
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error

@@ -5,12 +5,11 @@ rank holds. Its storage and its exchange of plans between ranks, both pickles, a
 files are safetensors, the index is JSON (`asyncrl.trainer.checkpoint.format.index`).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 from safetensors import safe_open
@@ -50,7 +49,7 @@ class Box:
     """False if another rank holds the same box and writes it."""
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Box:
+    def of(cls, tensor: Tensor) -> Self:
         """Wrap a plain tensor, which is whole, or this rank's shard of a DTensor on any mesh.
 
         If several ranks hold a shard (a mesh that also replicates), the first writes it.
