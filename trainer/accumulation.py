@@ -308,10 +308,8 @@ class Accumulation:
         self, work: Work, scores: TokenScores, reference: Tensor | None, values: Values | None
     ) -> StepTargets:
         penalty = self._objective.penalty_in_reward(scores.logprobs, reference)
-        advantages, critic = np.array(work.advantages), self._config.critic
-        return fix(
-            work.trajectories, advantages, scores.logprobs, reference, penalty, values, critic
-        )
+        each, critic = np.array(work.advantages), self._config.critic
+        return fix(work.trajectories, each, scores.logprobs, reference, penalty, values, critic)
 
     def _batch(self, scores: TokenScores, work: Work, fixed: StepTargets | None) -> TokenBatch:
         batch = token_batch(
@@ -326,10 +324,8 @@ class Accumulation:
             batch = replace(batch, weights=torch.zeros_like(batch.weights))  # nothing counts them
         if fixed is None:
             return batch
-        reference = fixed.reference_logprobs
-        return replace(
-            batch, advantages=fixed.advantages, reference_logprobs=reference, penalised=True
-        )
+        now, reference = fixed.advantages, fixed.reference_logprobs
+        return replace(batch, advantages=now, reference_logprobs=reference, penalised=True)
 
     def _train(
         self,
@@ -393,6 +389,4 @@ class Accumulation:
             if not math.isfinite(value := float(one)):
                 named = f"group{'s' * (len(groups) > 1)} {', '.join(map(str, groups))}"
                 raise NonFiniteError(f"the loss of {named} is {value}")
-        raise NonFiniteError(
-            f"the loss is {loss}, because of the critic or of groups of another rank"
-        )
+        raise NonFiniteError(f"the loss is {loss}, because of the critic or another rank's groups")

@@ -68,9 +68,7 @@ def check_group(
     groups = {t.id.group for t in trajectories}
     samples = {t.id.sample for t in trajectories}
     if len(groups) != 1 or len(samples) != len(trajectories):
-        raise BatchError(
-            f"not the distinct samples of one group: {[str(t.id) for t in trajectories]}"
-        )
+        raise BatchError(f"not distinct samples of one group: {[str(t.id) for t in trajectories]}")
     group = groups.pop()
     if not len(trajectories) == len(rewards) == size:
         raise BatchError(

@@ -163,14 +163,12 @@ def make(config: TrainerConfig) -> Algorithm:
     """Build the configured algorithm, with its correction and the KL penalty if there is one."""
     made: Algorithm = class_of(config.algorithm).from_config(config)
     weighs, clamp = config.proximal_policy == "current", config.log_ratio_clamp
-    algorithm: Algorithm = Corrected(made, correction_of(config), clamp, weighs=weighs)
+    whole: Algorithm = Corrected(made, correction_of(config), clamp, weighs=weighs)
     if config.router_loss_coefficient > 0:
-        algorithm = WithRouterBalance(algorithm, config.router_loss_coefficient)
+        whole = WithRouterBalance(whole, config.router_loss_coefficient)
     if config.kl_coefficient > 0:
-        return WithReferenceKl(
-            algorithm, config.kl_coefficient, config.kl_estimator, config.kl_clamp
-        )
-    return algorithm
+        return WithReferenceKl(whole, config.kl_coefficient, config.kl_estimator, config.kl_clamp)
+    return whole
 
 
 class GradientParts:
@@ -189,9 +187,8 @@ class GradientParts:
             )
 
     def _gradients(self, loss: Tensor) -> list[Tensor | None]:
-        return list(
-            torch.autograd.grad(loss, self._parameters, retain_graph=True, allow_unused=True)
-        )
+        found = torch.autograd.grad(loss, self._parameters, retain_graph=True, allow_unused=True)
+        return list(found)
 
     @torch.no_grad()
     def finish(self, factors: Finish) -> None:

@@ -59,15 +59,13 @@ def take_pass(
         critic.step(version, denominator(config.loss_normalization, tokens=tokens, samples=samples))
 
 
-def _add_gradients(
-    critic: Critic, groups: Sequence[Kept], config: TrainerConfig
-) -> tuple[int, int]:
+def _add_gradients(critic: Critic, kept: Sequence[Kept], config: TrainerConfig) -> tuple[int, int]:
     """Run forward and backward; return the tokens and samples of these groups."""
     work = Work([], [], [])
-    for index, one in enumerate(groups):
+    for index, one in enumerate(kept):
         work.add(one.new.trajectories, np.zeros(len(one.new.trajectories)), index)
     for part in work.split(config.micro_batch_tokens):
-        fixed = StepTargets.of([groups[index].fixed[place] for index, place in part.owners])
+        fixed = StepTargets.of([kept[index].fixed[place] for index, place in part.owners])
         assert fixed.values is not None and fixed.returns is not None  # noqa: S101, PT018
         some, masks = part.trajectories, config.mask_truncated_completions
         each = weights_of(some, config.loss_normalization, masks_truncated=masks)
@@ -203,9 +201,7 @@ def minibatches_of(groups: Sequence[int], count: int) -> list[list[int]]:
     return [share.tolist() for share in shares if len(share)]
 
 
-def metrics_of(
-    first: StepTotals, updates: Sequence[Updated], learning_rate: float
-) -> LearnerMetrics:
+def metrics_of(first: StepTotals, updates: Sequence[Updated], rate: float) -> LearnerMetrics:
     """The record of a step with several updates.
 
     Samples and mismatch are as measured on arrival. Loss, gradient norm and the algorithm's signals
@@ -216,7 +212,7 @@ def metrics_of(
         together.absorb_loss(one.totals)
     denominator = sum(one.denominator for one in updates)
     norm = sum(one.norm for one in updates) / len(updates)
-    found = first.metrics(1.0, grad_norm=norm, learning_rate=learning_rate)
+    found = first.metrics(1.0, grad_norm=norm, learning_rate=rate)
     learning = msgspec.structs.replace(
         found.learning, loss=together.sums.loss / denominator, optimizer_steps=len(updates)
     )

@@ -106,11 +106,9 @@ class Models:
         if critic is None or not critic.config.shared_trunk:
             scores = self.policy.score(self._packed(some), with_routes=self.with_routes)
             return scores, None if critic is None else critic.values(some)
-        return self.policy.within(self._from_one_trunk, critic, some)
+        return self.policy.within(self._from_trunk, critic, some)
 
-    def _from_one_trunk(
-        self, critic: Critic, some: Sequence[Trajectory]
-    ) -> tuple[TokenScores, Values]:
+    def _from_trunk(self, critic: Critic, some: Sequence[Trajectory]) -> tuple[TokenScores, Values]:
         states = critic.states(some)
         hidden = self.policy.hidden(states)
         values = critic.of_hidden(hidden, some)

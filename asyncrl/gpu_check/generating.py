@@ -125,11 +125,10 @@ def _engine_part(
 
 
 engine = partial(_engine_part, "the torch engine", settings={"kind": "torch"})
-vllm_drafts = partial(
-    _engine_part, "vLLM with drafts", settings={"kind": "vllm"}, max_draft_tokens=16
-)
+_VLLM = {"kind": "vllm"}
+vllm_drafts = partial(_engine_part, "vLLM with drafts", settings=_VLLM, max_draft_tokens=16)
 """The second round repeats the first."""
-_TWO_GPUS = {"kind": "vllm", "vllm": {"tensor_parallel_size": 2}}
+_TWO_GPUS = {**_VLLM, "vllm": {"tensor_parallel_size": 2}}
 vllm_tp2 = partial(_engine_part, "vLLM on two GPUs", settings=_TWO_GPUS)
 
 

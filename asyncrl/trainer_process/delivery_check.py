@@ -283,9 +283,7 @@ class Intake:
         if group < 0 or not 0 <= sample < self._queue.group_size:
             raise ValueError(f"it is outside a group of {self._queue.group_size} samples")
         if delivery.step >= self._steps:
-            raise ValueError(
-                f"it is for step {delivery.step}, but the run has only {self._steps} steps"
-            )
+            raise ValueError(f"it is for step {delivery.step}, but the run has {self._steps} steps")
 
     def _compare(
         self, delivery: TrajectoryDelivery, order: Expect, expected: ExpectedSample

@@ -184,13 +184,11 @@ class PolicyCheck:
 
     def _add(self, group: WholeGroup, rows: NDArray[np.float64]) -> None:
         self._of_step.update(group.generators)
-        for generator, trajectory, row in zip(
-            group.generators, group.trajectories, rows, strict=True
-        ):
+        for name, trajectory, row in zip(group.generators, group.trajectories, rows, strict=True):
             found = Disagreement(*row.tolist())
             if not found.tokens:
                 continue
-            record = self._records.setdefault(generator, _Record())
+            record = self._records.setdefault(name, _Record())
             record.sums += found
             self._count += 1
             entry = (found.mean, self._count, trajectory)

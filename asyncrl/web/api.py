@@ -130,10 +130,8 @@ def _with_code(text: str) -> list[Child]:
     return [element("code", part) if index % 2 else part for index, part in enumerate(parts)]
 
 
-def _operation(
-    path: str, method: str, about: Mapping[str, Any], openapi: Mapping[str, Any]
-) -> Child:
-    taken = [*_parameters(about), *_body(about, openapi)]
+def _operation(path: str, method: str, about: Mapping[str, Any], spec: Mapping[str, Any]) -> Child:
+    taken = [*_parameters(about), *_body(about, spec)]
     answers = [
         element("tr", element("td", code), element("td", each.get("description", "")))
         for code, each in about["responses"].items()

@@ -85,10 +85,8 @@ class Guarded:
         now = time.monotonic()
         if now - self._logged >= _LOG_SECONDS:
             self._logged = now
-            path = scope["path"][:80]
-            logger.warning(
-                "refused %s %r from %s: %s", scope["method"], path, _peer(scope), found.reason
-            )
+            path, peer = scope["path"][:80], _peer(scope)
+            logger.warning("refused %s %r from %s: %s", scope["method"], path, peer, found.reason)
 
 
 def _head_bytes(scope: Scope) -> int:

@@ -227,9 +227,7 @@ class Wrapper:
 def centred(rewards: Rewards) -> Rewards:
     """`[G]` rewards minus their mean; exactly 0 when all are equal. Raises ValueError if G < 2."""
     if len(rewards) < 2:
-        raise ValueError(
-            "the group's mean is the baseline, so scheduler.group_size must be at least 2"
-        )
+        raise ValueError("the baseline is the mean, so scheduler.group_size must be at least 2")
     if np.ptp(rewards) == 0:
         return np.zeros_like(rewards, np.float64)
     return np.asarray(rewards - rewards.mean(), np.float64)
@@ -268,15 +266,13 @@ def sums_to_go(values: Tensor, owners: Tensor) -> Tensor:
     return (ends - up_to + whole).to(values.dtype)
 
 
-def to_device(
-    values: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Copy values to the device without making the host wait for it.
+def to_device(data: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Copy data to the device without making the host wait for it.
 
     A copy to a GPU from pageable memory returns when everything queued before it has been computed.
     From pinned memory it is one more entry of the device's queue.
     """
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    tensor = torch.from_numpy(np.ascontiguousarray(data))
     if dtype is not None:
         tensor = tensor.to(dtype)
     if device.type != "cuda":

@@ -31,7 +31,7 @@ class Entry:
 _BEHAVIOUR = {"proximal_policy": "behaviour"}
 _CLIPPED_ONCE = {**_BEHAVIOUR, "dual_clip": None}
 _UNSCALED = {"advantage_normalization": "none"}
-_UNCLIPPED = {"proximal_policy": "current", **_UNSCALED}
+_NO_CLIP = {"proximal_policy": "current", **_UNSCALED}
 _NORMALISED = {"proximal_policy": "current", "advantage_normalization": "std"}
 _BY_SAMPLE = {"loss_normalization": "sample", **_UNSCALED}
 _RLOO = {"correction": "sequence_truncated", **_BY_SAMPLE}
@@ -43,16 +43,14 @@ _ENTRIES = {
     "grpo": Entry("grpo:Grpo", 2),
     "dr_grpo": Entry("grpo:DrGrpo", 2, defaults=_BY_SAMPLE, only=_UNSCALED),
     "dapo": Entry("grpo:Dapo", 2, defaults={"clip_ratio_high": 0.28, **_BEHAVIOUR}),
-    "reinforce": Entry(
-        "reinforce:Reinforce", 2, defaults=_UNSCALED, only=_UNCLIPPED, unclipped=True
-    ),
-    "rloo": Entry("reinforce:Rloo", 2, defaults=_RLOO, only=_UNCLIPPED, unclipped=True),
+    "reinforce": Entry("reinforce:Reinforce", 2, defaults=_UNSCALED, only=_NO_CLIP, unclipped=True),
+    "rloo": Entry("reinforce:Rloo", 2, defaults=_RLOO, only=_NO_CLIP, unclipped=True),
     "reinforce_plus_plus": _OVER_STEP("reinforce_plus_plus:ReinforcePlusPlus"),
     "reinforce_plus_plus_baseline": _OVER_STEP("reinforce_plus_plus:ReinforcePlusPlusBaseline", 2),
     "gspo": Entry("gspo:Gspo", 2, defaults={**_GSPO, **_BEHAVIOUR}, only=_CLIPPED_ONCE),
     "cispo": Entry("cispo:Cispo", 2, defaults=_CISPO, only=_CLIPPED_ONCE),
     "ppo": Entry("ppo:Ppo", critic=True, normalises="std"),
-    "gpg": Entry("gpg:Gpg", 2, defaults=_UNSCALED, only=_UNCLIPPED, unclipped=True),
+    "gpg": Entry("gpg:Gpg", 2, defaults=_UNSCALED, only=_NO_CLIP, unclipped=True),
 }
 
 _OWN = Entry()

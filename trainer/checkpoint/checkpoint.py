@@ -93,16 +93,14 @@ class Snapshot:
                 like = one.local
                 kept = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
             self._buffers[_key(one)] = kept
-        copies = [
-            replace(one, box=replace(one.box, local=self._buffers[_key(one)])) for one in held
-        ]
+        twins = [replace(one, box=replace(one.box, local=self._buffers[_key(one)])) for one in held]
         streams = _side_streams(held)
         self._error = None
         self._copying = threading.Thread(
-            target=self._copy, args=(held, copies, streams), name="snapshot", daemon=True
+            target=self._copy, args=(held, twins, streams), name="snapshot", daemon=True
         )
         self._copying.start()
-        return copies
+        return twins
 
     def needed(self, held: Sequence[Held]) -> int:
         """Bytes of additional host memory that a copy takes.
@@ -121,10 +119,7 @@ class Snapshot:
         left = memory_left()
         if left is None or needed <= left:
             return ""
-        return (
-            f"a copy of the training state takes {needed} bytes of this machine's memory, and "
-            f"{left} are left"
-        )
+        return f"a copy of the training state takes {needed} bytes of memory, and {left} are left"
 
     def wait(self) -> float:
         """Wait until everything is copied; return the seconds. Raises what the copy raised."""

@@ -48,33 +48,31 @@ def adapter_tensors(checkpoint: Path) -> dict[str, Tensor]:
     return {name.removeprefix(_POLICY): _read(checkpoint, index, name) for name in names}
 
 
-def merged_model(
-    checkpoint: Path, manifest: Manifest, dtype: torch.dtype | None
-) -> PreTrainedModel:
+def merged_model(folder: Path, manifest: Manifest, dtype: torch.dtype | None) -> PreTrainedModel:
     """Load the adapter's base model and merge the adapter into it.
 
     Raises CheckpointError if the base model is missing or has changed, or the result is not the
     weights that the engines received; OSError, ValueError or KeyError for unreadable files.
     """
-    settings = settings_of_adapter(checkpoint)
+    settings = settings_of_adapter(folder)
     scaling = settings["lora_alpha"] / settings["r"]
     try:
-        pairs = pairs_of(adapter_tensors(checkpoint).items())
+        pairs = pairs_of(adapter_tensors(folder).items())
     except WeightsReadError as error:
-        raise CheckpointError(f"{checkpoint}: {error}") from error
+        raise CheckpointError(f"{folder}: {error}") from error
     path = settings["base_model_name_or_path"]
     held = torch.bfloat16 if manifest.settings.get("dtype") == "bfloat16" else torch.float32
     try:
         model = load_causal_lm(path, held)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
-            f"the base model {path} of the adapter in {checkpoint} cannot be loaded: {error}"
+            f"the base model {path} of the adapter in {folder} cannot be loaded: {error}"
         ) from error
     own = model.state_dict(keep_vars=True)
     missing = sorted(pairs.keys() - own.keys())
     if missing:
-        raise CheckpointError(f"{checkpoint} adapts {missing[:3]}, which {path} lacks")
-    _compare(checkpoint, manifest, own, pairs, scaling)
+        raise CheckpointError(f"{folder} adapts {missing[:3]}, which {path} lacks")
+    _compare(folder, manifest, own, pairs, scaling)
     if dtype is not None:
         model = model.to(dtype)
     for name, parameter in model.state_dict(keep_vars=True).items():

@@ -355,10 +355,8 @@ class FusedDecoder:
             packed = _joined(normed, attention.q_proj, attention.k_proj, attention.v_proj)
             norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
             weights = [self._none if one is None else one.weight for one in norms]
-            mixed = _Attention.apply(packed, *weights, heads, sequences)
-            states, normed = _add_norm(
-                states, attention.o_proj(mixed), layer.post_attention_layernorm
-            )
+            mixed = attention.o_proj(_Attention.apply(packed, *weights, heads, sequences))
+            states, normed = _add_norm(states, mixed, layer.post_attention_layernorm)
             if 2 * len(ids) * inner.config.intermediate_size >= MAX_JOINED:
                 change = mlp(normed)
             else:

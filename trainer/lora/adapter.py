@@ -54,16 +54,14 @@ def read_adapter(directory: Path, config: LoraConfig) -> dict[str, Tensor]:
     return dict(zip(names, found.values(), strict=True))
 
 
-def write_adapter(
-    directory: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> None:
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
     """Write a PEFT directory. Raises OSError, SafetensorError."""
-    directory.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     names = [PREFIX + name.replace(".default.weight", ".weight") for name in tensors]
     values = [one.detach().contiguous() for one in tensors.values()]
     contiguous = dict(zip(names, values, strict=True))
-    save_file(contiguous, directory / TENSORS, metadata={"format": "pt"})
-    write_settings(directory, settings)
+    save_file(contiguous, folder / TENSORS, metadata={"format": "pt"})
+    write_settings(folder, settings)
 
 
 class Adapter:

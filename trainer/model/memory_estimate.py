@@ -143,15 +143,13 @@ class ModelShape:
             intermediate = int(config["intermediate_size"])
         except (KeyError, TypeError, ValueError):
             return None
-        kv_heads = int(config.get("num_key_value_heads") or heads)
+        kv = int(config.get("num_key_value_heads") or heads)
         size = int(config.get("head_dim") or hidden // max(1, heads))
         tied = bool(config.get("tie_word_embeddings", False))
         if parameters is None:
-            layer = hidden * size * (2 * heads + 2 * kv_heads) + 3 * hidden * intermediate
+            layer = hidden * size * (2 * heads + 2 * kv) + 3 * hidden * intermediate
             parameters = layers * (layer + 2 * hidden) + vocabulary * hidden * (1 if tied else 2)
-        return cls(
-            parameters, hidden, layers, intermediate, heads, kv_heads, size, vocabulary, tied
-        )
+        return cls(parameters, hidden, layers, intermediate, heads, kv, size, vocabulary, tied)
 
 
 def adapter_parameters(shape: ModelShape, config: LoraConfig) -> int:

@@ -168,15 +168,13 @@ class Layout:
         return self._keys[0]
 
     @classmethod
-    def of(
-        cls, lengths: Sequence[int], device: torch.device, families: Sequence[Family] = ()
-    ) -> Self:
+    def of(cls, lengths: Sequence[int], device: torch.device, kin: Sequence[Family] = ()) -> Self:
         """Lay out sequences of these lengths (each at least 1), one after another.
 
-        `families` share at most their shortest sequence; together they are all sequences, in order.
+        Families `kin` share at most their shortest sequence; they are all sequences, in order.
         """
         counts = np.asarray(lengths, np.int64)
-        kin = families or [Family(len(lengths))]
+        kin = kin or [Family(len(lengths))]
         sizes = [one.sequences for one in kin]
         shared = np.repeat([one.shared for one in kin], sizes)
         firsts = np.cumsum([0, *sizes])[:-1]

@@ -155,7 +155,7 @@ class Policy:
         # among ranks is still on the CPU, whose kernels say nothing about those of its device.
         if self._compute_dtype != self.model.dtype and not self.is_sharded:
             self._check_packing_as_trained(model_path)
-        _set_modes(self.model, gradient_checkpointing=gradient_checkpointing)
+        _set_modes(self.model, recomputes=gradient_checkpointing)
         if compiled:
             batch = PackedBatch.of(_two_sequences(self.vocab_size), device)
             compile_blocks(self.model, model_path, lambda: self.hidden(batch), self._compute_dtype)
@@ -279,9 +279,7 @@ class Policy:
         try:
             packed = self._logits_of_model(batch)
         except (UnsupportedModelError, TypeError) as error:
-            raise UnsupportedModelError(
-                f"{model_path} cannot be trained packed: {error}"
-            ) from error
+            raise UnsupportedModelError(f"{model_path} cannot be packed: {error}") from error
         if not _close(packed, want):
             _refuse_weights_that_are_not_finite(self.model, model_path)
             raise UnsupportedModelError(
@@ -293,9 +291,7 @@ class Policy:
         assert self._head is not None  # noqa: S101 - for the type checker
         plain = self._logits.applied(self._head(self._hidden(batch)[batch.predictors]))
         if plain.shape != want.shape or not _close(plain, want):
-            logger.info(
-                "%s transforms its logits, so its own forward pass computes them", model_path
-            )
+            logger.info("%s transforms its logits: its own forward pass computes them", model_path)
             self._head = None
 
     @torch.no_grad()
@@ -338,9 +334,8 @@ class Policy:
             return
         parameters = list(fused.first_layer.parameters())
         want = results_of(lambda: self._hidden(batch), parameters)
-        got = results_of(
-            lambda: fused.hidden(batch.tokens, batch.layout)[: len(want[0])], parameters
-        )
+        count = len(want[0])
+        got = results_of(lambda: fused.hidden(batch.tokens, batch.layout)[:count], parameters)
         gap = where_different(got, want)
         if gap is not None:
             logger.warning("fused layers are not used, since their results differ %s", gap)
@@ -416,22 +411,18 @@ def _tokens(numbers: Sequence[int], vocabulary: int) -> IntArray:
     return np.array(numbers, np.int32) % vocabulary
 
 
-def _set_modes(
-    model: PreTrainedModel, *, gradient_checkpointing: bool | Literal["selective"]
-) -> None:
+def _set_modes(model: PreTrainedModel, *, recomputes: bool | Literal["selective"]) -> None:
     """Disable dropout everywhere: the trainer's log-probabilities must equal the engine's.
 
     Gradient checkpointing works only in training mode, so only its layers get that mode.
     """
     model.eval()
-    if not gradient_checkpointing:
+    if not recomputes:
         return
     if not model.supports_gradient_checkpointing:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not support gradient_checkpointing"
-        )
+        raise UnsupportedModelError(f"{type(model).__name__} lacks gradient checkpointing")
     options: dict[str, Any] = {"use_reentrant": False}
-    if gradient_checkpointing == "selective":
+    if recomputes == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     for module in model.modules():

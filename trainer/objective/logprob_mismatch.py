@@ -122,9 +122,8 @@ def disagreement_of(
     gap = (logprobs - to_device(recorded, device)).clamp(-1.0, 1.0)
     slope = logprobs + entropy.detach().double()
     ones, sign = torch.ones_like(gap), slope.sign()
-    columns = torch.stack(
-        [ones, gap.abs(), gap**2, gap * slope, slope**2, gap * sign, slope.abs()], 1
-    )
+    parts = [ones, gap.abs(), gap**2, gap * slope, slope**2, gap * sign, slope.abs()]
+    columns = torch.stack(parts, 1)
     lengths = [one.trained_count for one in trajectories]
     owner = to_device(np.repeat(np.arange(len(lengths)), lengths), device)
     sums = columns.new_zeros(len(lengths), SUMS).index_add_(0, owner, columns)

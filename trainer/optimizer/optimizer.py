@@ -54,9 +54,8 @@ class SmallAdamW(torch.optim.Optimizer):
         moments: torch.dtype | None = None,
         on_host: bool = False,
     ) -> None:
-        super().__init__(
-            groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(groups, defaults)
         self._moments, self.on_host = moments, on_host
 
     @torch.no_grad()

@@ -119,8 +119,7 @@ class Lockstep:
                 raise
             first = next(iter(str(error).splitlines()), "")
             raise RankLost(
-                f"rank {self._world.rank} of {self._world.size} lost another in a micro-batch: "
-                f"{first}"
+                f"rank {self._world.rank} of {self._world.size} lost one in a micro-batch: {first}"
             ) from error
 
     def most(self, own: int) -> int:

@@ -173,18 +173,14 @@ class ShardedPolicy(Policy):
     is_sharded = True
     _is_within = False
 
-    def __init__(
-        self, model_path: str, *, device: torch.device, world: World, **settings: Any
-    ) -> None:
+    def __init__(self, model_path: str, *, device: torch.device, world: World, **more: Any) -> None:
         self._speeds_up = device.type == "cpu"
         logger.info("weights are sharded over %d ranks; fused layers are not used", world.size)
         mesh = init_device_mesh(device.type, (world.size,))
 
         def load() -> int:
             cpu = torch.device("cpu")
-            super(ShardedPolicy, self).__init__(
-                model_path, device=cpu, **{**settings, "fused": False}
-            )
+            super(ShardedPolicy, self).__init__(model_path, device=cpu, **{**more, "fused": False})
             held = self.model.state_dict(keep_vars=True)
             self._loaded = fingerprint(held.items()).whole
             size = sum(int(one.nbytes) for one in held.values())
