@@ -81,13 +81,6 @@ def check_routes(model: PreTrainedModel, config: TrainerConfig) -> None:
         raise UnsupportedModelError(f"trainer.router_loss_coefficient: {reason}; set it to 0")
 
 
-def routes_of(model: PreTrainedModel, output: Any, predictors: Tensor) -> Routes:
-    """Router logits at `predictors` `[N]`, from an output with `output_router_logits`."""
-    config: Any = model.config.get_text_config()
-    logits = tuple(one.flatten(0, -2)[predictors] for one in output.router_logits)
-    return Routes(logits, int(config.num_experts_per_tok))
-
-
 def _policy(_context: Any, op: Any, *args: Any, **_options: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if _is_kept(op, args) else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -262,8 +255,12 @@ class Policy:
             return self._fused.hidden(batch.tokens, batch.layout), None
         more = {"output_router_logits": True} if with_routes else {}
         out = self.model.base_model(**_inputs(batch), **more)
-        routes = routes_of(self.model, out, batch.predictors) if with_routes else None
-        return out.last_hidden_state[0], routes
+        hidden: Tensor = out.last_hidden_state[0]
+        if not with_routes:
+            return hidden, None
+        logits = tuple(one.flatten(0, -2)[batch.predictors] for one in out.router_logits)
+        chosen = int(self.model.config.get_text_config().num_experts_per_tok)
+        return hidden, Routes(logits, chosen)
 
     def _logits_of_model(self, batch: PackedBatch) -> Tensor:
         out = self.model(**_inputs(batch), logits_to_keep=batch.predictors)

@@ -237,7 +237,7 @@ def test_two_ranks_learn_what_one_does(typed: Typed, tmp_path: Path) -> None:
     [
         (("--set", "sft.epochs=1"), "epochs and steps both say how long to train"),
         (("--set", "sft.response_field=reply"), "no 'reply'; sft.response_field must name one"),
-        (("--set", "sft.warmup_steps=6"), "sft.warmup_steps: 6 of 6 steps leave none"),
+        (("--set", "sft.warmup_steps=6"), "sft.warmup_steps: 6 covers all 6 steps"),
         (("--set", "sft.max_tokens=4"), "more than sft.max_tokens (4)"),
         (
             ("--set", "evaluation={every: 50, keep_best: true}"),

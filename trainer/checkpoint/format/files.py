@@ -120,22 +120,16 @@ def write_best(checkpoints: Path, best: BestCheckpoint | None) -> None:
         write_atomically(checkpoints / NAME, text + "\n")
 
 
-def read_best(checkpoints: Path) -> BestCheckpoint | None:
-    """Read best.json, if it exists. Raises OSError, msgspec.DecodeError."""
-    try:
-        return msgspec.json.decode((checkpoints / NAME).read_bytes(), type=BestCheckpoint)
-    except FileNotFoundError:
-        return None
-
-
 def spared(checkpoints: Path) -> Callable[[int], bool]:
     """Return a predicate: must a step's checkpoint stay? If best.json is unreadable, all must."""
     try:
-        best = read_best(checkpoints)
+        best = msgspec.json.decode((checkpoints / NAME).read_bytes(), type=BestCheckpoint)
+    except FileNotFoundError:
+        return lambda _: False
     except (OSError, msgspec.DecodeError) as error:
         logger.warning("no checkpoint is removed: %s: %s", checkpoints / NAME, error)
         return lambda _: True
-    return (lambda _: False) if best is None else best.spares
+    return best.spares
 
 
 @dataclass(frozen=True, slots=True)
