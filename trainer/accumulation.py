@@ -130,8 +130,7 @@ _TOGETHER: dict[str, Callable[[Sequence[Any]], Any]] = {
     "signal_sums": partial(_by_name, together=_by_column),
     "part_sums": _by_name,
 }
-"""The rule that combines the ranks' values of a field. Left out: `signals`, alike on all ranks, and
-unread sums."""
+"""The rule that combines the ranks' values of a field. Left out: equal `signals`, unread sums."""
 
 
 def padding(version: int) -> Work:

@@ -62,8 +62,7 @@ def check_group(
 ) -> int:
     """Check the distinct samples of a group of `size`, and their rewards; return the group's index.
 
-    Raises BatchError, which names the group or sample and what is wrong. No token may follow a
-    newer policy than `version`.
+    Raises BatchError, naming group or sample. No token may follow a newer policy than `version`.
     """
     groups = {t.id.group for t in trajectories}
     samples = {t.id.sample for t in trajectories}

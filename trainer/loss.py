@@ -223,8 +223,7 @@ class Objective:
     """Computes advantages, and turns a step's sums into a gradient.
 
     Attributes: `algorithm`, and what it `declares`: `needs_critic`, `uses_proximal`. Raises
-    TrainerError if the algorithm cannot use groups of this size, or `overlong_buffer` is longer
-    than the longest response, `max_tokens`.
+    TrainerError if groups of this size are too small, or `overlong_buffer` exceeds `max_tokens`.
     """
 
     def __init__(self, config: TrainerConfig, group_size: int, max_tokens: int | None) -> None:

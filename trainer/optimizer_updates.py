@@ -204,8 +204,7 @@ def minibatches_of(groups: Sequence[int], count: int) -> list[list[int]]:
 def metrics_of(first: StepTotals, updates: Sequence[Updated], rate: float) -> LearnerMetrics:
     """The record of a step with several updates.
 
-    Samples and mismatch are as measured on arrival. Loss, gradient norm and the algorithm's signals
-    are means over the updates, weighted by size.
+    Samples and mismatch are as on arrival; loss, norm and signals are means over the updates.
     """
     together = StepTotals(first.signals)
     for one in updates:

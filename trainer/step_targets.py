@@ -152,8 +152,7 @@ def fix(
 def normalise(fixed: Sequence[StepTargets], epsilon: float, world: World) -> None:
     """Give the advantages of a whole step mean 0 and standard deviation 1, over its tokens.
 
-    All 0 if they differ by no more than `epsilon` of their size. The step is that of all ranks: a
-    collective, which may raise RankLost.
+    All 0 if they differ by no more than `epsilon` of their size. Collective; may raise RankLost.
     """
     raw = torch.cat([one.advantages for one in fixed]).double() if fixed else torch.zeros(0)
     count, total = _over_ranks(world, len(raw), float(raw.sum()))

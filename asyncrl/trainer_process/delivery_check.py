@@ -7,8 +7,7 @@
                                 refused: it is not what was ordered, or what no run orders
 
 An order and its delivery come over different sockets, in any order. So an early delivery is not its
-sender's fault, nor is one whose order names another generator, which may be lost. No sockets, no
-clock.
+sender's fault, nor is one that was ordered from another, lost generator. No sockets, no clock.
 """
 
 from collections import OrderedDict, defaultdict

@@ -142,9 +142,8 @@ class StepTrainer:
     """The learner and its publisher, on the timeline. The learner works in a thread.
 
     With several ranks, `meet`, `decided` and `finish_step` are collectives. Rank 0 publishes;
-    `sender` broadcasts weights, which otherwise are only read. `engine_dtype` is that of the
-    engines' weights. `samples_follow_policy` is as in `RunConfig`, until `configure`. Attributes:
-    `learner`, `world`.
+    `sender` broadcasts weights, which otherwise are only read. `engine_dtype` is the engines' type;
+    `samples_follow_policy` holds until `configure`. Attributes: `learner`, `world`.
     """
 
     def __init__(

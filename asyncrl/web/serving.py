@@ -33,8 +33,7 @@ MAX_STARTS = 4
 LONG_SECONDS = 3600.0
 """A process that lived for this long did not end early, and the count begins again."""
 PAUSE_SECONDS = 1.0
-"""First pause between the end of a process and the next start; later ones are three and nine times
-as long."""
+"""Pause between the end of a process and the next start; later ones are 3 and 9 times as long."""
 _BACKLOG = 128
 _END_SECONDS = 2.0
 

@@ -70,8 +70,7 @@ class TokenBatch:
     """`[N]` int64 index of the token's sample in the micro-batch, from 0, never falling. Samples
     are not divided between micro-batches. None: all tokens are of one sample."""
     importance: Tensor | None = None
-    """`[N]` the correction's weight for the ratio of current and behaviour probability, without a
-    gradient (`asyncrl.trainer.loss`). None: 1."""
+    """`[N]` the correction's weight, without a gradient (`asyncrl.trainer.loss`). None: 1."""
     kept: Tensor | None = None
     """`[N]` 0 where the correction leaves a token out, else 1. None: 1."""
     proximal_logprobs: Tensor | None = None
@@ -202,8 +201,7 @@ def declares(algorithm: Algorithm, name: str) -> bool:
 
     `needs_critic`: advantages are made of a critic's values. `needs_every_group`: groups whose
     advantages are all 0 have a gradient too. `uses_proximal`: the loss reads
-    `TokenBatch.proximal_logprobs`. `compares_samples`: a user's class learns nothing from equal
-    rewards.
+    `TokenBatch.proximal_logprobs`. `compares_samples`: a user's class needs unequal rewards.
     """
     return bool(getattr(innermost(algorithm), name, False))
 

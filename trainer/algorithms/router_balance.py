@@ -8,8 +8,7 @@ probabilities p_t (softmax over all E):
 
 It is 1 where experts are used alike, at most E / K. router_loss_coefficient times it is added to
 the loss, with the tokens' weights. Shares are per sample, not per batch (DeepSeek-V2, arXiv
-2405.04434, eq. 23-25; unlike the Switch loss, arXiv 2101.03961, eq. 4): the loss is a sum over
-samples, whatever the micro-batches.
+2405.04434, eq. 23-25; unlike the Switch loss, arXiv 2101.03961, eq. 4): the loss adds up.
 
 Groups that are not computed (`skip_zero_variance_groups`) have no such loss. Empty batch: 0.
 """

@@ -239,8 +239,7 @@ def _needed_here(gathered: Sequence[bytes]) -> int:
 class Pending:
     """A checkpoint whose state is fixed and that is not written yet.
 
-    `held` is what this rank writes. Without `snapshot`, which copies the state, the state must not
-    change until the checkpoint is written.
+    `held` is what this rank writes. Without `snapshot` the state must not change before `write`.
     """
 
     def __init__(

@@ -156,8 +156,7 @@ class Layout:
     """First token, one after the last, place in the row of what it shares, number of shared tokens;
     in the order of the row, without empty ones. Tokens attend to these and to their own segment."""
     families: tuple[tuple[int, int, int, int], ...]
-    """Place in the row, number of tokens, first sequence, one after the last, of families that
-    share tokens."""
+    """Place in the row, number of tokens, first sequence, one after the last: of what is shared."""
 
     _keys: list[varlen.Keys] = field(default_factory=list)
 

@@ -94,8 +94,7 @@ def attend(
 ) -> Tensor:
     """Causal attention within segments: `[1, H, T, D]` and `[1, H_kv, T, D]` to `[1, T, H, D]`.
 
-    The scale of the scores defaults to 1 over the root of D; `window` is the most keys that a token
-    attends to, by default all before it.
+    The scores' scale defaults to 1 / sqrt(D). A token attends to `window` keys, by default all.
     """
     kind = _kind(q)
     queries, heads, values = (one[0].transpose(0, 1).to(kind) for one in (q, k, v))

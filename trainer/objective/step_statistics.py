@@ -1,7 +1,6 @@
 """The sums of one optimizer step, and the record made of them.
 
-Sums over tokens stay on the device until the end of the step: reading a number makes the host wait
-for everything submitted to the device.
+Sums over tokens stay on the device until the step ends: reading one makes the host wait for it.
 """
 
 import math

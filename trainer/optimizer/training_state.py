@@ -7,8 +7,7 @@ random/RANK/cpu, random/RANK/cuda.0 random states of each rank
 ```
 
 A rank holds a box of a sharded parameter and its moments. Names do not depend on the number of
-ranks, so 2 ranks can load what 8 saved. An optimizer's settings (learning rate, weight decay) come
-from the configuration and are not part of it.
+ranks, so 2 ranks can load what 8 saved. An optimizer's settings, as its rate, are not part of it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -56,8 +56,7 @@ class NextAction(enum.Enum):
 def next_action(words: Sequence[RankStatus]) -> NextAction:
     """Decide from the messages of all ranks. Pure.
 
-    All ranks get the same commands in the same order, so if one has a checkpoint to write or a
-    fulfilled plan, the others will have it too.
+    All ranks get the same commands in the same order: if one must save or is done, all will be.
 
     >>> work, done = RankStatus(RankWork.WORK), RankStatus(RankWork.DONE)
     >>> nothing = RankStatus(RankWork.NOTHING)

@@ -6,8 +6,7 @@ the trainer its step. `trainer.checkpoint.checkpoint` writes and loads them.
     point = choose(run / "checkpoints")
     aside = set_aside(run / "checkpoints", newer_than=point.step)
 
-The controller writes `checkpoints/best.json`: the checkpoints that are kept for their accuracy
-(`evaluation.keep_best`). Pruning reads it.
+The controller writes `checkpoints/best.json` (`evaluation.keep_best`), which pruning reads.
 """
 
 import contextlib
