@@ -7,16 +7,12 @@ finish: factors of the step; gives the denominator
 ```
 
 Everything is a sum until `finish`, so the order of groups and their split into micro-batches change
-rounding only. `look` only scores groups, for later passes; `replay` trains on kept groups
-(`asyncrl.trainer.optimizer_updates`).
+rounding only. `replay` trains on kept groups (`asyncrl.trainer.optimizer_updates`).
 
 Where each rank holds some rows of the parameters, only a backward pass sums and divides their
 gradients. So each further part of a loss gets its own backward pass there (`ShardedParts`). A rank
-without work computes the same passes with a short sample of padding, whose loss is 0 and which
-nothing counts.
+without work computes the same passes on a sample of padding, whose loss is 0 and not counted.
 """
-
-from __future__ import annotations
 
 import math
 import operator
@@ -33,14 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
-from asyncrl.trainer.algorithms.base import (
-    LossSums,
-    Rewards,
-    TokenBatch,
-    finisher,
-    to_device,
-    token_batch,
-)
+from asyncrl.trainer.algorithms.base import LossSums, Rewards, TokenBatch, to_device, token_batch
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import NonFiniteError
 from asyncrl.trainer.critic import SIGNALS, Values, value_loss
@@ -52,6 +41,9 @@ from asyncrl.trainer.ranks import World
 from asyncrl.trainer.scoring import Models
 from asyncrl.trainer.sharding.lockstep import Lockstep
 from asyncrl.trainer.step_targets import StepTargets, fix
+
+_added: Callable[[Sequence[Any]], Any] = partial(reduce, operator.add)
+_TOKENS = np.zeros(2, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +63,7 @@ class Work:
         self.advantages.extend(advantages.tolist())
         self.owners.extend((group, place) for place in range(len(trajectories)))
 
-    def split(self, budget: int) -> Iterator[Work]:
+    def split(self, budget: int) -> Iterator["Work"]:
         """Split into micro-batches of at most `budget` tokens, longest samples first.
 
         In each, samples of a group are adjacent, so that they share their prompt.
@@ -117,9 +109,6 @@ def of_all_ranks(own: StepTotals, world: World) -> StepTotals:
     return StepTotals(own.signals, **values)
 
 
-_added: Callable[[Sequence[Any]], Any] = partial(reduce, operator.add)
-
-
 def _by_column(rows: Sequence[list[float]]) -> list[float]:
     return [_added(column) for column in zip(*rows, strict=True)]
 
@@ -131,12 +120,9 @@ def _by_name(
     return {name: together([one[name] for one in values if name in one]) for name in names}
 
 
-_ADDED = (
-    *("groups", "zero_variance_groups", "samples", "tokens", "observed", "truncated", "rewards"),
-    *("staleness_sum", "computed"),
-)
 _TOGETHER: dict[str, Callable[[Sequence[Any]], Any]] = {
-    **dict.fromkeys(_ADDED, _added),
+    **dict.fromkeys(("groups", "zero_variance_groups", "samples", "tokens", "observed"), _added),
+    **dict.fromkeys(("truncated", "rewards", "staleness_sum", "computed"), _added),
     **dict.fromkeys(("staleness_max", "ratio_max", "abs_gap_max"), max),
     "centre": operator.itemgetter(0),
     "lengths": lambda values: _added([Counter(one) for one in values]),
@@ -144,11 +130,7 @@ _TOGETHER: dict[str, Callable[[Sequence[Any]], Any]] = {
     "signal_sums": partial(_by_name, together=_by_column),
     "part_sums": _by_name,
 }
-"""The rule that combines the ranks' values of a field. Left out: `signals`, alike on all ranks, and
-unread sums."""
-
-
-_TOKENS = np.zeros(2, np.int32)
+"""The rule that combines the ranks' values of a field. Left out: equal `signals`, unread sums."""
 
 
 def padding(version: int) -> Work:
@@ -234,13 +216,29 @@ class Accumulation:
         self._losses: list[tuple[tuple[int, ...], Tensor]] = []
 
     def add(self, groups: Sequence[NewGroup], version: int) -> list[Tensor]:
-        """Run forward and backward for whole groups. Returns the rows of `Learner.add_groups`."""
-        return self._visit(groups, version, train=True)
+        """Run forward and backward for whole groups; only score them if `gathers_first`.
 
-    @torch.no_grad()
-    def look(self, groups: Sequence[NewGroup], version: int) -> list[Tensor]:
-        """Score and keep groups, without gradients. Returns what `add` does."""
-        return self._visit(groups, version, train=False)
+        Returns the rows of `Learner.add_groups`.
+        """
+        work = Work([], [], [])
+        for index, one in enumerate(groups):
+            advantages = self._objective.advantages(one.trajectories, one.rewards)
+            kept = Kept(one, silent=self._objective.is_silent(advantages))
+            if not (kept.silent and self._objective.skips_zero_variance):
+                work.add(one.trajectories, advantages, index)
+            self.groups[one.group] = kept
+            self._count(kept, version)
+        size, device = len(groups[0].trajectories), self._models.policy.device
+        rows = torch.zeros((len(groups) * size, SUMS), dtype=torch.float64, device=device)
+        for part in work.split(self._config.micro_batch_tokens):
+            with self._lockstep.begin():
+                found, fixed = self._micro_batch(part, version)
+            rows[to_device(part.places(size), device)] = found
+            if self._keeps and fixed is not None:
+                lengths = [one.trained_count for one in part.trajectories]
+                for (index, place), own in zip(part.owners, fixed.split(lengths), strict=True):
+                    self.groups[groups[index].group].fixed[place] = own
+        return list(rows.split(size))
 
     def replay(self, groups: Sequence[Kept], version: int, *, refers: bool = False) -> None:
         """Run forward and backward for kept groups; `refers`: score the reference too, and keep it.
@@ -274,9 +272,8 @@ class Accumulation:
 
     def pad(self, version: int) -> None:
         """Compute padding while other ranks have groups (`trainer.sharding.lockstep`)."""
-        train = not self._config.gathers_first
-        with self._lockstep.turn(is_empty=True), torch.set_grad_enabled(train):
-            self._micro_batch(padding(version), version, train=train)
+        with self._lockstep.turn(is_empty=True):
+            self._micro_batch(padding(version), version)
 
     def finish(self, world: World) -> float:
         """Apply the factors that need the whole step; return the loss's denominator. Collective.
@@ -287,33 +284,11 @@ class Accumulation:
         self._refuse_losses_that_are_not_finite()
         return self._objective.finish(self.totals, self._parts)
 
-    def _visit(self, groups: Sequence[NewGroup], version: int, *, train: bool) -> list[Tensor]:
-        work = Work([], [], [])
-        for index, one in enumerate(groups):
-            advantages = self._objective.advantages(one.trajectories, one.rewards)
-            kept = Kept(one, silent=self._objective.is_silent(advantages))
-            if not (kept.silent and self._objective.skips_zero_variance):
-                work.add(one.trajectories, advantages, index)
-            self.groups[one.group] = kept
-            self._count(kept, version)
-        size, device = len(groups[0].trajectories), self._models.policy.device
-        rows = torch.zeros((len(groups) * size, SUMS), dtype=torch.float64, device=device)
-        for part in work.split(self._config.micro_batch_tokens):
-            with self._lockstep.begin():
-                found, fixed = self._micro_batch(part, version, train=train)
-            rows[to_device(part.places(size), device)] = found
-            if self._keeps and fixed is not None:
-                lengths = [one.trained_count for one in part.trajectories]
-                for (index, place), own in zip(part.owners, fixed.split(lengths), strict=True):
-                    self.groups[groups[index].group].fixed[place] = own
-        return list(rows.split(size))
-
-    def _micro_batch(
-        self, work: Work, version: int, *, train: bool
-    ) -> tuple[Tensor, StepTargets | None]:
+    def _micro_batch(self, work: Work, version: int) -> tuple[Tensor, StepTargets | None]:
         """Run the first pass of some samples; return `[B, SUMS]`, unread."""
-        some = work.trajectories
-        scores, values = self._models.score(some)
+        some, train = work.trajectories, not self._config.gathers_first
+        with torch.set_grad_enabled(train):
+            scores, values = self._models.score(some)
         is_needed = train or self._objective.has_reference_in_reward
         reference = self._models.reference_logprobs(some) if is_needed else None
         fixed = None
@@ -332,10 +307,8 @@ class Accumulation:
         self, work: Work, scores: TokenScores, reference: Tensor | None, values: Values | None
     ) -> StepTargets:
         penalty = self._objective.penalty_in_reward(scores.logprobs, reference)
-        advantages, critic = np.array(work.advantages), self._config.critic
-        return fix(
-            work.trajectories, advantages, scores.logprobs, reference, penalty, values, critic
-        )
+        each, critic = np.array(work.advantages), self._config.critic
+        return fix(work.trajectories, each, scores.logprobs, reference, penalty, values, critic)
 
     def _batch(self, scores: TokenScores, work: Work, fixed: StepTargets | None) -> TokenBatch:
         batch = token_batch(
@@ -350,10 +323,8 @@ class Accumulation:
             batch = replace(batch, weights=torch.zeros_like(batch.weights))  # nothing counts them
         if fixed is None:
             return batch
-        reference = fixed.reference_logprobs
-        return replace(
-            batch, advantages=fixed.advantages, reference_logprobs=reference, penalised=True
-        )
+        now, reference = fixed.advantages, fixed.reference_logprobs
+        return replace(batch, advantages=now, reference_logprobs=reference, penalised=True)
 
     def _train(
         self,
@@ -385,14 +356,11 @@ class Accumulation:
         critic = self._config.critic
         found = value_loss(values.tokens, fixed.values, fixed.returns, weights, critic.value_clip)
         loss = critic.value_coefficient * found.loss
-        both = {**sums.sums, **found.sums}
+        both = replace(sums, sums={**sums.sums, **found.sums})
         if not critic.shared_trunk:
             loss.backward()
-            return LossSums(sums.loss, both, sums.parts)
-        if finisher(self._objective.algorithm) is None:
-            return LossSums(sums.loss + loss, both, sums.parts)
-        # A separate part, so that the step's factors do not change it.
-        return LossSums(sums.loss, both, {**sums.parts, "value_loss": loss})
+            return both
+        return both.plus(self._objective.algorithm, "value_loss", loss)
 
     def _nothing(self) -> LossSums:
         """Signals reported for tokens that were only scored."""
@@ -420,6 +388,4 @@ class Accumulation:
             if not math.isfinite(value := float(one)):
                 named = f"group{'s' * (len(groups) > 1)} {', '.join(map(str, groups))}"
                 raise NonFiniteError(f"the loss of {named} is {value}")
-        raise NonFiniteError(
-            f"the loss is {loss}, because of the critic or of groups of another rank"
-        )
+        raise NonFiniteError(f"the loss is {loss}, because of the critic or another rank's groups")

@@ -13,8 +13,7 @@ With the value V of a token's state now, V_old its value when the step began, an
     loss = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
 as in PPO's reference implementation (arXiv 1707.06347; c is `critic.value_clip`). In the first
-optimizer step of a step V = V_old, and it is the squared error. Tokens are weighted as in the
-policy's loss (`loss_normalization`).
+optimizer step of a step V = V_old: the squared error. Tokens have the weights of the policy's loss.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -71,8 +70,7 @@ class Values:
     tokens: Tensor
     """`[N]` of the state before each token; carries the gradient."""
     last: Tensor | None
-    """`[B]` of the state after the last token, 0 where the sample ended, without a gradient; None
-    if all are 0."""
+    """`[B]` of the state after the last token, gradient-free; 0 where the sample ended; None: 0."""
 
 
 class Critic:
@@ -139,10 +137,6 @@ class Critic:
         cut = [one.finish_reason in CUT_OFF for one in trajectories]
         last = values[~drawn].detach() * torch.tensor(cut, device=values.device)
         return Values(values[drawn], last)
-
-    def zero_grad(self) -> None:
-        """Drop the critic's gradient sums."""
-        self.update.zero_grad()
 
     def step(self, version: int, denominator: float) -> float:
         """Divide, clip and apply AdamW; return the gradient's norm before clipping. Collective.

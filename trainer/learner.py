@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from asyncrl.rollout.trajectory import FloatArray, Provenance, Trajectory
 from asyncrl.rollout.truncation import EVERYTHING, Truncation
 from asyncrl.trainer.accumulation import NewGroup, Work, padded
+from asyncrl.trainer.algorithms.base import Rewards
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import BatchError, CheckpointError, NonFiniteError
 from asyncrl.trainer.checkpoint import checkpoint
@@ -51,37 +51,33 @@ from asyncrl.wire.weights.layout import Fingerprint
 _ROUNDING = 1e-3
 """Tolerance for positive log-probabilities caused by rounding, in nats."""
 _LAST_PROVENANCE = int(max(Provenance))
+CENTRE = "advantage_centre"
+"""Key of `Stepping.centre` in the state's values."""
+_BASE = "base_weights"
+Group = tuple[Sequence[Trajectory], FloatArray]
 
 
 def check_group(
-    trajectories: Sequence[Trajectory],
-    rewards: NDArray[np.float64],
-    *,
-    group_size: int,
-    vocab_size: int,
-    policy_version: int,
+    trajectories: Sequence[Trajectory], rewards: Rewards, size: int, vocab_size: int, version: int
 ) -> int:
-    """Check the distinct samples of a group and their rewards `[G]`; return the group's index.
+    """Check the distinct samples of a group of `size`, and their rewards; return the group's index.
 
-    Raises BatchError, which names the group or sample and what is wrong. No token may follow a
-    newer policy than `policy_version`.
+    Raises BatchError, naming group or sample. No token may follow a newer policy than `version`.
     """
     groups = {t.id.group for t in trajectories}
     samples = {t.id.sample for t in trajectories}
     if len(groups) != 1 or len(samples) != len(trajectories):
-        raise BatchError(
-            f"not the distinct samples of one group: {[str(t.id) for t in trajectories]}"
-        )
+        raise BatchError(f"not distinct samples of one group: {[str(t.id) for t in trajectories]}")
     group = groups.pop()
-    if not len(trajectories) == len(rewards) == group_size:
+    if not len(trajectories) == len(rewards) == size:
         raise BatchError(
             f"group {group}: {len(trajectories)} trajectories and {len(rewards)} rewards, "
-            f"expected {group_size} of each"
+            f"expected {size} of each"
         )
     if not np.isfinite(rewards).all():
         raise BatchError(f"group {group}: rewards must be finite, got {rewards.tolist()}")
     for trajectory in trajectories:
-        check_trajectory(trajectory, vocab_size, policy_version)
+        check_trajectory(trajectory, vocab_size, version)
     return group
 
 
@@ -151,11 +147,6 @@ def _check_segments(trajectory: Trajectory, name: str) -> None:
         raise BatchError(f"{name}: segments cover {end} of {len(trajectory.tokens)} tokens")
 
 
-CENTRE = "advantage_centre"
-"""Key of `Stepping.centre` in the state's values."""
-_BASE = "base_weights"
-
-
 def state_of(models: Models, update: Update) -> TrainingState:
     """The learner's part of a checkpoint: policy or adapter, critic, and a reference that moves."""
     adapter = models.policy.adapter
@@ -189,9 +180,6 @@ def check_reference(directory: Path, models: Models, own: str, saved: str) -> No
         "which would be the reference of its KL penalty; set model.path to the model that the run "
         "started from"
     )
-
-
-Group = tuple[Sequence[Trajectory], FloatArray]
 
 
 class Learner:
@@ -288,19 +276,17 @@ class Learner:
         numbers = set(self._sums.groups)
         for trajectories, rewards in groups:
             values = np.asarray(rewards, np.float64)
-            group = check_group(
-                trajectories,
-                values,
-                group_size=self._group_size,
-                vocab_size=self.policy.vocab_size,
-                policy_version=self.policy_version,
+            size, vocab_size, version = (
+                self._group_size,
+                self.policy.vocab_size,
+                self.policy_version,
             )
+            group = check_group(trajectories, values, size, vocab_size, version)
             if group in numbers:
                 raise BatchError(f"group {group} was already added to step {self.policy_version}")
             numbers.add(group)
             checked.append(NewGroup(group, trajectories, values))
-        take = self._sums.look if self._config.gathers_first else self._sums.add
-        return take(checked, self.policy_version)
+        return self._sums.add(checked, self.policy_version)
 
     def step(self) -> LearnerMetrics:
         """Divide, clip and apply AdamW, then increment `policy_version`; return the metrics.
@@ -311,8 +297,7 @@ class Learner:
 
         Raises NonFiniteError if a loss or the gradient is not finite. Weights, optimizer and
         version are unchanged and the gradient sums are dropped. After the first of several
-        optimizer steps some weights have changed: the learner then refuses everything but
-        `restore`.
+        optimizer steps some weights have changed: the learner then accepts only `restore`.
         """
         self.settle()
         version = self.policy_version
@@ -418,8 +403,7 @@ class Learner:
     def restore(self, directory: Path) -> None:
         """Continue from a checkpoint, bit for bit; pending gradient sums are dropped.
 
-        Raises CheckpointError if it is incomplete, or of another format, model or course of the
-        run.
+        Raises CheckpointError if it is incomplete, or of another format, model or run.
         """
         self.settle()
         loaded = checkpoint.read(directory, self._state, self._settings, self.world.rank)

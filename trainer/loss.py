@@ -56,7 +56,6 @@ from asyncrl.trainer.algorithms.base import (
     declares,
     denominator,
     finisher,
-    owners_of,
     sample_means,
     sample_sums,
 )
@@ -68,6 +67,19 @@ from asyncrl.trainer.base.errors import TrainerError
 from asyncrl.trainer.objective.step_statistics import StepTotals
 from asyncrl.trainer.ranks import World
 from asyncrl.trainer.step_targets import StepTargets, normalise
+
+_OF_WEIGHTS = {
+    "importance_capped": Signal("share of tokens whose weight was cut to `trainer.importance_cap`"),
+    "effective_share": Signal(
+        "effective sample size of the corrected tokens, as a share of them", per="effective"
+    ),
+}
+_SIGNALS = {
+    "chi_squared": Signal(
+        "chi-squared divergence of the current policy from the behaviour policy, per token"
+    ),
+    "correction_masked": Signal("share of tokens that `trainer.correction` left out"),
+}
 
 
 class Weights(NamedTuple):
@@ -108,20 +120,6 @@ def correction_of(config: TrainerConfig) -> Correction:
     return weigh
 
 
-_OF_WEIGHTS = {
-    "importance_capped": Signal("share of tokens whose weight was cut to `trainer.importance_cap`"),
-    "effective_share": Signal(
-        "effective sample size of the corrected tokens, as a share of them", per="effective"
-    ),
-}
-_SIGNALS = {
-    "chi_squared": Signal(
-        "chi-squared divergence of the current policy from the behaviour policy, per token"
-    ),
-    "correction_masked": Signal("share of tokens that `trainer.correction` left out"),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Corrected(Wrapper):
     """An algorithm whose tokens are weighted by a correction."""
@@ -150,7 +148,7 @@ class Corrected(Wrapper):
                 now = batch.logprobs.detach()
                 moved = (now - proximal).clamp(-self.log_ratio_clamp, self.log_ratio_clamp)
                 batch = replace(batch, proximal_logprobs=now - moved)
-        found = self.correction(log_ratio, owners_of(batch))
+        found = self.correction(log_ratio, batch.samples)
         own = self.algorithm.loss(replace(batch, importance=found.importance, kept=found.kept))
         squares = (2 * log_ratio.double()).exp()
         sums = {"chi_squared": (squares - 1).sum(), "correction_masked": (1 - found.kept).sum()}
@@ -165,14 +163,12 @@ def make(config: TrainerConfig) -> Algorithm:
     """Build the configured algorithm, with its correction and the KL penalty if there is one."""
     made: Algorithm = class_of(config.algorithm).from_config(config)
     weighs, clamp = config.proximal_policy == "current", config.log_ratio_clamp
-    algorithm: Algorithm = Corrected(made, correction_of(config), clamp, weighs=weighs)
+    whole: Algorithm = Corrected(made, correction_of(config), clamp, weighs=weighs)
     if config.router_loss_coefficient > 0:
-        algorithm = WithRouterBalance(algorithm, config.router_loss_coefficient)
+        whole = WithRouterBalance(whole, config.router_loss_coefficient)
     if config.kl_coefficient > 0:
-        return WithReferenceKl(
-            algorithm, config.kl_coefficient, config.kl_estimator, config.kl_clamp
-        )
-    return algorithm
+        return WithReferenceKl(whole, config.kl_coefficient, config.kl_estimator, config.kl_clamp)
+    return whole
 
 
 class GradientParts:
@@ -191,9 +187,8 @@ class GradientParts:
             )
 
     def _gradients(self, loss: Tensor) -> list[Tensor | None]:
-        return list(
-            torch.autograd.grad(loss, self._parameters, retain_graph=True, allow_unused=True)
-        )
+        found = torch.autograd.grad(loss, self._parameters, retain_graph=True, allow_unused=True)
+        return list(found)
 
     @torch.no_grad()
     def finish(self, factors: Finish) -> None:
@@ -228,8 +223,7 @@ class Objective:
     """Computes advantages, and turns a step's sums into a gradient.
 
     Attributes: `algorithm`, and what it `declares`: `needs_critic`, `uses_proximal`. Raises
-    TrainerError if the algorithm cannot use groups of this size, or `overlong_buffer` is longer
-    than the longest response, `max_tokens`.
+    TrainerError if groups of this size are too small, or `overlong_buffer` exceeds `max_tokens`.
     """
 
     def __init__(self, config: TrainerConfig, group_size: int, max_tokens: int | None) -> None:
@@ -264,11 +258,8 @@ class Objective:
 
     def advantages(self, trajectories: Sequence[Trajectory], rewards: Rewards) -> Rewards:
         """Map `[G]` task rewards to `[G]` advantages."""
-        penalties = overlong_penalties(
-            np.array([longest_response(one) for one in trajectories]),
-            longest=self._longest,
-            buffer=self._config.overlong_buffer,
-        )
+        lengths, buffer = map(longest_response, trajectories), self._config.overlong_buffer
+        penalties = overlong_penalties(np.array([*lengths]), longest=self._longest, buffer=buffer)
         return self.algorithm.advantages(rewards + penalties)
 
     @property

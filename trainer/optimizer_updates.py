@@ -1,7 +1,7 @@
 """The optimizer steps of a step: one, or `trainer.ppo_epochs` times `trainer.minibatches`.
 
 ```
-groups ─► look or add, and keep ─┐  (as they arrive)
+groups ─► add, and keep ─────────┐  (as they arrive)
          plan fulfilled ─────────┴─► normalise advantages over the step
                                      for each epoch, for each minibatch of groups, in data order:
                                          replay its groups ─► divide, clip, AdamW
@@ -51,7 +51,7 @@ def take_pass(
     The critic has its own trunk; `shares` are group indices of all ranks, `kept` this rank's.
     """
     for share in shares:
-        critic.zero_grad()
+        critic.update.zero_grad()
         size = _add_gradients(critic, [kept[one] for one in share if one in kept], config)
         ranks = world.gather(msgspec.msgpack.encode(size), "the size of the critic's minibatch")
         sizes = [msgspec.msgpack.decode(one, type=tuple[int, int]) for one in ranks]
@@ -59,28 +59,19 @@ def take_pass(
         critic.step(version, denominator(config.loss_normalization, tokens=tokens, samples=samples))
 
 
-def _add_gradients(
-    critic: Critic, groups: Sequence[Kept], config: TrainerConfig
-) -> tuple[int, int]:
+def _add_gradients(critic: Critic, kept: Sequence[Kept], config: TrainerConfig) -> tuple[int, int]:
     """Run forward and backward; return the tokens and samples of these groups."""
     work = Work([], [], [])
-    for index, one in enumerate(groups):
+    for index, one in enumerate(kept):
         work.add(one.new.trajectories, np.zeros(len(one.new.trajectories)), index)
     for part in work.split(config.micro_batch_tokens):
-        fixed = StepTargets.of([groups[index].fixed[place] for index, place in part.owners])
+        fixed = StepTargets.of([kept[index].fixed[place] for index, place in part.owners])
         assert fixed.values is not None and fixed.returns is not None  # noqa: S101, PT018
-        weights = weights_of(
-            part.trajectories,
-            config.loss_normalization,
-            masks_truncated=config.mask_truncated_completions,
-        )
-        found = value_loss(
-            critic.values(part.trajectories).tokens,
-            fixed.values,
-            fixed.returns,
-            to_device(weights, fixed.values.device, fixed.values.dtype),
-            critic.config.value_clip,
-        )
+        some, masks = part.trajectories, config.mask_truncated_completions
+        each = weights_of(some, config.loss_normalization, masks_truncated=masks)
+        weights = to_device(each, fixed.values.device, fixed.values.dtype)
+        values, clip = critic.values(some).tokens, critic.config.value_clip
+        found = value_loss(values, fixed.values, fixed.returns, weights, clip)
         (critic.config.value_coefficient * found.loss).backward()
     return sum(one.trained_count for one in work.trajectories), len(work.trajectories)
 
@@ -131,15 +122,9 @@ class Stepping:
         """Zero the gradients and return an empty accumulation."""
         self._update.zero_grad()
         if self._models.critic is not None:
-            self._models.critic.zero_grad()
-        return Accumulation(
-            self._config,
-            self._objective,
-            self._models,
-            self._lockstep,
-            keeps=self._keeps,
-            centre=self.centre,
-        )
+            self._models.critic.update.zero_grad()
+        parts = (self._config, self._objective, self._models, self._lockstep)
+        return Accumulation(*parts, keeps=self._keeps, centre=self.centre)
 
     def take(self, first: Accumulation, version: int, rate: float) -> LearnerMetrics:
         """Take all optimizer steps of a step, of which `first` has seen every group. Collective.
@@ -174,7 +159,7 @@ class Stepping:
         done: list[Updated] = []
         if not self._config.gathers_first:
             done.append(self._apply(first, version, rate))
-        # `look` has not scored the reference, unless rewards need it.
+        # `add` has not scored the reference then, unless rewards need it.
         refers = self._config.gathers_first and not self._objective.has_reference_in_reward
         for epoch in range(len(done), self._config.ppo_epochs):
             for share in minibatches_of(groups, self._config.minibatches):
@@ -216,20 +201,17 @@ def minibatches_of(groups: Sequence[int], count: int) -> list[list[int]]:
     return [share.tolist() for share in shares if len(share)]
 
 
-def metrics_of(
-    first: StepTotals, updates: Sequence[Updated], learning_rate: float
-) -> LearnerMetrics:
+def metrics_of(first: StepTotals, updates: Sequence[Updated], rate: float) -> LearnerMetrics:
     """The record of a step with several updates.
 
-    Samples and mismatch are as measured on arrival. Loss, gradient norm and the algorithm's signals
-    are means over the updates, weighted by size.
+    Samples and mismatch are as on arrival; loss, norm and signals are means over the updates.
     """
     together = StepTotals(first.signals)
     for one in updates:
         together.absorb_loss(one.totals)
     denominator = sum(one.denominator for one in updates)
     norm = sum(one.norm for one in updates) / len(updates)
-    found = first.metrics(1.0, grad_norm=norm, learning_rate=learning_rate)
+    found = first.metrics(1.0, grad_norm=norm, learning_rate=rate)
     learning = msgspec.structs.replace(
         found.learning, loss=together.sums.loss / denominator, optimizer_steps=len(updates)
     )

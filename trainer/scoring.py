@@ -28,6 +28,8 @@ from asyncrl.trainer.ranks import World
 from asyncrl.trainer.sharding.policy import ShardedPolicy
 from asyncrl.trainer.sharding.weights import local
 
+logger = logging.getLogger(__name__)
+
 
 class Reference:
     """The reference model, a separate copy without gradients. Attribute: `policy`."""
@@ -67,24 +69,13 @@ class InitialAdapter(Reference):
     """The policy without its adapter, or with the adapter that training started from."""
 
     def __init__(self, policy: Policy, adapter: Adapter) -> None:
-        self.policy = policy
-        self._adapter = adapter
-
-    @property
-    def moves(self) -> bool:
-        """Always False."""
-        return False
+        self.policy, self._adapter = policy, adapter
+        self._every = self._decay = None
 
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """Return `[N]` under the initial adapter."""
         with self._adapter.initial():
             return super().logprobs(batch)
-
-    def follow(self, trained: Policy, version: int) -> None:
-        """Do nothing: this reference does not move."""
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +91,14 @@ class Models:
     def parameters(self) -> list[Tensor]:
         """Parameters that the policy's loss changes, including the value head of a shared trunk."""
         critic = self.critic
-        shared = critic is not None and critic.config.shared_trunk
-        head = critic.module.parameters() if critic is not None and shared else []
+        head = critic.module.parameters() if critic and critic.config.shared_trunk else []
         return [*self.policy.model.parameters(), *head]
 
     def modules(self) -> list[nn.Module]:
         """All models; two of them may be the same object."""
-        found: list[nn.Module] = [self.policy.model]
-        if self.reference is not None:
-            found.append(self.reference.policy.model)
-        if self.critic is not None:
-            found.append(self.critic.module)
-        return found
+        reference = None if self.reference is None else self.reference.policy.model
+        critic = None if self.critic is None else self.critic.module
+        return [one for one in (self.policy.model, reference, critic) if one is not None]
 
     def score(self, some: Sequence[Trajectory]) -> tuple[TokenScores, Values | None]:
         """Return log-probabilities of the samples' tokens, and values if there is a critic."""
@@ -119,11 +106,9 @@ class Models:
         if critic is None or not critic.config.shared_trunk:
             scores = self.policy.score(self._packed(some), with_routes=self.with_routes)
             return scores, None if critic is None else critic.values(some)
-        return self.policy.within(self._from_one_trunk, critic, some)
+        return self.policy.within(self._from_trunk, critic, some)
 
-    def _from_one_trunk(
-        self, critic: Critic, some: Sequence[Trajectory]
-    ) -> tuple[TokenScores, Values]:
+    def _from_trunk(self, critic: Critic, some: Sequence[Trajectory]) -> tuple[TokenScores, Values]:
         states = critic.states(some)
         hidden = self.policy.hidden(states)
         values = critic.of_hidden(hidden, some)

@@ -25,10 +25,9 @@ only if a cut-off response is bootstrapped.
     ([0.125, 0.75], [0.625, 1.0])
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -99,20 +98,19 @@ class StepTargets:
     returns: Tensor | None = None
     """`[N]`, if there is a critic."""
 
-    def split(self, lengths: Sequence[int]) -> list[StepTargets]:
+    def split(self, lengths: Sequence[int]) -> list["StepTargets"]:
         """Split into B samples of these lengths, which lie one after another."""
-        rows: list[list[Tensor | None]] = [[] for _ in lengths]
-        for one in self._all:
-            pieces = [None] * len(lengths) if one is None else one.split(list(lengths))
-            for row, piece in zip(rows, pieces, strict=True):
-                row.append(piece)
-        return [_made_of(row) for row in rows]
+        columns: list[Any] = [
+            [None] * len(lengths) if one is None else one.split(list(lengths)) for one in self._all
+        ]
+        return [StepTargets(*row) for row in zip(*columns, strict=True)]
 
     @classmethod
-    def of(cls, parts: Sequence[StepTargets]) -> StepTargets:
+    def of(cls, parts: Sequence[Self]) -> Self:
         """Concatenate parts in order."""
-        columns = zip(*(one._all for one in parts), strict=True)  # noqa: SLF001 - its own
-        return _made_of([None if column[0] is None else torch.cat(column) for column in columns])
+        columns: Any = zip(*(one._all for one in parts), strict=True)  # noqa: SLF001 - its own
+        joined: list[Any] = [None if one[0] is None else torch.cat(one) for one in columns]
+        return cls(*joined)
 
     @property
     def _all(self) -> tuple[Tensor | None, ...]:
@@ -135,21 +133,15 @@ def fix(
     lengths = np.array([one.trained_count for one in trajectories], np.int64)
     logprobs = logprobs.detach()
     if values is not None:
+        penalties = None if penalty is None else _array(penalty)
+        rewards, now = token_rewards(advantages, lengths, penalties), _array(values.tokens)
+        last = None if values.last is None else _array(values.last)
         found, returns = advantages_of(
-            token_rewards(advantages, lengths, None if penalty is None else _array(penalty)),
-            _array(values.tokens),
-            lengths,
-            None if values.last is None else _array(values.last),
-            gamma=config.gamma,
-            gae_lambda=config.gae_lambda,
+            rewards, now, lengths, last, gamma=config.gamma, gae_lambda=config.gae_lambda
         )
-        return StepTargets(
-            torch.from_numpy(found).to(logprobs),
-            logprobs,
-            reference,
-            values.tokens.detach(),
-            torch.from_numpy(returns).to(values.tokens),
-        )
+        each = torch.from_numpy(found).to(logprobs)
+        wanted = torch.from_numpy(returns).to(values.tokens)
+        return StepTargets(each, logprobs, reference, values.tokens.detach(), wanted)
     each = torch.from_numpy(np.repeat(advantages, lengths)).to(logprobs)
     if penalty is not None:
         owners = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
@@ -160,8 +152,7 @@ def fix(
 def normalise(fixed: Sequence[StepTargets], epsilon: float, world: World) -> None:
     """Give the advantages of a whole step mean 0 and standard deviation 1, over its tokens.
 
-    All 0 if they differ by no more than `epsilon` of their size. The step is that of all ranks: a
-    collective, which may raise RankLost.
+    All 0 if they differ by no more than `epsilon` of their size. Collective; may raise RankLost.
     """
     raw = torch.cat([one.advantages for one in fixed]).double() if fixed else torch.zeros(0)
     count, total = _over_ranks(world, len(raw), float(raw.sum()))
@@ -178,12 +169,6 @@ def _over_ranks(world: World, *values: float) -> list[float]:
     found = world.gather(msgspec.msgpack.encode(values), "the moments of the advantages")
     ranks = [msgspec.msgpack.decode(one, type=list[float]) for one in found]
     return [sum(column) for column in zip(*ranks, strict=True)]
-
-
-def _made_of(columns: Sequence[Tensor | None]) -> StepTargets:
-    advantages, proximal, *rest = columns
-    assert advantages is not None and proximal is not None  # noqa: S101, PT018 - always there
-    return StepTargets(advantages, proximal, *rest)
 
 
 def _array(values: Tensor) -> Floats:

@@ -37,12 +37,6 @@ def record_of(verdicts: Sequence[Verdict], gpus: int, *, small: bool) -> dict[st
     }
 
 
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Write the record; make a missing folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-
 def write_page(path: Path, record: dict[str, Any]) -> None:
     """Write the record as one self-contained HTML page, in the style of a run's report."""
     from asyncrl.monitoring.report.markup import element, page
@@ -98,11 +92,9 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
 
 
 def chosen(names: str | None) -> list[Part]:
@@ -160,7 +152,8 @@ def check(
 def _write(record: dict[str, Any], json_file: Path | None, page_file: Path | None) -> None:
     """Write after each part, since a rented machine may be cut off at any of them."""
     if json_file is not None:
-        write_json(json_file, record)
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     if page_file is not None:
         write_page(page_file, record)
 

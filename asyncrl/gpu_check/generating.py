@@ -3,8 +3,6 @@
 All use one random model, with a trained model's spread of logits so that rounding acts alike.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -14,8 +12,9 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -43,6 +42,8 @@ SMALL = {
     "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
 _SPREAD = 4.0
+_WORST_NATS = 0.3
+"""Mean log-probability difference above which decoding and scoring disagree."""
 
 
 def random_model(context: Context) -> Path:
@@ -77,14 +78,9 @@ class Work:
     tokens: int
 
     @classmethod
-    def of(cls, context: Context) -> Work:
+    def of(cls, context: Context) -> Self:
         """Return the work for the size of the check."""
         return cls(4, 8, 24) if context.small else cls(64, 64, 256)
-
-
-def engine(context: Context) -> Said:
-    """Measure the torch engine."""
-    return _engine_part("the torch engine", context, {"kind": "torch"})
 
 
 def vllm(context: Context) -> Said:
@@ -95,17 +91,6 @@ def vllm(context: Context) -> Said:
     share = numbers["tokens_a_second"] / alone if alone else None
     beside = f"{share:.0%} of `vllm bench latency`" if share else "`vllm bench latency` failed"
     return f"{said}; {beside}", {**numbers, "bench_tokens_a_second": alone, "share": share}
-
-
-def vllm_drafts(context: Context) -> Said:
-    """Measure vLLM with drafts: the second round repeats the first."""
-    return _engine_part("vLLM with drafts", context, {"kind": "vllm"}, max_draft_tokens=16)
-
-
-def vllm_tp2(context: Context) -> Said:
-    """Measure vLLM on two GPUs."""
-    settings = {"kind": "vllm", "vllm": {"tensor_parallel_size": 2}}
-    return _engine_part("vLLM on two GPUs", context, settings)
 
 
 def sglang(context: Context) -> Said:
@@ -137,6 +122,14 @@ def _engine_part(
         f"{numbers['start_seconds']:.0f} s, first round {numbers['first_round_seconds']:.1f} s"
     )
     return said, numbers
+
+
+engine = partial(_engine_part, "the torch engine", settings={"kind": "torch"})
+_VLLM = {"kind": "vllm"}
+vllm_drafts = partial(_engine_part, "vLLM with drafts", settings=_VLLM, max_draft_tokens=16)
+"""The second round repeats the first."""
+_TWO_GPUS = {**_VLLM, "vllm": {"tensor_parallel_size": 2}}
+vllm_tp2 = partial(_engine_part, "vLLM on two GPUs", settings=_TWO_GPUS)
 
 
 async def _speed(made: Engine, work: Work, vocabulary: int) -> dict[str, Any]:
@@ -256,21 +249,8 @@ async def _response(made: Engine, sampling: SamplingParams, index: int) -> Verif
     return builder.finish("length")
 
 
-_WORST_NATS = 0.3
-"""Mean log-probability difference above which decoding and scoring disagree."""
-
-
-def noise_floor(context: Context) -> Said:
-    """Measure what verification rejects under unchanged weights, with the remedies that exist."""
-    return _noise_floor_part(context, "torch")
-
-
-def vllm_noise_floor(context: Context) -> Said:
-    """Measure the noise floor of vLLM."""
-    return _noise_floor_part(context, "vllm")
-
-
 def _noise_floor_part(context: Context, kind: Literal["torch", "vllm"]) -> Said:
+    """Measure what verification rejects under unchanged weights, with the remedies that exist."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if context.gpus else "float32"
     responses, length = (2, 16) if context.small else (32, 1024)
     numbers: dict[str, Any] = {"dtype": dtype, "responses": responses, "length": length}
@@ -299,6 +279,10 @@ def _noise_floor_part(context: Context, kind: Literal["torch", "vllm"]) -> Said:
     return f"{dtype}, {length} tokens; {'; '.join(sentences)}", numbers
 
 
+noise_floor = partial(_noise_floor_part, kind="torch")
+vllm_noise_floor = partial(_noise_floor_part, kind="vllm")
+
+
 def _lacks_capability(error: EngineError, settings: Mapping[str, Any]) -> bool:
     """Return True if the GPU is too old for batch invariance; other errors are faults."""
     asked = settings.get("batch_invariant", False) and isinstance(error, EngineStartError)
@@ -315,17 +299,8 @@ def _variants() -> dict[str, dict[str, Any]]:
     return known or {"as it is": {}}
 
 
-def weights(context: Context) -> Said:
-    """Install new weights in the torch engine, twice."""
-    return _weights_part("the torch engine", context, "torch")
-
-
-def vllm_weights(context: Context) -> Said:
-    """Install new weights in vLLM, twice: the first one is proved against a reload."""
-    return _weights_part("vLLM", context, "vllm")
-
-
 def _weights_part(name: str, context: Context, kind: Literal["torch", "vllm"]) -> Said:
+    """Install new weights twice; vLLM's first installation is proved against a reload."""
     work = Work.of(context)
     config = EngineConfig(
         kind=kind, device=context.device, slots=work.rows, max_model_len=work.prompt + work.tokens
@@ -340,6 +315,10 @@ def _weights_part(name: str, context: Context, kind: Literal["torch", "vllm"]) -
         f"first time and {sum(other):.2f} s the second (pauses {one[1]:.3f} and {other[1]:.3f} s)"
     )
     return said, numbers
+
+
+weights = partial(_weights_part, "the torch engine", kind="torch")
+vllm_weights = partial(_weights_part, "vLLM", kind="vllm")
 
 
 async def _installed(

@@ -41,7 +41,7 @@ def driver(context: Context) -> Said:
         found = torch.cuda.get_device_properties(index)
         one = torch.full((1024,), 1.0, device=f"cuda:{index}")
         if (one + one).sum().item() != 2048.0:
-            raise PartFailed(f"GPU {index} ({found.name}) adds wrongly", numbers)
+            raise PartFailed(f"GPU {index} ({found.name}) computes a wrong sum", numbers)
         numbers["gpus"].append({
             "name": found.name, "capability": f"{found.major}.{found.minor}",
             "gib": round(found.total_memory / 2**30, 1),

@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+Word = Literal["ok", "failed", "left out"]
+Said = tuple[str, Mapping[str, Any]]
+"""Result of a successful part: a sentence, and numbers with units in the keys."""
+
 
 @dataclass(frozen=True, slots=True)
 class Context:
@@ -20,11 +24,6 @@ class Context:
     def device(self) -> Literal["cuda", "cpu"]:
         """The device of a part's computation."""
         return "cuda" if self.gpus else "cpu"
-
-
-Word = Literal["ok", "failed", "left out"]
-Said = tuple[str, Mapping[str, Any]]
-"""Result of a successful part: a sentence, and numbers with units in the keys."""
 
 
 class LeftOut(Exception):  # noqa: N818 - it is not an error

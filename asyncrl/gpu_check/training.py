@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
 
 from asyncrl.gpu_check.drawing import milliseconds
 from asyncrl.gpu_check.generating import LARGE, SMALL, random_model
@@ -21,6 +21,8 @@ GROUP_SIZE = 8
 PROMPT = 16
 """Tokens of a prompt, which the samples of a group share."""
 _ROUNDS = 5
+_TOLERANCE = 0.02
+"""Relative 16-bit error of outputs, and of gradients, which are sums of them."""
 
 
 def trainer(context: Context) -> Said:
@@ -116,10 +118,6 @@ def _matrix_flops(context: Context) -> float:
     return 2 * size**3 / statistics.median(times)
 
 
-_TOLERANCE = 0.02
-"""Relative 16-bit error of outputs, and of gradients, which are sums of them."""
-
-
 def attention(context: Context) -> Said:
     """Compare varlen attention with SDPA in float32, output and gradients; time both."""
     length = 64 if context.small else 1024
@@ -129,14 +127,10 @@ def attention(context: Context) -> Said:
     tokens = segments[-1][1]
     keys = varlen.Keys.of(segments, torch.device("cuda"))
     generator = torch.Generator("cuda").manual_seed(0)
-    heads = [
-        torch.randn(1, count, tokens, 128, generator=generator, device="cuda")
-        .bfloat16()
-        .requires_grad_()
-        for count in (16, 8, 8)
-    ]
+    drawn = [torch.randn(1, n, tokens, 128, generator=generator, device="cuda") for n in (16, 8, 8)]
+    heads = [one.bfloat16().requires_grad_() for one in drawn]
     if not varlen.serves(heads[0]):
-        raise PartFailed("varlen attention does not serve bfloat16 on this GPU")
+        raise PartFailed("varlen attention does not support bfloat16 on this GPU")
     direction = torch.randn(1, tokens, 16, 128, generator=generator, device="cuda")
     wide = [one.detach().float().requires_grad_() for one in heads]
     found = varlen.attend(heads[0], heads[1], heads[2], keys, scale=None, window=None)
@@ -177,11 +171,9 @@ def _by_sdpa(heads: list[Tensor], segments: list[tuple[int, int, int, int]]) -> 
         )
         columns = torch.arange(shared + end - start, device=query.device)
         seen = columns[None, :] <= columns[shared:, None]
-        out.append(
-            functional.scaled_dot_product_attention(
-                query[:, :, start:end], keys, values, attn_mask=seen, enable_gqa=True
-            )
-        )
+        own = query[:, :, start:end]
+        found = scaled_dot_product_attention(own, keys, values, attn_mask=seen, enable_gqa=True)
+        out.append(found)
     return torch.cat(out, 2).transpose(1, 2)
 
 

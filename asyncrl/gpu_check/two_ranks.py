@@ -131,9 +131,8 @@ def _step(rank: int, meeting: Path, context: Context) -> dict[str, Any]:
             device=context.device, micro_batch_tokens=(GROUP_SIZE + 1) * length, fused=False,
             correction="none", async_checkpoints=False,
         )  # fmt: skip
-        learner = Learner(
-            config, str(random_model(context)), group_size=GROUP_SIZE, seed=0, world=world
-        )
+        path = str(random_model(context))
+        learner = Learner(config, path, group_size=GROUP_SIZE, seed=0, world=world)
         world.barrier("the start")
         began = time.perf_counter()
         group = group_of(rank, length, learner.policy.vocab_size)

@@ -1,7 +1,5 @@
 """Implements `asyncrl sft`: checks, the run's folder, the other ranks, and what is printed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -154,8 +152,8 @@ def train(
     )
     if config.sft.warmup_steps >= config.run.steps:
         raise UserError(
-            f"sft.warmup_steps: {config.sft.warmup_steps:,} of {config.run.steps:,} steps leave "
-            "none at sft.learning_rate; lower it, or train for more epochs"
+            f"sft.warmup_steps: {config.sft.warmup_steps:,} covers all {config.run.steps:,} steps, "
+            "so none reaches sft.learning_rate; lower it, or train for more epochs"
         )
     if resume:
         refuse_unfit(config, resume=True, clean=False)
@@ -165,7 +163,8 @@ def train(
     rates = f"{rate:g}{f' after {warmup:,} steps' if warmup else ''}"
     rates += f", {config.trainer.learning_rate_schedule}"
     say(f"{'training':<10} mean -log p of the learned tokens; learning rate {rates}")
-    sized = _sized(config, examples.longest)
+    engine = {"max_model_len": examples.longest, "kind": "torch", "kinds": ()}
+    sized = config.model_copy(update={"engine": config.engine.model_copy(update=engine)})
     check_positions(sized, model)
     shape, device = shape_of(sized, model, parameters(model), loaded.sizes), device_here(config)
     if shape is not None:
@@ -194,8 +193,8 @@ def _refuse_changed(config: RunConfig, examples: Examples) -> None:
     if state is not None and state.examples not in ("", examples.digest):
         raise UserError(
             f"cannot resume {config.directory}: the rows, the chat template or the tokenizer have "
-            "changed, so the steps would not have the examples that they had; start a new run from "
-            "its newest model with --set model.path"
+            "changed, so its steps would train on other examples; start a new run from its newest "
+            "model with --set model.path"
         )
 
 
@@ -212,7 +211,7 @@ class _Start:
     """The variable's value that gives each rank its GPU; empty on a CPU."""
 
 
-def _run(start: _Start, console: Console) -> _Watcher:
+def _run(start: _Start, console: Console) -> "_Watcher":
     """Train, and record how the run ended."""
     directory = start.directory
     ended: Ending = "failed"
@@ -229,7 +228,7 @@ def _run(start: _Start, console: Console) -> _Watcher:
     return watcher
 
 
-async def _train_beside_sinks(start: _Start, watcher: _Watcher) -> None:
+async def _train_beside_sinks(start: _Start, watcher: "_Watcher") -> None:
     records = ProcessRecords(start.directory.path)
     sinks = Sinks(start.config, start.directory.path, records, watcher.say)
     try:
@@ -238,7 +237,7 @@ async def _train_beside_sinks(start: _Start, watcher: _Watcher) -> None:
         await sinks.close()
 
 
-def _train(start: _Start, watcher: _Watcher, records: ProcessRecords) -> None:
+def _train(start: _Start, watcher: "_Watcher", records: ProcessRecords) -> None:
     """Train as the first rank, with the others as processes."""
     config, directory, ranks = start.config, start.directory, start.config.trainer.ranks
     point, run, logs = directory.resume_point, directory.path.resolve(), directory.path / "logs"
@@ -286,7 +285,7 @@ def _train(start: _Start, watcher: _Watcher, records: ProcessRecords) -> None:
             raise RunFailed(f"{error}. The logs of the other ranks are in {logs}") from error
         except CheckpointUnwritable as error:
             raise RunFailed(
-                f"{error}; once the disk takes it, --resume trains the steps since the newest one"
+                f"{error}; once it can be written, --resume repeats the steps since the newest one"
             ) from error
 
 
@@ -439,14 +438,9 @@ class _Watcher(Watcher):
         when = "after" if version == self._config.run.steps else when
         count = self._held_out
         estimate = SetEvaluation(prompts=count, samples=count, accuracy=None, loss=loss)
-        self._evaluations.append(
-            EvaluationRecord(
-                step=version,
-                time=time.time(),  # noqa: TID251 - for the record
-                when=when,
-                sets={HELD_OUT: estimate},
-            )
-        )
+        now = time.time()  # noqa: TID251 - for the record
+        record = EvaluationRecord(step=version, time=now, when=when, sets={HELD_OUT: estimate})
+        self._evaluations.append(record)
         self.say(f"held-out loss {loss:.4f} after {version} steps")
 
     def result(self) -> SftResult:
@@ -473,7 +467,7 @@ def _say_end(
     shown = " → ".join(f"{one:.4f}" for one in losses)
     about = f"; held-out loss {shown}" if losses else ""
     say(f"{result.steps} steps of {config.sft.batch_size} examples, {seconds:.0f} s{about}")
-    say(f"the model: {newest}; train it on with: --set model.path={shlex.quote(str(newest))}")
+    say(f"model: {newest}; train it further with: --set model.path={shlex.quote(str(newest))}")
 
 
 def _data_line(config: RunConfig, examples: Examples) -> str:
@@ -484,9 +478,3 @@ def _data_line(config: RunConfig, examples: Examples) -> str:
         f"{len(examples.held_out):,} held out, the longest of {examples.longest:,} tokens; "
         f"{config.run.steps:,} steps of {config.sft.batch_size:,} examples: {epochs:.3g} epochs"
     )
-
-
-def _sized(config: RunConfig, longest: int) -> RunConfig:
-    """Return the configuration of a run whose samples are as long as the longest example."""
-    engine = {"max_model_len": longest, "kind": "torch", "kinds": ()}
-    return config.model_copy(update={"engine": config.engine.model_copy(update=engine)})

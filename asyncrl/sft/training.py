@@ -84,7 +84,6 @@ class SftTraining:
         fence: str = "",
         resume_from: int | None = None,
     ) -> None:
-        """Raises the learner's errors."""
         self._config, self._world, self._examples = config, world, examples
         world.agree(examples.digest, "the examples, which each rank reads and tokenises")
         self.learner = Learner(
@@ -119,7 +118,7 @@ class SftTraining:
                 elif version < steps:  # as in a run of RL
                     retry = version + min(2**failures, every)
                     failures += 1
-                    watcher.say(f"{error}; training continues; the next try: after step {retry}")
+                    watcher.say(f"{error}; training continues; next attempt after step {retry}")
             self._evaluate(watcher)
         if learner.policy_version != saved and (error := self._save()) is not None:
             raise error
@@ -153,12 +152,6 @@ class SftTraining:
             self.learner.pad()
         return self.learner.step()
 
-    def held_out_loss(self) -> float:
-        """Return the mean -log p of a held-out example's learned tokens, in nats."""
-        chosen = self._examples.held_out[: self._config.evaluation.prompts]
-        mine, version = chosen[self._world.rank :: self._world.size], self.learner.policy_version
-        return self.learner.mean_loss([one.trajectory(n, version) for n, one in enumerate(mine)])
-
     def _evaluate(self, watcher: Watcher) -> None:
         """Measure the held-out loss of this version, if it is due and not known."""
         version, evaluation = self.learner.policy_version, self._config.evaluation
@@ -167,7 +160,10 @@ class SftTraining:
         if (is_due or version == steps) and not self._world.decided(
             watcher.has_loss(version), "whether the held-out loss is known"
         ):
-            watcher.evaluated(version, self.held_out_loss())
+            chosen = self._examples.held_out[: evaluation.prompts]
+            mine = enumerate(chosen[self._world.rank :: self._world.size])
+            loss = self.learner.mean_loss([one.trajectory(n, version) for n, one in mine])
+            watcher.evaluated(version, loss)
 
 
 def prepare_memory(config: RunConfig) -> None:

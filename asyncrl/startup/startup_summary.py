@@ -14,8 +14,9 @@ from asyncrl.tasks.evaluation_config import EvaluationConfig
 from asyncrl.tasks.model_files import parameters
 from asyncrl.tasks.model_tokenizer import read_settings
 from asyncrl.tasks.prompts import Task, held_out_sets
+from asyncrl.trainer.base.algorithm_registry import is_own
 from asyncrl.trainer.model.memory_estimate import StepMemory
-from asyncrl.trainer.objective.bias_analysis import estimate_of
+from asyncrl.trainer.objective.bias_analysis import biases_of
 from asyncrl.wire.weights.layout import SHARED_MEMORY
 
 _PROCESS = 0.6 * 2**30
@@ -116,12 +117,11 @@ _USUAL_COST = ", as is usual (cosine 0.987 in docs/algorithms.md's example; dr_g
 def training_line(config: RunConfig) -> str:
     """Describe the gradient's estimator, the groups, and the treatment of stale tokens."""
     trainer, stale = config.trainer, config.scheduler.max_off_policy_steps > 0
-    found = estimate_of(trainer, stale=stale)
     inexact = _inexact(config)
-    biases = [*found.biases, *inexact]
+    biases = [*biases_of(trainer, stale=stale), *inexact]
     what = f"gradient biased by {', '.join(biases)}" if biases else "an unbiased gradient"
     what += _USUAL_COST if tuple(biases) == _USUAL else ""
-    if not found.known:
+    if is_own(trainer.algorithm):
         what = "an algorithm of your own"
     correction = "on-policy, nothing to correct"
     if trainer.updates_per_step > 1:

@@ -30,8 +30,11 @@ from asyncrl.trainer_process.step_trainer import TrainerRecords
 from asyncrl.wire.messages.from_trainer import CheckpointFailed, CheckpointWritten, StepFinished
 from asyncrl.wire.records.step import TrainedStep
 
+logger = logging.getLogger("asyncrl.trainer")
+
 _PIECE_SECONDS = 0.5
 """Time in which the process was suspended does not count: the limit is counted in such pieces."""
+Outcome = CheckpointWritten | CheckpointFailed
 
 
 class _Writing(NamedTuple):
@@ -85,10 +88,8 @@ class CheckpointWriter:
 def _note_late_end(ended: asyncio.Future[None]) -> None:
     """Retrieve the error of a late answer, which is awaited nowhere else."""
     if not ended.cancelled():
-        logger.info(
-            "the disk has answered for a checkpoint that was given up: %s",
-            ended.exception() or "it is written",
-        )
+        how = ended.exception() or "it is written"
+        logger.info("the disk has answered for a checkpoint that was given up: %s", how)
 
 
 def _unanswered(path: Path, hanging: _Writing) -> CheckpointUnwritable:
@@ -99,11 +100,6 @@ def _unanswered(path: Path, hanging: _Writing) -> CheckpointUnwritable:
         f"{seconds:.0f} s (launcher.checkpoint_seconds)",
         "hanging",
     )
-
-
-logger = logging.getLogger("asyncrl.trainer")
-
-Outcome = CheckpointWritten | CheckpointFailed
 
 
 class Checkpoints:
@@ -149,13 +145,10 @@ class Checkpoints:
 
     def finished(self, step: StepFinished) -> None:
         """Note a step, which the next checkpoint will contain."""
+        now = time.time()  # noqa: TID251 - for the record of the step
         self._unsaved.append(
             TrainedStep(
-                step=step.step,
-                time=time.time(),  # noqa: TID251 - for the record of the step
-                groups=step.groups,
-                metrics=step.metrics,
-                times=step.times,
+                step=step.step, time=now, groups=step.groups, metrics=step.metrics, times=step.times
             )
         )
         self._metrics.unsaved.set(len(self._unsaved))

@@ -41,9 +41,7 @@ def load_own_algorithm(name: str) -> None:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(
-            f"trainer.algorithm {name!r} cannot be imported:\n{last_lines()}"
-        ) from error
+        raise UserError(f"trainer.algorithm {name!r} cannot be loaded:\n{last_lines()}") from error
     lacking = [n for n in ("from_config", "advantages", "loss", "signals") if not hasattr(found, n)]
     if lacking or not isinstance(found, type):
         raise UserError(
@@ -74,13 +72,11 @@ def try_own_algorithm(config: RunConfig) -> None:
         raise UserError(f"trainer.algorithm {name!r}: {problem}")
 
 
-def _problem(algorithm: Algorithm, advantages: Any, size: int) -> str | None:
-    if advantages.shape != (size,) or not np.isfinite(advantages).all():
-        return (
-            f"advantages of {size} rewards must be {size} finite numbers, got {advantages!r:.200}"
-        )
+def _problem(algorithm: Algorithm, each: Any, size: int) -> str | None:
+    if each.shape != (size,) or not np.isfinite(each).all():
+        return f"advantages of {size} rewards must be {size} finite numbers, got {each!r:.200}"
     logprobs = torch.full((size,), -1.0, requires_grad=True)
-    there, given = logprobs.detach(), torch.as_tensor(advantages, dtype=torch.float32)
+    there, given = logprobs.detach(), torch.as_tensor(each, dtype=torch.float32)
     batch = TokenBatch(logprobs, there, given, torch.ones(size), there, owners=torch.arange(size))
     found = algorithm.loss(batch)
     if found.sums.keys() != algorithm.signals.keys():

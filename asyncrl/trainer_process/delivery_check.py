@@ -7,8 +7,7 @@
                                 refused: it is not what was ordered, or what no run orders
 
 An order and its delivery come over different sockets, in any order. So an early delivery is not its
-sender's fault, nor is one whose order names another generator, which may be lost. No sockets, no
-clock.
+sender's fault, nor is one that was ordered from another, lost generator. No sockets, no clock.
 """
 
 from collections import OrderedDict, defaultdict
@@ -23,6 +22,12 @@ from asyncrl.rollout.trajectory import FloatArray, SampleId, Trajectory
 from asyncrl.trainer.base.errors import BatchError
 from asyncrl.wire.messages.data import TrajectoryDelivery, decode_trajectory, digest_of
 from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
+
+EARLY_BYTES = 64 << 20
+_HEAD_BYTES = 2048
+_GIVEN_BACK = 1 << 16
+"""Bound of remembered given-back samples. A generator resends one after a while, even unasked."""
+_ARRAYS = ("prompt_tokens", "tokens", "behaviour_logprobs", "provenance")
 
 
 class WholeGroup(NamedTuple):
@@ -69,12 +74,7 @@ class GroupQueue:
         )
 
     def add(
-        self,
-        delivery: TrajectoryDelivery,
-        trajectory: Trajectory,
-        *,
-        generator: str,
-        next_step: int,
+        self, delivery: TrajectoryDelivery, decoded: Trajectory, *, generator: str, next_step: int
     ) -> bool:
         """Queue a delivery; return False if it is a duplicate or its step is before `next_step`.
 
@@ -87,7 +87,7 @@ class GroupQueue:
             self.duplicates += 1
             return False
         samples = self._partial.setdefault(group, {})
-        samples[sample] = _Arrival(generator, delivery, trajectory)
+        samples[sample] = _Arrival(generator, delivery, decoded)
         if len(samples) == self.group_size:
             self._whole.setdefault(delivery.step, {})[group] = self._partial.pop(group)
         return True
@@ -127,12 +127,6 @@ class GroupQueue:
         for group, samples in list(self._partial.items()):
             if next(iter(samples.values())).delivery.step < step:
                 del self._partial[group]
-
-
-EARLY_BYTES = 64 << 20
-_HEAD_BYTES = 2048
-_GIVEN_BACK = 1 << 16
-"""Bound of remembered given-back samples. A generator resends one after a while, even unasked."""
 
 
 class Wanted(NamedTuple):
@@ -286,11 +280,9 @@ class Intake:
     def _refuse_impossible(self, delivery: TrajectoryDelivery) -> None:
         group, sample = delivery.sample.group, delivery.sample.sample
         if group < 0 or not 0 <= sample < self._queue.group_size:
-            raise ValueError(f"a group of {self._queue.group_size} samples cannot have this one")
+            raise ValueError(f"it is outside a group of {self._queue.group_size} samples")
         if delivery.step >= self._steps:
-            raise ValueError(
-                f"it is for step {delivery.step}, but the run has only {self._steps} steps"
-            )
+            raise ValueError(f"it is for step {delivery.step}, but the run has {self._steps} steps")
 
     def _compare(
         self, delivery: TrajectoryDelivery, order: Expect, expected: ExpectedSample
@@ -324,9 +316,6 @@ class Intake:
         trajectory = decode_trajectory(delivery)
         self._check(trajectory)
         return trajectory
-
-
-_ARRAYS = ("prompt_tokens", "tokens", "behaviour_logprobs", "provenance")
 
 
 def _bytes_of(delivery: TrajectoryDelivery) -> int:

@@ -41,15 +41,14 @@ from asyncrl.wire.weights.writer import WeightPublisher
 _NEWTON_STEPS = 6
 _MAX_FACTOR = 100.0
 """Search range of temperatures, as a factor in both directions."""
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """The cause of the log-probabilities that an engine recorded."""
-
-    cause: Cause
-    text: str
-    """Continues a sentence about the generator."""
+_SUSPECTS = 4
+_EXPLAINED = 2
+"""Generators whose cause is investigated in a step: each takes about ten forward passes over its
+suspects and two copies of the weights, and many generators mostly share one cause."""
+PROVISIONAL_STEPS = 20
+"""`provisional_steps` of `PolicyCheck`, with engines or trainer on GPUs."""
+_MAX_SUSPECT_TOKENS = 1 << 17
+"""Bound of tokens sent to the controller, 16 bytes each: 2 of the 16 MiB of a message."""
 
 
 def explain(
@@ -59,12 +58,12 @@ def explain(
     *,
     previous: Sequence[tuple[str, Tensor]],
     version: int,
-) -> Explanation | None:
+) -> tuple[Cause, str] | None:
     """Find the policy that the tokens follow: another temperature, or the previous version.
 
     `trajectories` are suspicious ones, wholly of this version; `limits` say what rounding explains.
-    `previous` are the previous version's weights by HF name, perhaps empty. Returns None if neither
-    explains the tokens.
+    `previous` are the previous version's weights by HF name, perhaps empty. Returns the cause, and
+    words that continue a sentence about the generator; None if neither explains the tokens.
     """
     own = rescored(policy, trajectories).mean
     # An explanation leaves rounding only, and not much of what there was to explain.
@@ -72,19 +71,19 @@ def explain(
     temperature = _temperature(policy, trajectories)
     at_that = rescored(policy, trajectories, temperature=temperature)
     if at_that.mean <= good:
-        return Explanation(
-            "temperature",
+        text = (
             f"it samples at temperature {temperature:.3g} instead of {policy.temperature:.3g}: "
-            f"there the log-probabilities agree within {at_that.mean:.2g}",
+            f"there the log-probabilities agree within {at_that.mean:.2g}"
         )
+        return "temperature", text
     if previous:
         before = rescored(policy, trajectories, weights=previous)
         if before.mean <= good:
-            return Explanation(
-                "lag",
+            text = (
                 f"its tokens follow version {version - 1}, one step behind: with those weights the "
-                f"log-probabilities agree within {before.mean:.2g}",
+                f"log-probabilities agree within {before.mean:.2g}"
             )
+            return "lag", text
     return None
 
 
@@ -129,16 +128,6 @@ def _temperature(policy: Policy, trajectories: Sequence[Trajectory]) -> float:
         slope = rescored(policy, trajectories, temperature=temperature).slope
         temperature = min(high, max(low, temperature * math.exp(slope)))
     return temperature
-
-
-_SUSPECTS = 4
-_EXPLAINED = 2
-"""Generators whose cause is investigated in a step: each takes about ten forward passes over its
-suspects and two copies of the weights, and many generators mostly share one cause."""
-PROVISIONAL_STEPS = 20
-"""`provisional_steps` of `PolicyCheck`, with engines or trainer on GPUs."""
-_MAX_SUSPECT_TOKENS = 1 << 17
-"""Bound of tokens sent to the controller, 16 bytes each: 2 of the 16 MiB of a message."""
 
 
 @dataclass(slots=True)
@@ -195,13 +184,11 @@ class PolicyCheck:
 
     def _add(self, group: WholeGroup, rows: NDArray[np.float64]) -> None:
         self._of_step.update(group.generators)
-        for generator, trajectory, row in zip(
-            group.generators, group.trajectories, rows, strict=True
-        ):
+        for name, trajectory, row in zip(group.generators, group.trajectories, rows, strict=True):
             found = Disagreement(*row.tolist())
             if not found.tokens:
                 continue
-            record = self._records.setdefault(generator, _Record())
+            record = self._records.setdefault(name, _Record())
             record.sums += found
             self._count += 1
             entry = (found.mean, self._count, trajectory)
@@ -233,11 +220,8 @@ class PolicyCheck:
         self.follows = self._disagreed.isdisjoint(self._of_step)
         self._of_step.clear()
         # Too few tokens are added to those of the next step. Its suspects are of its own version.
-        self._records = {
-            name: _Record(record.sums)
-            for name, record in self._records.items()
-            if record.sums.tokens < MIN_TOKENS
-        }
+        few = {n: one.sums for n, one in self._records.items() if one.sums.tokens < MIN_TOKENS}
+        self._records = {name: _Record(sums) for name, sums in few.items()}
         return found
 
     def _explained(
@@ -263,16 +247,11 @@ class PolicyCheck:
 
     def _with_cause(self, wrong: WrongPolicy, suspects: list[Trajectory]) -> WrongPolicyFound:
         version = wrong.policy_version
-        known = explain(
-            self._policy,
-            suspects,
-            self._limits,
-            previous=self._publisher.tensors_of(version - 1),
-            version=version,
-        )
+        previous = self._publisher.tensors_of(version - 1)
+        known = explain(self._policy, suspects, self._limits, previous=previous, version=version)
         if known is not None:
-            text = f"{wrong.text}; {known.text}"
-            return WrongPolicyFound(msgspec.structs.replace(wrong, cause=known.cause, text=text))
+            text = f"{wrong.text}; {known[1]}"
+            return WrongPolicyFound(msgspec.structs.replace(wrong, cause=known[0], text=text))
         samples = _to_send(self._policy, suspects)
         if not samples:
             return _unexplained(wrong, "is unknown: the samples are too long to be scored again")
@@ -300,11 +279,8 @@ def _to_send(policy: Policy, suspects: list[Trajectory]) -> tuple[SuspectSample,
         if tokens <= room:
             room -= tokens
             chosen.append(one)
-    return tuple(
-        context
-        for one, expected in zip(chosen, logprobs_of(policy, chosen), strict=True)
-        for context in _contexts(one, expected)
-    )
+    pairs = zip(chosen, logprobs_of(policy, chosen), strict=True)
+    return tuple(context for one, expected in pairs for context in _contexts(one, expected))
 
 
 def _contexts(one: Trajectory, expected: FloatArray) -> Iterator[SuspectSample]:

@@ -105,22 +105,12 @@ class TrainerProcess:
         ExceptionGroup with the error of a loop.
         """
         manifest = await self._steps.publish()
-        reached = address or self._generators.address
-        await self._control.send(
-            from_trainer.TrainerReady(
-                self._steps.step,
-                manifest,
-                metrics_port,
-                self._steps.learner.initial_weights,
-                reached,
-            )
-        )
+        reached, first = address or self._generators.address, self._steps.learner.initial_weights
+        ready = from_trainer.TrainerReady(self._steps.step, manifest, metrics_port, first, reached)
+        await self._control.send(ready)
         async with asyncio.TaskGroup() as loops:
-            background = [
-                loops.create_task(self._receive_deliveries()),
-                loops.create_task(self._receive_commands()),
-                loops.create_task(self._report()),
-            ]
+            endless = (self._receive_deliveries(), self._receive_commands(), self._report())
+            background = [loops.create_task(one) for one in endless]
             sending = loops.create_task(self._send_outcomes())
             await self._train()
             if self._shutdown is not None and self._shutdown.checkpoint:
@@ -150,12 +140,10 @@ class TrainerProcess:
         try:
             kept = self._intake.receive(peer, delivery, next_step=self._steps.step)
         except DeliveryNotKept as error:
-            refused = FrameRefused(Reason.TRAJECTORY, str(error))
-            self._generators.refusals.refuse(peer, refused)
+            text = str(error)
+            self._generators.refusals.refuse(peer, FrameRefused(Reason.TRAJECTORY, text))
             if error.was_ordered:  # the run waits for it, and must learn that it is not coming
-                await self._control.send(
-                    from_trainer.DeliveryRefused(peer, delivery.sample, str(error))
-                )
+                await self._control.send(from_trainer.DeliveryRefused(peer, delivery.sample, text))
             return
         if kept:
             # A generator that has died needs no answer: its replacement sends the sample again.

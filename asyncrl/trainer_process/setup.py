@@ -48,6 +48,7 @@ from asyncrl.wire.transport.refusals import Limit, Refusals
 from asyncrl.wire.weights.broadcast.sending import WeightSender
 from asyncrl.wire.weights.writer import WeightPublisher
 
+TrainerChild = Child[TrainerSpec, TrainerMetrics]
 _LIMIT = Limit(10, 600.0)
 """A generator resends a sample every few seconds until it is acknowledged. One that keeps sending
 refused samples must be replaced, or the run would wait for its sample forever."""
@@ -137,7 +138,7 @@ async def run_trainer(spec: TrainerSpec, keys: TrainerKeys) -> None:
             )
 
 
-def _for_this_process(child: Child[TrainerSpec, TrainerMetrics], engines_dtype: str) -> RunConfig:
+def _for_this_process(child: TrainerChild, engines_dtype: str) -> RunConfig:
     """Resolve `trainer.dtype: auto`, by the checkpoint to continue from, else by the device."""
     config, step = child.config, child.spec.resume_from
     trainer = config.trainer
@@ -149,9 +150,7 @@ def _for_this_process(child: Child[TrainerSpec, TrainerMetrics], engines_dtype: 
     return config.model_copy(update={"trainer": trainer})
 
 
-def _publisher(
-    child: Child[TrainerSpec, TrainerMetrics], learner: Learner, engine_dtype: torch.dtype
-) -> WeightPublisher:
+def _publisher(child: TrainerChild, learner: Learner, engine_dtype: torch.dtype) -> WeightPublisher:
     """Create a publisher of weights in the engines' data type, or of an adapter as it is trained.
 
     Raises UserError if engines hold an adapter's base weights more precisely than the trainer.
@@ -168,9 +167,7 @@ def _publisher(
     )
 
 
-def _sender(
-    child: Child[TrainerSpec, TrainerMetrics], learner: Learner, address: str
-) -> WeightSender | None:
+def _sender(child: TrainerChild, learner: Learner, address: str) -> WeightSender | None:
     """Create the broadcaster of weights, if configured on a trusted network; on rank 0.
 
     It listens where generators reach this process (`address`), and on loopback if that is not a
@@ -194,7 +191,7 @@ def _sender(
     return sender
 
 
-def _load_learner(child: Child[TrainerSpec, TrainerMetrics], fence: TrainerLease) -> Learner:
+def _load_learner(child: TrainerChild, fence: TrainerLease) -> Learner:
     spec, config = child.spec, child.config
     if resolve_device(config.trainer.device).type == "cpu":
         keep_freed_memory()
@@ -266,7 +263,7 @@ def rounding_limits(
 
 
 async def _samples(
-    child: Child[TrainerSpec, TrainerMetrics], fence: TrainerLease
+    child: TrainerChild, fence: TrainerLease
 ) -> tuple[TrainedSampleLog | None, ShownSamples | None]:
     """Return what writes the trained samples, and what shows some of them, if either is wanted."""
     settings, spec = child.config.run, child.spec
@@ -277,13 +274,10 @@ async def _samples(
     shown = ShownSamples(tokenizer, count) if count else None
     if settings.log_samples == "off":
         return None, shown
-    folder, labels, place = child.directory / "samples", child.config.reward_labels, spec.rank
-    return (
-        TrainedSampleLog(
-            folder, tokenizer, settings, child.metrics, fence, place, spec.ranks, labels
-        ),
-        shown,
-    )
+    folder, place = child.directory / "samples", (spec.rank, spec.ranks)
+    labels = child.config.reward_labels
+    log = TrainedSampleLog(folder, tokenizer, settings, child.metrics, fence, *place, labels)
+    return log, shown
 
 
 def _failure(_spec: TrainerSpec, error: BaseException) -> from_trainer.Failure | None:

@@ -142,9 +142,8 @@ class StepTrainer:
     """The learner and its publisher, on the timeline. The learner works in a thread.
 
     With several ranks, `meet`, `decided` and `finish_step` are collectives. Rank 0 publishes;
-    `sender` broadcasts weights, which otherwise are only read. `engine_dtype` is that of the
-    engines' weights. `samples_follow_policy` is as in `RunConfig`, until `configure`. Attributes:
-    `learner`, `world`.
+    `sender` broadcasts weights, which otherwise are only read. `engine_dtype` is the engines' type;
+    `samples_follow_policy` holds until `configure`. Attributes: `learner`, `world`.
     """
 
     def __init__(
@@ -164,12 +163,8 @@ class StepTrainer:
         self._publisher = publisher
         self._engine_dtype = engine_dtype
         self._samples_follow_policy: Callable[[int], bool] = lambda _step: samples_follow_policy
-        self._metrics = records.metrics
-        self._timeline = records.timeline
-        self._sample_log = records.samples
-        self._shown = records.shown
+        self._records = records
         self._check = records.check
-        self._tracer = records.tracer
         self._start_step()
         self.busy_seconds = 0.0
 
@@ -201,7 +196,7 @@ class StepTrainer:
             if self._lockstep.is_shared:
                 await asyncio.to_thread(self.learner.weights.take_part, self._engine_dtype)
             return None
-        with self._timeline.span(SpanKind.TRANSFERRING_WEIGHTS, version=self.step):
+        with self._records.timeline.span(SpanKind.TRANSFERRING_WEIGHTS, version=self.step):
             return await asyncio.to_thread(self._publish)
 
     def _publish(self) -> WeightManifest:
@@ -213,7 +208,7 @@ class StepTrainer:
     async def accumulate(self, groups: Sequence[WholeGroup]) -> None:
         """Add the gradients of whole groups. Raises TrainerError."""
         began = time.monotonic()
-        with self._timeline.span(SpanKind.TRAINING, step=self.step):
+        with self._records.timeline.span(SpanKind.TRAINING, step=self.step):
             rows = await asyncio.to_thread(
                 self.learner.add_groups, [(one.trajectories, one.rewards) for one in groups]
             )
@@ -226,7 +221,7 @@ class StepTrainer:
             self._terms += [terms for terms in group.terms if terms]
         self._accumulated += numbers
         self.done.update(numbers)
-        if self._sample_log is not None or self._shown is not None:
+        if self._records.samples is not None or self._records.shown is not None:
             self._groups += groups
         self._count_training(time.monotonic() - began)
 
@@ -238,8 +233,8 @@ class StepTrainer:
     async def decide(self, word: RankStatus, changed: asyncio.Event, cause: str) -> NextAction:
         """Decide this rank's next action; with sharded weights, that of all. May wait first.
 
-        `changed` is set when this rank's state changes, which gives `WAIT`; the timeline shows
-        `cause`. Raises RankLost.
+        `changed`: this rank's state has changed (`WAIT`). `cause` is for the timeline. May raise
+        RankLost.
         """
         if not self._lockstep.is_shared:
             act = self._lockstep.agree(word)
@@ -255,7 +250,7 @@ class StepTrainer:
     @contextlib.contextmanager
     def _waiting(self, cause: str) -> Iterator[None]:
         began = time.monotonic()
-        with self._timeline.waiting(cause, step=self.step):
+        with self._records.timeline.waiting(cause, step=self.step):
             yield
         self._waited[cause] += time.monotonic() - began
 
@@ -272,7 +267,7 @@ class StepTrainer:
         began = time.monotonic()
         with self._waiting(OTHER_RANKS):
             found = await asyncio.to_thread(self.world.any, own, f"step {self.step}")
-        self._metrics.rank_wait.observe(time.monotonic() - began)
+        self._records.metrics.rank_wait.observe(time.monotonic() - began)
         return found
 
     async def decided(self, own: bool) -> bool:
@@ -288,7 +283,7 @@ class StepTrainer:
         """
         step, groups = self.step, tuple(sorted(self._accumulated))
         began = time.monotonic()
-        with self._timeline.span(SpanKind.TRAINING, step=step):
+        with self._records.timeline.span(SpanKind.TRAINING, step=step):
             learned = await asyncio.to_thread(self.learner.step)
         self._trace("optimizer step", groups, step, began)
         follows = self._check is None or self._check.follows
@@ -301,8 +296,8 @@ class StepTrainer:
         on_policy = follow and once and learned.staleness.max == 0
         metrics = msgspec.structs.replace(learned, exactly_on_policy=on_policy)
         self._count_training(time.monotonic() - began)
-        if self._sample_log is not None:
-            await self._sample_log.record(step, self._groups)
+        if self._records.samples is not None:
+            await self._records.samples.record(step, self._groups)
         began = time.monotonic()
         manifest = await self.publish()
         times = TrainerTimes(
@@ -317,27 +312,27 @@ class StepTrainer:
         finished: StepFinished | None = None
         if manifest is not None:
             groups = tuple(sorted(group for part in parts for group in part.groups))
-            shown = () if self._shown is None else self._shown.of(step, self._groups)
-            terms_of_all = mean_terms(parts)
+            chooser, terms_of_all = self._records.shown, mean_terms(parts)
+            shown = () if chooser is None else chooser.of(step, self._groups)
             finished = StepFinished(step, groups, manifest, metrics, times, terms_of_all, shown)
             self._measure(finished, samples=sum(part.samples for part in parts))
         self._start_step()
         return finished
 
     def _trace(self, name: str, groups: tuple[int, ...], step: int, began: float) -> None:
-        if self._tracer is None:
+        if self._records.tracer is None:
             return
         now, more = time.monotonic(), {"asyncrl.step": step}
         for group in groups:
-            if self._tracer.is_traced(group):
-                self._tracer.of_group(name, group, began, now, more)
+            if self._records.tracer.is_traced(group):
+                self._records.tracer.of_group(name, group, began, now, more)
 
     def _count_training(self, seconds: float) -> None:
         self._train_seconds += seconds
         self.busy_seconds += seconds
 
     def _measure(self, finished: StepFinished, *, samples: int) -> None:
-        metrics, manifest = self._metrics, finished.manifest
+        metrics, manifest = self._records.metrics, finished.manifest
         metrics.publish(finished.metrics)
         metrics.steps.inc()
         metrics.tokens.inc(finished.metrics.batch.tokens)

@@ -31,6 +31,25 @@ from asyncrl.web.step_file import StepFile
 from asyncrl.wire.messages import control
 from asyncrl.wire.messages.control import OrderRecord
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MAX_STEPS = 1000
+MAX_SAMPLES = 100
+ABOUT = """\
+What `asyncrl status`, `stop`, `pause` and the others do, over HTTP.
+
+Orders are POST requests with JSON and the token, as `Authorization: Bearer TOKEN`. The token is in
+`RUN/web.token`, or in `monitoring.web.token_file`. An order that is refused changes nothing: its \
+answer has the status 409 and the reason.
+"""
+_REFUSED: dict[int | str, dict[str, Any]] = {
+    401: {"description": "The token is missing or wrong."},
+    403: {"description": "The request comes from another site."},
+    409: {"description": "Refused, with the reason; nothing has changed."},
+    502: {"description": "The controller did not answer."},
+}
+
 
 class EventStream(Response):
     """A stream of `event: snapshot` with JSON, for as long as the watcher takes them."""
@@ -94,12 +113,8 @@ def reference_page(openapi: Mapping[str, Any]) -> str:
         Markup('<link rel="stylesheet" href="/page.css"/>'),
     )
     openapi_link = element("a", "/openapi.json", href="/openapi.json")
-    links = [
-        "For programs: ",
-        openapi_link,
-        " (OpenAPI). Back to ",
-        element("a", "the run", href="/"),
-    ]
+    run_link = element("a", "the run", href="/")
+    links = ["For programs: ", openapi_link, " (OpenAPI). Back to ", run_link]
     body = element(
         "main",
         element("h1", "HTTP API"),
@@ -115,10 +130,8 @@ def _with_code(text: str) -> list[Child]:
     return [element("code", part) if index % 2 else part for index, part in enumerate(parts)]
 
 
-def _operation(
-    path: str, method: str, about: Mapping[str, Any], openapi: Mapping[str, Any]
-) -> Child:
-    taken = [*_parameters(about), *_body(about, openapi)]
+def _operation(path: str, method: str, about: Mapping[str, Any], spec: Mapping[str, Any]) -> Child:
+    taken = [*_parameters(about), *_body(about, spec)]
     answers = [
         element("tr", element("td", code), element("td", each.get("description", "")))
         for code, each in about["responses"].items()
@@ -160,26 +173,6 @@ def _row(name: str, place: str, schema: Mapping[str, Any], *, required: bool) ->
         details.append(f"default {json.dumps(schema['default'])}")
     cells = element("code", name), place, ", ".join(details)
     return element("tr", [element("td", cell) for cell in cells])
-
-
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-MAX_STEPS = 1000
-MAX_SAMPLES = 100
-ABOUT = """\
-What `asyncrl status`, `stop`, `pause` and the others do, over HTTP.
-
-Orders are POST requests with JSON and the token, as `Authorization: Bearer TOKEN`. The token is in
-`RUN/web.token`, or in `monitoring.web.token_file`. An order that is refused changes nothing: its \
-answer has the status 409 and the reason.
-"""
-_REFUSED: dict[int | str, dict[str, Any]] = {
-    401: {"description": "The token is missing or wrong."},
-    403: {"description": "The request comes from another site."},
-    409: {"description": "Refused, with the reason; nothing has changed."},
-    502: {"description": "The controller did not answer."},
-}
 
 
 class Api:

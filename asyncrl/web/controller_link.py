@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.monitoring.report.data import RunData, load_run
@@ -22,18 +22,6 @@ _REPLY_SECONDS = 5.0
 Status = Mapping[str, Any]
 
 
-class Source(Protocol):
-    """The source of the status, and the target of orders."""
-
-    takes_orders: bool
-
-    async def status(self) -> Status:
-        """Return the output of `asyncrl status --json`. Raises AsyncrlError without an answer."""
-
-    async def order(self, request: control.Request) -> control.Reply:
-        """Give an order. Raises AsyncrlError."""
-
-
 class ControllerLink:
     """The controller of an active run, asked over one connection, once a second."""
 
@@ -48,7 +36,7 @@ class ControllerLink:
         self._error: AsyncrlError | None = None
 
     async def status(self) -> Status:
-        """Return the status of at most ASK_SECONDS ago."""
+        """Return `asyncrl status --json` of at most ASK_SECONDS ago. Raises AsyncrlError."""
         async with self._lock:
             if time.monotonic() - self._asked >= ASK_SECONDS:
                 try:
@@ -61,7 +49,7 @@ class ControllerLink:
             return self._status
 
     async def order(self, request: control.Request) -> control.Reply:
-        """Send an order on a separate connection, so that a slow one does not delay others."""
+        """Send an order on a separate connection, so it delays no other. Raises AsyncrlError."""
         try:
             return await send_order(self._run, request)
         except (UserError, WireError) as error:
@@ -109,6 +97,9 @@ class EndedRun:
         return control.Refused(
             f"the run {self.data.name} {self.final['phase']} and does not take orders ({name})"
         )
+
+
+Source = ControllerLink | EndedRun
 
 
 def status_of(data: RunData, phase: str) -> Status:

@@ -18,6 +18,7 @@ from asyncrl.monitoring.metrics.http_server import means_this_machine
 MAX_BODY_BYTES = 4096
 
 Headers = Sequence[tuple[bytes, bytes]]
+_ONCE = b"host authorization origin sec-fetch-site content-length content-type".split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +54,6 @@ def denial(policy: Policy, method: str, path: str, headers: Headers) -> Denial |
         or (_wrong_token(policy, single) if _needs_token(policy, method, path) else None)
         or (_odd_body(single) if method == "POST" else _unwanted_body(single))
     )
-
-
-_ONCE = (
-    *(b"host", b"authorization", b"origin", b"sec-fetch-site"),
-    *(b"content-length", b"content-type"),
-)
 
 
 def _is_api(path: str) -> bool:

@@ -27,9 +27,8 @@ def main() -> None:
     end_with_parent(given.parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICENESS)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=line)
     from asyncrl.web.guard import Policy
     from asyncrl.web.server import serve
     from asyncrl.web.serving import read_token

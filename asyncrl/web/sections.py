@@ -1,7 +1,6 @@
 """Renders the report's sections as HTML, again and again as the run's files grow.
 
-An active run is drawn from the ends of its files, so a long run does not cost more than a short
-one.
+An active run is drawn from the ends of its files, so a long run costs as much as a short one.
 """
 
 import contextlib
@@ -10,7 +9,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -49,13 +47,6 @@ class Section:
     """Changes whenever `html` changes."""
 
 
-class Sections(Protocol):
-    """A source of sections."""
-
-    def drawn(self) -> Mapping[str, Section]:
-        """Draw all sections. This reads files, so it belongs in a thread."""
-
-
 class LiveSections:
     """The sections of an active run."""
 
@@ -64,7 +55,7 @@ class LiveSections:
         self._steps = steps
 
     def drawn(self) -> Mapping[str, Section]:
-        """Draw all sections from the ends of the run's files."""
+        """Draw all sections from the ends of the run's files; this belongs in a thread."""
         self._steps.refresh()
         data = RunData(name=self._run.name)
         load_config(self._run / "config.yaml", data)
@@ -86,6 +77,9 @@ class EndedSections:
     def drawn(self) -> Mapping[str, Section]:
         """Return all sections."""
         return self._drawn
+
+
+Sections = LiveSections | EndedSections
 
 
 def recent_spans(run: Path, seconds: float) -> dict[str, list[Span]]:

@@ -41,6 +41,15 @@ HEADERS = (
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"cache-control", b"no-store"),
 )
+MAX_CONNECTIONS = 2 * MAX_WATCHERS + 112
+"""A browser has a stream and briefly a second connection. Further ones are refused with 503."""
+REQUEST_SECONDS = 20.0
+"""Time limit for a request to arrive on a connection, and for a short answer to be sent."""
+SEND_SECONDS = 20.0
+"""Time limit for a peer that does not read more than 64 KiB of queued data."""
+HEAD_BYTES = 16_384
+END_SECONDS = 1
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class Guarded:
@@ -76,10 +85,8 @@ class Guarded:
         now = time.monotonic()
         if now - self._logged >= _LOG_SECONDS:
             self._logged = now
-            path = scope["path"][:80]
-            logger.warning(
-                "refused %s %r from %s: %s", scope["method"], path, _peer(scope), found.reason
-            )
+            path, peer = scope["path"][:80], _peer(scope)
+            logger.warning("refused %s %r from %s: %s", scope["method"], path, peer, found.reason)
 
 
 def _head_bytes(scope: Scope) -> int:
@@ -128,19 +135,6 @@ async def _answer(send: Send, found: Denial) -> None:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": found.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-MAX_CONNECTIONS = 2 * MAX_WATCHERS + 112
-"""A browser has a stream and briefly a second connection. Further ones are refused with 503."""
-REQUEST_SECONDS = 20.0
-"""Time limit for a request to arrive on a connection, and for a short answer to be sent."""
-SEND_SECONDS = 20.0
-"""Time limit for a peer that does not read more than 64 KiB of queued data."""
-HEAD_BYTES = 16_384
-END_SECONDS = 1
-
-
-_FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class BoundedConnection(H11Protocol):

@@ -23,9 +23,19 @@ from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
 from asyncrl.monitoring.config import WebConfig, host_port, is_loopback
 from asyncrl.secret_files import refuse_open_file
 
+logger = logging.getLogger(__name__)
+
 MIN_LENGTH = 16
 _TOKEN = re.compile(r"[!-~]+")
 _MAX_BYTES = 4096
+MAX_STARTS = 4
+"""The first start, and three restarts after early ends."""
+LONG_SECONDS = 3600.0
+"""A process that lived for this long did not end early, and the count begins again."""
+PAUSE_SECONDS = 1.0
+"""Pause between the end of a process and the next start; later ones are 3 and 9 times as long."""
+_BACKLOG = 128
+_END_SECONDS = 2.0
 
 
 def token_path(run: Path, token_file: str | None) -> Path:
@@ -54,23 +64,10 @@ def read_token(path: Path) -> str:
     refuse_open_file(path, status, "the token of the web page (monitoring.web.token_file)")
     if len(text) < MIN_LENGTH or len(text) > _MAX_BYTES or not _TOKEN.fullmatch(text):
         raise UserError(
-            f"{path} does not hold a token: it has to be one word of at least {MIN_LENGTH} "
-            "letters, digits or signs of ASCII, for instance from `openssl rand -hex 32`"
+            f"{path} does not hold a token: it must be one word of at least {MIN_LENGTH} "
+            "ASCII letters, digits or symbols, for instance from `openssl rand -hex 32`"
         )
     return text
-
-
-logger = logging.getLogger(__name__)
-
-MAX_STARTS = 4
-"""The first start, and three restarts after early ends."""
-LONG_SECONDS = 3600.0
-"""A process that lived for this long did not end early, and the count begins again."""
-PAUSE_SECONDS = 1.0
-"""First pause between the end of a process and the next start; later ones are three and nine times
-as long."""
-_BACKLOG = 128
-_END_SECONDS = 2.0
 
 
 def listen(config: WebConfig) -> socket.socket:
@@ -136,7 +133,7 @@ class WebPage:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, _END_SECONDS)
         except Exception:
-            logger.exception("the process of the web page did not end in order")
+            logger.exception("the process of the web page did not shut down cleanly")
         finally:
             self._end_process()
 

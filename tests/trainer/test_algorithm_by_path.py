@@ -51,7 +51,7 @@ def test_the_example_of_the_page_is_an_algorithm(here: Path, name: str) -> None:
     [
         ("", "has no 'AboveMean'"),
         ("def AboveMean(): ...", "lacks from_config"),
-        ("import nowhere", "cannot be imported"),
+        ("import nowhere", "cannot be loaded"),
         (EXAMPLE.replace("compares_samples", "other"), "Set `compares_samples = True`"),
         (EXAMPLE.replace(".clip(min=0)", " + 1"), "equal rewards are not all 0"),
         (EXAMPLE.replace(".clip(min=0)", "[1:]"), "must be 8 finite numbers"),

@@ -51,7 +51,7 @@ def test_coded_moments_are_read_by_any_number_of_ranks(tmp_path: Path) -> None:
         found = []
         for rank in range(size):
             state, model = _state(rank, size)
-            targets, rest = state.targets(index)
+            targets, rest = state.targets(index, 0)
             load_tensors(tmp_path, index, targets)
             rest.apply()
             found.append(_moments(state, model))

@@ -318,7 +318,7 @@ def test_exports_are_the_policy_and_load_elsewhere(
         base = AutoModelForCausalLM.from_pretrained(path)
         base.model.layers[0].mlp.up_proj.weight[0, 0] += 1
         base.save_pretrained(path)
-    with pytest.raises(CheckpointError, match="The model was changed since"):
+    with pytest.raises(CheckpointError, match="The base model has changed since"):
         export(path_of(run / "checkpoints", 1), tmp_path / "changed")
     plain = learner_of(path, lora=LoraConfig())
     plain.save(path_of(tmp_path / "plain" / "checkpoints", 0))

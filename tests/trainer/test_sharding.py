@@ -124,7 +124,7 @@ def test_a_checkpoint_of_parts_is_exported_as_that_of_one_rank(ran: Path, tmp_pa
 
 def test_a_rank_that_is_lost_in_a_micro_batch_is_noticed(ran: Path) -> None:
     said = (ran / "lost 0").read_text()
-    assert said.startswith("rank 0 of 2 lost another in a micro-batch: ")
+    assert said.startswith("rank 0 of 2 lost one in a micro-batch: ")
 
 
 def test_what_all_do_follows_from_what_each_has() -> None:

@@ -13,8 +13,7 @@ all 0 count in the denominator, computed or not. An empty batch (N = 0) has loss
     sample               1                   samples of the step (Dr. GRPO, 2503.20783)
 
 L and the denominators count trained tokens alone, not those of an environment. Only `sample` is
-unbiased: a sample's gradient is that of its log-probability, divided by a number that does not
-depend on what was drawn.
+unbiased: a sample's gradient is divided by a number that does not depend on what was drawn.
 
 A loss may depend on numbers that only the whole step has, such as the mean of its advantages, if
 its gradient is a sum of parts with such numbers as factors. `loss` then returns the further parts
@@ -27,8 +26,8 @@ metrics.jsonl, in `asyncrl_algorithm_signal{signal}` and in the report.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -41,6 +40,7 @@ Rewards = NDArray[np.float64]
 
 STD_EPSILON = 1e-6
 """Keeps the division finite; rewards that differ by less are noise."""
+Normalization = Literal["token", "sequence", "sample"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,7 @@ class TokenBatch:
     """`[N]` int64 index of the token's sample in the micro-batch, from 0, never falling. Samples
     are not divided between micro-batches. None: all tokens are of one sample."""
     importance: Tensor | None = None
-    """`[N]` the correction's weight for the ratio of current and behaviour probability, without a
-    gradient (`asyncrl.trainer.loss`). None: 1."""
+    """`[N]` the correction's weight, without a gradient (`asyncrl.trainer.loss`). None: 1."""
     kept: Tensor | None = None
     """`[N]` 0 where the correction leaves a token out, else 1. None: 1."""
     proximal_logprobs: Tensor | None = None
@@ -84,6 +83,13 @@ class TokenBatch:
     the step subtracts it, so that its two gradient sums do not cancel (`StepSums.centre`)."""
     routes: Routes | None = None
     """Set only if the loss needs them (`trainer.router_loss_coefficient`)."""
+
+    @property
+    def samples(self) -> Tensor:
+        """`owners`, also if all tokens are of one sample."""
+        if self.owners is None:
+            return torch.zeros_like(self.logprobs, dtype=torch.int64)
+        return self.owners
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,12 @@ class LossSums:
     """Scalar sum of every declared signal, and of no others."""
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     """Further parts of the loss by name, scalars; `finish` has their factors."""
+
+    def plus(self, algorithm: "Algorithm", part: str, loss: Tensor) -> Self:
+        """Add to the loss; as a separate part if the algorithm's factors must not change it."""
+        if finisher(algorithm) is None:
+            return replace(self, loss=self.loss + loss)
+        return replace(self, parts={**self.parts, part: loss})
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +201,7 @@ def declares(algorithm: Algorithm, name: str) -> bool:
 
     `needs_critic`: advantages are made of a critic's values. `needs_every_group`: groups whose
     advantages are all 0 have a gradient too. `uses_proximal`: the loss reads
-    `TokenBatch.proximal_logprobs`. `compares_samples`: a user's class learns nothing from groups of
-    equal rewards.
+    `TokenBatch.proximal_logprobs`. `compares_samples`: a user's class needs unequal rewards.
     """
     return bool(getattr(innermost(algorithm), name, False))
 
@@ -214,9 +225,7 @@ class Wrapper:
 def centred(rewards: Rewards) -> Rewards:
     """`[G]` rewards minus their mean; exactly 0 when all are equal. Raises ValueError if G < 2."""
     if len(rewards) < 2:
-        raise ValueError(
-            "the group's mean is the baseline, so scheduler.group_size must be at least 2"
-        )
+        raise ValueError("the baseline is the mean, so scheduler.group_size must be at least 2")
     if np.ptp(rewards) == 0:
         return np.zeros_like(rewards, np.float64)
     return np.asarray(rewards - rewards.mean(), np.float64)
@@ -237,13 +246,6 @@ def leave_one_out(rewards: Rewards) -> Rewards:
     return centred(rewards) * (size / (size - 1))
 
 
-def owners_of(batch: TokenBatch) -> Tensor:
-    """`[N]` int64 index of each token's sample."""
-    if batch.owners is None:
-        return torch.zeros_like(batch.logprobs, dtype=torch.int64)
-    return batch.owners
-
-
 def sample_sums(values: Tensor, owners: Tensor) -> Tensor:
     """Replace each of `[N]` values by the sum over its sample. Keeps gradients."""
     return values.new_zeros(len(values)).index_add(0, owners, values)[owners]
@@ -262,28 +264,18 @@ def sums_to_go(values: Tensor, owners: Tensor) -> Tensor:
     return (ends - up_to + whole).to(values.dtype)
 
 
-def to_device(
-    values: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Copy values to the device without making the host wait for it.
+def to_device(data: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Copy data to the device without making the host wait for it.
 
     A copy to a GPU from pageable memory returns when everything queued before it has been computed.
     From pinned memory it is one more entry of the device's queue.
     """
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    tensor = torch.from_numpy(np.ascontiguousarray(data))
     if dtype is not None:
         tensor = tensor.to(dtype)
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-Normalization = Literal["token", "sequence", "sample"]
-
-
-def token_weights(kind: Normalization, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Map `[B]` lengths of samples to the `[B]` weight of each of their tokens."""
-    return 1.0 / lengths if kind == "sequence" else np.ones(len(lengths))
 
 
 def denominator(kind: Normalization, *, tokens: int, samples: int) -> float:
@@ -323,7 +315,7 @@ def weights_of(
 ) -> NDArray[np.float64]:
     """`[N]` weights of the trained tokens; `masks_truncated` gives cut-off samples weight 0."""
     lengths = np.array([t.trained_count for t in trajectories])
-    weights = token_weights(normalization, lengths)
+    weights = 1.0 / lengths if normalization == "sequence" else np.ones(len(lengths))
     if masks_truncated:
         weights = weights * [one.finish_reason not in CUT_OFF for one in trajectories]
     return np.repeat(weights, lengths)

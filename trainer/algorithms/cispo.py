@@ -11,24 +11,17 @@ clipped weight. The paper sets no lower bound: `clip_ratio_low` is 1 by default,
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 
-from asyncrl.trainer.algorithms.base import (
-    LossSums,
-    Rewards,
-    Signal,
-    TokenBatch,
-    centred,
-    per_group_std,
-)
+from asyncrl.trainer.algorithms.base import LossSums, Signal, TokenBatch
+from asyncrl.trainer.algorithms.grpo import Grpo
 from asyncrl.trainer.algorithms.losses import kept, weighted_logprobs
-from asyncrl.trainer.base.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Cispo:
+class Cispo(Grpo):
     """Group-relative advantages and the score function with clipped importance weights."""
 
     signals: ClassVar[Mapping[str, Signal]] = {
@@ -36,31 +29,11 @@ class Cispo:
             "share of tokens whose importance weight was clipped; they keep their gradient"
         )
     }
-    needs_reference: ClassVar[bool] = False
-
-    normalize_std: bool
-    clip_ratio_low: float
-    clip_ratio_high: float
-
-    @classmethod
-    def from_config(cls, config: TrainerConfig) -> Self:
-        """Create it from the trainer's settings."""
-        return cls(
-            normalize_std=config.advantage_normalization == "std",
-            clip_ratio_low=config.clip_ratio_low,
-            clip_ratio_high=config.clip_ratio_high,
-        )
-
-    def advantages(self, rewards: Rewards) -> Rewards:
-        """`[G]` group-relative advantages. Raises ValueError if G < 2."""
-        return per_group_std(rewards) if self.normalize_std else centred(rewards)
 
     def loss(self, batch: TokenBatch) -> LossSums:
         """Summed loss of the module's equations."""
         ratio = torch.exp(batch.logprobs.detach() - batch.behaviour_logprobs)
         inside = ratio.clamp(1 - self.clip_ratio_low, 1 + self.clip_ratio_high)
         weight = inside if batch.kept is None else inside * batch.kept
-        return LossSums(
-            loss=weighted_logprobs(batch, weight),
-            sums={"weight_clipped": ((inside != ratio) & kept(batch)).sum()},
-        )
+        clipped = ((inside != ratio) & kept(batch)).sum()
+        return LossSums(weighted_logprobs(batch, weight), {"weight_clipped": clipped})

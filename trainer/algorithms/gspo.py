@@ -13,48 +13,24 @@ loss. A sample's ratio moves far less than a token's: `clip_ratio_low` is 3e-4 a
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 
-from asyncrl.trainer.algorithms.base import (
-    LossSums,
-    Rewards,
-    Signal,
-    TokenBatch,
-    centred,
-    owners_of,
-    per_group_std,
-    sample_means,
-)
-from asyncrl.trainer.algorithms.losses import Clip, Clipped
-from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.algorithms.base import LossSums, Signal, TokenBatch, sample_means
+from asyncrl.trainer.algorithms.grpo import Grpo
+from asyncrl.trainer.algorithms.losses import Clip
 
 
 @dataclass(frozen=True, slots=True)
-class Gspo:
+class Gspo(Grpo):
     """Group-relative advantages and the clipped ratio of whole samples."""
 
-    signals: ClassVar[Mapping[str, Signal]] = {"clip_ratio": Clipped.signals["clip_ratio"]}
-    needs_reference: ClassVar[bool] = False
-
-    normalize_std: bool
-    clip: Clip
-
-    @classmethod
-    def from_config(cls, config: TrainerConfig) -> Self:
-        """Create it from the trainer's settings."""
-        return cls(
-            normalize_std=config.advantage_normalization == "std",
-            clip=Clip(config.clip_ratio_low, config.clip_ratio_high),
-        )
-
-    def advantages(self, rewards: Rewards) -> Rewards:
-        """`[G]` group-relative advantages. Raises ValueError if G < 2."""
-        return per_group_std(rewards) if self.normalize_std else centred(rewards)
+    signals: ClassVar[Mapping[str, Signal]] = {"clip_ratio": Grpo.signals["clip_ratio"]}
 
     def loss(self, batch: TokenBatch) -> LossSums:
         """Summed loss of the module's equations."""
         gap = batch.logprobs - batch.behaviour_logprobs
-        sums = self.clip.loss(batch, torch.exp(sample_means(gap, owners_of(batch))))
+        ratio = torch.exp(sample_means(gap, batch.samples))
+        sums = Clip(self.clip_ratio_low, self.clip_ratio_high).loss(batch, ratio)
         return LossSums(sums.loss, {"clip_ratio": sums.sums["clip_ratio"]})

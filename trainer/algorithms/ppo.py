@@ -17,8 +17,6 @@ A, so its normalisation is applied to two gradient sums when the step ends, as i
 they arrive, and their gradients wait for the last one. Empty batch: loss 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -44,7 +42,7 @@ class Ppo(Clipped):
     needs_every_group: ClassVar[bool] = True
 
     @staticmethod
-    def from_config(config: TrainerConfig) -> Ppo:
+    def from_config(config: TrainerConfig) -> "Ppo":
         """Create it from the trainer's settings."""
         streams = config.normalises_over_step and not config.gathers_first
         return (PpoStreamed if streams else Ppo)(**Clipped.settings_of(config))

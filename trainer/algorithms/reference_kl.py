@@ -38,15 +38,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from asyncrl.trainer.algorithms.base import (
-    LossSums,
-    Signal,
-    TokenBatch,
-    Wrapper,
-    finisher,
-    owners_of,
-    sums_to_go,
-)
+from asyncrl.trainer.algorithms.base import LossSums, Signal, TokenBatch, Wrapper, sums_to_go
 
 _SIGNALS = {
     "policy_loss": Signal("loss without the KL penalty", per="loss", of_loss=True),
@@ -82,17 +74,15 @@ class WithReferenceKl(Wrapper):
             raise ValueError("the KL penalty needs reference_logprobs, but the batch has none")
         kl = self.per_token(batch.reference_logprobs - batch.logprobs)
         if self.estimator == "k1" and not batch.penalised:
-            to_go = sums_to_go(kl.detach(), owners_of(batch))
+            to_go = sums_to_go(kl.detach(), batch.samples)
             batch = replace(batch, advantages=batch.advantages - self.coefficient * to_go)
         own = self.algorithm.loss(batch)
         sums = {**own.sums, "policy_loss": own.loss.detach(), "reference_kl": kl.detach().sum()}
+        own = replace(own, sums=sums)
         if self.estimator == "k1":
-            return LossSums(own.loss, sums, own.parts)
+            return own
         penalty = self.coefficient * (batch.weights * kl).sum()
-        if finisher(self.algorithm) is None:
-            return LossSums(own.loss + penalty, sums)
-        # A separate part, so that the step's factors do not change it.
-        return LossSums(own.loss, sums, {**own.parts, "reference_kl": penalty})
+        return own.plus(self.algorithm, "reference_kl", penalty)
 
     def per_token(self, gap: Tensor) -> Tensor:
         """Map `[N]` log(r / p) to `[N]` estimates."""

@@ -8,26 +8,18 @@ probabilities p_t (softmax over all E):
 
 It is 1 where experts are used alike, at most E / K. router_loss_coefficient times it is added to
 the loss, with the tokens' weights. Shares are per sample, not per batch (DeepSeek-V2, arXiv
-2405.04434, eq. 23-25; unlike the Switch loss, arXiv 2101.03961, eq. 4): the loss is a sum over
-samples, whatever the micro-batches.
+2405.04434, eq. 23-25; unlike the Switch loss, arXiv 2101.03961, eq. 4): the loss adds up.
 
 Groups that are not computed (`skip_zero_variance_groups`) have no such loss. Empty batch: 0.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from asyncrl.trainer.algorithms.base import (
-    LossSums,
-    Signal,
-    TokenBatch,
-    Wrapper,
-    finisher,
-    owners_of,
-)
+from asyncrl.trainer.algorithms.base import LossSums, Signal, TokenBatch, Wrapper
 
 _SIGNALS = {"router_balance": Signal("imbalance of experts: 1 if all are used alike", per="loss")}
 
@@ -47,15 +39,10 @@ class WithRouterBalance(Wrapper):
         """Return the loss with the balance added."""
         if batch.routes is None:
             raise ValueError("the router loss needs routes, but the batch has none")
-        own = self.algorithm.loss(batch)
-        balance = _balance(
-            batch.routes.logits, batch.routes.experts_per_token, owners_of(batch), batch.weights
-        )
-        sums = {**own.sums, "router_balance": balance.detach()}
-        if finisher(self.algorithm) is None:
-            return LossSums(own.loss + self.coefficient * balance, sums, own.parts)
-        # A separate part, so that the step's factors do not change it.
-        return LossSums(own.loss, sums, {**own.parts, "router": self.coefficient * balance})
+        own, routes = self.algorithm.loss(batch), batch.routes
+        balance = _balance(routes.logits, routes.experts_per_token, batch.samples, batch.weights)
+        own = replace(own, sums={**own.sums, "router_balance": balance.detach()})
+        return own.plus(self.algorithm, "router", self.coefficient * balance)
 
 
 def _balance(logits: Sequence[Tensor], chosen: int, owners: Tensor, weights: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import importlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 
@@ -23,63 +24,32 @@ class Entry:
     """True if the algorithm reads neither `clip_ratio_*` nor `dual_clip`."""
     critic: bool = False
     normalises: Literal["never", "always", "std"] = "never"
-    """When advantages are normalised over all tokens of a step; std: with `advantage_normalization:
-    std`."""
+    """When advantages are normalised over the step; std: with `advantage_normalization: std`."""
 
 
 _BEHAVIOUR = {"proximal_policy": "behaviour"}
 _CLIPPED_ONCE = {**_BEHAVIOUR, "dual_clip": None}
 _UNSCALED = {"advantage_normalization": "none"}
-_UNCLIPPED = {"proximal_policy": "current", **_UNSCALED}
+_NO_CLIP = {"proximal_policy": "current", **_UNSCALED}
 _NORMALISED = {"proximal_policy": "current", "advantage_normalization": "std"}
 _BY_SAMPLE = {"loss_normalization": "sample", **_UNSCALED}
+_RLOO = {"correction": "sequence_truncated", **_BY_SAMPLE}
+_GSPO = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "loss_normalization": "sequence"}
+_CISPO = {"clip_ratio_low": 1.0, "clip_ratio_high": 4.0, **_BEHAVIOUR}
+_OVER_STEP = partial(Entry, only=_NORMALISED, unclipped=True, normalises="always")
 
 _ENTRIES = {
     "grpo": Entry("grpo:Grpo", 2),
     "dr_grpo": Entry("grpo:DrGrpo", 2, defaults=_BY_SAMPLE, only=_UNSCALED),
     "dapo": Entry("grpo:Dapo", 2, defaults={"clip_ratio_high": 0.28, **_BEHAVIOUR}),
-    "reinforce": Entry(
-        "reinforce:Reinforce", 2, defaults=_UNSCALED, only=_UNCLIPPED, unclipped=True
-    ),
-    "rloo": Entry(
-        "reinforce:Rloo",
-        2,
-        defaults={"correction": "sequence_truncated", **_BY_SAMPLE},
-        only=_UNCLIPPED,
-        unclipped=True,
-    ),
-    "reinforce_plus_plus": Entry(
-        "reinforce_plus_plus:ReinforcePlusPlus",
-        only=_NORMALISED,
-        unclipped=True,
-        normalises="always",
-    ),
-    "reinforce_plus_plus_baseline": Entry(
-        "reinforce_plus_plus:ReinforcePlusPlusBaseline",
-        2,
-        only=_NORMALISED,
-        unclipped=True,
-        normalises="always",
-    ),
-    "gspo": Entry(
-        "gspo:Gspo",
-        2,
-        defaults={
-            "clip_ratio_low": 3e-4,
-            "clip_ratio_high": 4e-4,
-            "loss_normalization": "sequence",
-            **_BEHAVIOUR,
-        },
-        only=_CLIPPED_ONCE,
-    ),
-    "cispo": Entry(
-        "cispo:Cispo",
-        2,
-        defaults={"clip_ratio_low": 1.0, "clip_ratio_high": 4.0, **_BEHAVIOUR},
-        only=_CLIPPED_ONCE,
-    ),
+    "reinforce": Entry("reinforce:Reinforce", 2, defaults=_UNSCALED, only=_NO_CLIP, unclipped=True),
+    "rloo": Entry("reinforce:Rloo", 2, defaults=_RLOO, only=_NO_CLIP, unclipped=True),
+    "reinforce_plus_plus": _OVER_STEP("reinforce_plus_plus:ReinforcePlusPlus"),
+    "reinforce_plus_plus_baseline": _OVER_STEP("reinforce_plus_plus:ReinforcePlusPlusBaseline", 2),
+    "gspo": Entry("gspo:Gspo", 2, defaults={**_GSPO, **_BEHAVIOUR}, only=_CLIPPED_ONCE),
+    "cispo": Entry("cispo:Cispo", 2, defaults=_CISPO, only=_CLIPPED_ONCE),
     "ppo": Entry("ppo:Ppo", critic=True, normalises="std"),
-    "gpg": Entry("gpg:Gpg", 2, defaults=_UNSCALED, only=_UNCLIPPED, unclipped=True),
+    "gpg": Entry("gpg:Gpg", 2, defaults=_UNSCALED, only=_NO_CLIP, unclipped=True),
 }
 
 _OWN = Entry()
@@ -98,13 +68,14 @@ def entry_of(name: object) -> Entry:
     return _ENTRIES.get(name, _OWN) if isinstance(name, str) else _OWN
 
 
-def check_name(name: str) -> None:
-    """Raise ValueError for a name that is neither known nor written as a user's class."""
+def check_name(name: str) -> str:
+    """Return the name. Raises ValueError if it is neither known nor written as a user's class."""
     if is_own(name) and not _OWN_NAME.fullmatch(name):
         raise ValueError(
             f"{name!r} is not registered; known: {', '.join(known_algorithms())}. One of your own "
             "is written path/to/file.py:Class or my.module:Class"
         )
+    return name
 
 
 def provide(name: str, found: type) -> None:

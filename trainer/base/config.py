@@ -1,10 +1,8 @@
 """The trainer's settings. Light to import: no torch."""
 
-from __future__ import annotations
+from typing import Annotated, Any, Literal, Self
 
-from typing import Any, Literal, Self
-
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from asyncrl.trainer.base.algorithm_registry import check_name, entry_of
 from asyncrl.trainer.base.lora_config import LoraConfig, refuse_conflicts
@@ -16,6 +14,10 @@ from asyncrl.wire.transport.paths import (
     WEEK_SECONDS,
     FunctionName,
 )
+
+ComputeDtype = Literal["float32", "bfloat16", "float64"]
+BFLOAT16_CAPABILITY = (8, 0)
+"""CUDA compute capability of the first GPUs (A100) that multiply bfloat16."""
 
 
 class CriticConfig(BaseModel):
@@ -94,8 +96,8 @@ def refuse_what_does_not_fit(config: Any) -> None:
     for name, value in entry_of(config.algorithm).only.items():
         if getattr(config, name) != value:
             raise ValueError(
-                f"{name}: {getattr(config, name)} does not fit algorithm: {config.algorithm}; its "
-                f"equation has only {name}: {value} (docs/algorithms.md). Leave it out"
+                f"{name}: {getattr(config, name)} does not fit algorithm: {config.algorithm}: its "
+                f"equation requires {name}: {value} (docs/algorithms.md). Leave it out"
             )
     if config.algorithm == "gpg" and config.kl_estimator == "k1" and config.kl_coefficient > 0:
         raise ValueError(
@@ -111,11 +113,6 @@ def refuse_what_does_not_fit(config: Any) -> None:
         )
 
 
-ComputeDtype = Literal["float32", "bfloat16", "float64"]
-BFLOAT16_CAPABILITY = (8, 0)
-"""CUDA compute capability of the first GPUs (A100) that multiply bfloat16."""
-
-
 class TrainerConfig(BaseModel):
     """Settings that turn groups of trajectories into optimizer steps.
 
@@ -126,7 +123,7 @@ class TrainerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    algorithm: FunctionName = "grpo"
+    algorithm: Annotated[FunctionName, AfterValidator(check_name)] = "grpo"
     """Registered algorithm: grpo, dr_grpo, dapo, rloo, reinforce (leave-one-out baseline),
     reinforce_plus_plus, reinforce_plus_plus_baseline, gspo, cispo, gpg, ppo (with a critic), or one
     of your own, as path/to/file.py:Class or my.module:Class (docs/algorithms.md)."""
@@ -251,7 +248,7 @@ class TrainerConfig(BaseModel):
     """State that ranks share. optimizer: its own; weights and gradients are whole on each. full:
     all three, for models that are too large for one device; ranks then compute micro-batches
     together (docs/trainer.md)."""
-    rank_network: str = Field(default=LOOPBACK, max_length=50)
+    rank_network: Annotated[str, Field(max_length=50), AfterValidator(network_of)] = LOOPBACK
     """Network that connects the ranks: an interface (eth0), or addresses (10.1.0.0/16) of which
     each rank's machine has one. lo: all ranks are on one machine. Any other needs
     `launcher.trusted_network: true`, since gloo and NCCL have neither keys nor encryption."""
@@ -281,7 +278,7 @@ class TrainerConfig(BaseModel):
 
     def for_device(
         self, capability: tuple[int, int] | None, *, engines_dtype: str | None = None
-    ) -> TrainerConfig:
+    ) -> Self:
         """Resolve `dtype: auto` for a device; a CPU has no CUDA `capability`.
 
         If the engines' weights are float32, so is an adapter's base model (`FINER_ENGINES`).
@@ -339,23 +336,12 @@ class TrainerConfig(BaseModel):
             return values
         return {**entry_of(values.get("algorithm")).defaults, **values}
 
-    @field_validator("algorithm")
-    @classmethod
-    def _algorithm_is_known(cls, value: str) -> str:
-        check_name(value)
-        return value
-
     @field_validator("device")
     @classmethod
     def _device_is_known(cls, value: str) -> str:
         if value not in ("auto", "cpu", "cuda"):
             raise ValueError("must be auto, cpu or cuda; launcher.gpus says which GPUs a run uses")
         return value
-
-    @field_validator("rank_network")
-    @classmethod
-    def _network_has_a_name(cls, value: str) -> str:
-        return network_of(value)
 
     @field_validator("betas")
     @classmethod
@@ -400,8 +386,8 @@ class TrainerConfig(BaseModel):
     def _what_is_compiled_is_one_operation(self) -> Self:
         if self.compile and self.gradient_checkpointing == "selective":
             raise ValueError(
-                "gradient_checkpointing: selective does not work with compile: true, which makes "
-                "one operation of those that it selects from; choose true or false"
+                "gradient_checkpointing: selective does not work with compile: true, which fuses "
+                "the operations that it selects from; choose true or false"
             )
         if self.compile and self.sharding == "full":
             raise ValueError(
@@ -418,9 +404,7 @@ class TrainerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _the_reference_is_refreshed_one_way(self) -> Self:
-        settings = ("reference_refresh_steps", "reference_decay")
-        given = [name for name in settings if getattr(self, name) is not None]
-        if len(given) == len(settings):
+        if self.reference_refresh_steps is not None and self.reference_decay is not None:
             raise ValueError(
                 "reference_refresh_steps copies the policy, reference_decay averages it: choose one"
             )

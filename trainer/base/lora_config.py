@@ -55,8 +55,8 @@ class LoraConfig(BaseModel):
     def _no_dropout(cls, value: float) -> float:
         if value != 0:
             raise ValueError(
-                f"{value} is not possible: gradients would be of another policy than the one that "
-                "engines sample from. It must be 0"
+                f"{value} is not possible: the trainer's policy would differ from the one that "
+                "engines sample from. Set it to 0"
             )
         return value
 

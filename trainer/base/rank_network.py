@@ -28,7 +28,7 @@ def network_of(text: str) -> str:
         ) from None
     size = 24 if address.version == 4 else 64
     raise ValueError(
-        f"{text} is the address of one machine, and each rank's has its own: name their network, "
+        f"{text} is the address of a single machine; name the network that connects the ranks, "
         f"for example {ipaddress.ip_network((address, size), strict=False)}"
     )
 

@@ -20,8 +20,6 @@ checkpoints/step-000012/
 Nothing in a checkpoint is a pickle, so reading one never runs its writer's code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -39,6 +37,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.cuda import Stream
 from transformers import AutoTokenizer, PreTrainedModel
 
 from asyncrl.trainer.base.errors import CheckpointError, CheckpointUnwritable
@@ -52,25 +51,22 @@ from asyncrl.trainer.checkpoint.format.files import (
 )
 from asyncrl.trainer.checkpoint.format.index import INDEX, STATE, Part, merge, part_path, read_index
 from asyncrl.trainer.checkpoint.format.manifest import Published, check_settings, write_manifest
-from asyncrl.trainer.checkpoint.format.tensors import (
-    Box,
-    Held,
-    held_by,
-    load_tensors,
-    write_tensors,
-)
+from asyncrl.trainer.checkpoint.format.tensors import Held, held_by, load_tensors, write_tensors
 from asyncrl.trainer.checkpoint.trainer_lease import UNFENCED, TrainerLease
 from asyncrl.trainer.lora.files import ADAPTER, write_settings
 from asyncrl.trainer.model.memory_estimate import memory_left
-from asyncrl.trainer.optimizer.training_state import (
-    TrainingState,
-    random_targets,
-    set_random_states,
-)
+from asyncrl.trainer.optimizer.training_state import TrainingState
 from asyncrl.trainer.ranks.world import World, this_machine
 from asyncrl.wire.messages.from_trainer import CheckpointFault
 from asyncrl.wire.records.step import TrainedStep
 from asyncrl.wire.transport.atomic_files import replacing, sync
+
+logger = logging.getLogger(__name__)
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".msgpack", ".h5")
+_LOOK_SECONDS = 0.02
+_FAULTS = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, SafetensorError)
+"""Errors of reading a checkpoint that is not as written."""
 
 
 class Snapshot:
@@ -97,16 +93,14 @@ class Snapshot:
                 like = one.local
                 kept = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
             self._buffers[_key(one)] = kept
-        copies = [
-            replace(one, box=replace(one.box, local=self._buffers[_key(one)])) for one in held
-        ]
+        twins = [replace(one, box=replace(one.box, local=self._buffers[_key(one)])) for one in held]
         streams = _side_streams(held)
         self._error = None
         self._copying = threading.Thread(
-            target=self._copy, args=(held, copies, streams), name="snapshot", daemon=True
+            target=self._copy, args=(held, twins, streams), name="snapshot", daemon=True
         )
         self._copying.start()
-        return copies
+        return twins
 
     def needed(self, held: Sequence[Held]) -> int:
         """Bytes of additional host memory that a copy takes.
@@ -125,10 +119,7 @@ class Snapshot:
         left = memory_left()
         if left is None or needed <= left:
             return ""
-        return (
-            f"a copy of the training state takes {needed} bytes of this machine's memory, and "
-            f"{left} are left"
-        )
+        return f"a copy of the training state takes {needed} bytes of memory, and {left} are left"
 
     def wait(self) -> float:
         """Wait until everything is copied; return the seconds. Raises what the copy raised."""
@@ -144,10 +135,7 @@ class Snapshot:
             self._copying = None
 
     def _copy(
-        self,
-        held: Sequence[Held],
-        copies: Sequence[Held],
-        streams: dict[torch.device, torch.cuda.Stream],
+        self, held: Sequence[Held], copies: Sequence[Held], streams: dict[torch.device, Stream]
     ) -> None:
         try:
             with torch.no_grad():
@@ -163,16 +151,16 @@ def _key(one: Held) -> tuple[str, torch.dtype, torch.Size]:
     return one.name, one.local.dtype, one.local.shape
 
 
-def _side_streams(held: Sequence[Held]) -> dict[torch.device, torch.cuda.Stream]:
+def _side_streams(held: Sequence[Held]) -> dict[torch.device, Stream]:
     """Create a stream for each GPU, behind what is queued there."""
     streams = {}
     for device in {one.local.device for one in held if one.local.is_cuda}:
-        streams[device] = torch.cuda.Stream(device)
+        streams[device] = Stream(device)
         streams[device].wait_stream(torch.cuda.current_stream(device))
     return streams
 
 
-def _copy_one(source: Tensor, target: Tensor, stream: torch.cuda.Stream | None) -> None:
+def _copy_one(source: Tensor, target: Tensor, stream: Stream | None) -> None:
     if stream is not None:
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
@@ -186,14 +174,6 @@ def _copy_one(source: Tensor, target: Tensor, stream: torch.cuda.Stream | None) 
 def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     data: NDArray[np.uint8] = tensor.detach().view(-1).view(torch.uint8).numpy()
     return data
-
-
-logger = logging.getLogger(__name__)
-
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".msgpack", ".h5")
-_LOOK_SECONDS = 0.02
-_FAULTS = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, SafetensorError)
-"""Errors of reading a checkpoint that is not as written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,17 +215,15 @@ class Loaded:
     values: dict[str, Any]
 
 
-def pending(contents: Contents, snapshot: Snapshot | None, world: World) -> Pending:
+def pending(contents: Contents, snapshot: Snapshot | None, world: World) -> "Pending":
     """Prepare a checkpoint of all ranks; without `snapshot` the state is not copied. Collective."""
     held = held_by(contents.state.boxes(world.rank), world.rank)
     needed = 0 if snapshot is None else snapshot.needed(held)
     all_needed = world.gather(f"{needed} {this_machine()}".encode(), "memory of a checkpoint")
     lacking = "" if snapshot is None else snapshot.lacks(_needed_here(all_needed))
     if lacking:
-        logger.warning(
-            "trainer.async_checkpoints: training waits until this checkpoint is written: %s",
-            lacking,
-        )
+        text = "trainer.async_checkpoints: training waits until this checkpoint is written: %s"
+        logger.warning(text, lacking)
     if world.any(bool(lacking), "whether there is memory for a checkpoint"):
         snapshot = None
     word = world.gather(Place().word.encode(), "the name of a checkpoint")[0].decode()
@@ -261,8 +239,7 @@ def _needed_here(gathered: Sequence[bytes]) -> int:
 class Pending:
     """A checkpoint whose state is fixed and that is not written yet.
 
-    `held` is what this rank writes. Without `snapshot`, which copies the state, the state must not
-    change until the checkpoint is written.
+    `held` is what this rank writes. Without `snapshot` the state must not change before `write`.
     """
 
     def __init__(
@@ -396,14 +373,9 @@ def read(directory: Path, state: TrainingState, settings: dict[str, Any], rank: 
     check_settings(directory, manifest, settings)
     try:
         index = read_index(directory)
-        targets, rest = state.targets(index)
-        random = random_targets(index, rank)
-        load_tensors(
-            directory, index, targets | {name: Box.of(one) for name, one in random.items()}
-        )
+        targets, rest = state.targets(index, rank)
+        load_tensors(directory, index, targets)
         rest.apply()
-        # Last: building a model may draw random numbers.
-        set_random_states(random, rank)
     except CheckpointError as error:
         if str(directory) in str(error):
             raise

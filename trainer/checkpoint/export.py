@@ -23,13 +23,16 @@ from asyncrl.trainer.checkpoint.format.files import check_space
 from asyncrl.trainer.checkpoint.format.index import WEIGHTS, Index, read_index
 from asyncrl.trainer.checkpoint.format.manifest import Manifest, read_manifest, verify_files
 from asyncrl.trainer.checkpoint.format.tensors import Box, load_tensors
-from asyncrl.trainer.lora.adapter import converted, write_adapter
+from asyncrl.trainer.lora.adapter import write_adapter
 from asyncrl.trainer.lora.files import ADAPTER, CONFIG
 from asyncrl.wire.errors import WeightsReadError
 from asyncrl.wire.transport.atomic_files import sync
 from asyncrl.wire.weights.adapter import Pair, merge, merged, pairs_of
 from asyncrl.wire.weights.fingerprint import TensorSums, collect, name_of, sums_of
 from asyncrl.wire.weights.pretrained import causal_lm_without_weights, load_causal_lm
+
+_FILE_SIZE = "5GB"
+_POLICY = "weights/policy/"
 
 
 def settings_of_adapter(checkpoint: Path) -> dict[str, Any]:
@@ -45,33 +48,31 @@ def adapter_tensors(checkpoint: Path) -> dict[str, Tensor]:
     return {name.removeprefix(_POLICY): _read(checkpoint, index, name) for name in names}
 
 
-def merged_model(
-    checkpoint: Path, manifest: Manifest, dtype: torch.dtype | None
-) -> PreTrainedModel:
+def merged_model(folder: Path, manifest: Manifest, dtype: torch.dtype | None) -> PreTrainedModel:
     """Load the adapter's base model and merge the adapter into it.
 
     Raises CheckpointError if the base model is missing or has changed, or the result is not the
     weights that the engines received; OSError, ValueError or KeyError for unreadable files.
     """
-    settings = settings_of_adapter(checkpoint)
+    settings = settings_of_adapter(folder)
     scaling = settings["lora_alpha"] / settings["r"]
     try:
-        pairs = pairs_of(adapter_tensors(checkpoint).items())
+        pairs = pairs_of(adapter_tensors(folder).items())
     except WeightsReadError as error:
-        raise CheckpointError(f"{checkpoint}: {error}") from error
+        raise CheckpointError(f"{folder}: {error}") from error
     path = settings["base_model_name_or_path"]
     held = torch.bfloat16 if manifest.settings.get("dtype") == "bfloat16" else torch.float32
     try:
         model = load_causal_lm(path, held)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
-            f"the base model {path} of the adapter in {checkpoint} cannot be loaded: {error}"
+            f"the base model {path} of the adapter in {folder} cannot be loaded: {error}"
         ) from error
     own = model.state_dict(keep_vars=True)
     missing = sorted(pairs.keys() - own.keys())
     if missing:
-        raise CheckpointError(f"{checkpoint} adapts {missing[:3]}, which {path} lacks")
-    _compare(checkpoint, manifest, own, pairs, scaling)
+        raise CheckpointError(f"{folder} adapts {missing[:3]}, which {path} lacks")
+    _compare(folder, manifest, own, pairs, scaling)
     if dtype is not None:
         model = model.to(dtype)
     for name, parameter in model.state_dict(keep_vars=True).items():
@@ -81,11 +82,7 @@ def merged_model(
 
 
 def _compare(
-    checkpoint: Path,
-    manifest: Manifest,
-    own: dict[str, Tensor],
-    pairs: dict[str, Pair],
-    scaling: float,
+    folder: Path, manifest: Manifest, own: dict[str, Tensor], pairs: dict[str, Pair], scaling: float
 ) -> None:
     """Refuse another model than the one that was trained, if the engines' digest is known."""
     published = manifest.published or None
@@ -104,14 +101,10 @@ def _compare(
     whole = collect(named).whole
     if whole != published.digest:
         raise CheckpointError(
-            f"the adapter of {checkpoint}, merged into its model, differs from what the run's "
+            f"the adapter of {folder}, merged into its model, differs from what the run's "
             f"engines used at step {manifest.policy_version}: the digest is {whole}, not "
-            f"{published.digest}. The model was changed since"
+            f"{published.digest}. The base model has changed since"
         )
-
-
-_FILE_SIZE = "5GB"
-_POLICY = "weights/policy/"
 
 
 def export(checkpoint: Path, target: Path, dtype: torch.dtype | None = None) -> None:
@@ -138,7 +131,9 @@ def export_adapter(checkpoint: Path, target: Path, dtype: torch.dtype | None = N
     """Write the adapter of a checkpoint to `target`, a PEFT directory. Otherwise like `export`."""
     manifest = _verified(checkpoint, target)
     with _made_of(checkpoint, "an adapter"):
-        tensors = converted(adapter_tensors(checkpoint), dtype)
+        tensors = adapter_tensors(checkpoint)
+        if dtype is not None:
+            tensors = {name: one.to(dtype) for name, one in tensors.items()}
         settings = settings_of_adapter(checkpoint)
     with _written(target, sum(one.nbytes for one in tensors.values())) as temporary:
         write_adapter(temporary, tensors, settings)
@@ -150,7 +145,7 @@ def _verified(checkpoint: Path, target: Path) -> Manifest:
     manifest = read_manifest(checkpoint)
     verify_files(checkpoint, manifest, only=(*WEIGHTS, ADAPTER))
     if target.exists():
-        raise CheckpointError(f"{target} exists and is not replaced; choose another place")
+        raise CheckpointError(f"{target} exists and is not replaced; choose another path")
     return manifest
 
 

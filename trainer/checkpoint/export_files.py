@@ -84,8 +84,7 @@ def is_export_of(place: Path, checkpoint: Path, dtype: str | None = None) -> boo
     other_dtype = dtype is not None and dtype != record.dtype
     if record.manifest != read_manifest(checkpoint).sha256 or other_dtype:
         raise CheckpointError(
-            f"{place} was exported from another checkpoint than {checkpoint} is now; remove or "
-            "rename it"
+            f"{place} was exported from another state of {checkpoint}; remove or rename it"
         )
     try:
         verify_listed(place, record.files, RECORD)

@@ -67,9 +67,7 @@ class TrainerLease:
         except OSError:
             return
         if found and found != self._word.encode():
-            raise Superseded(
-                f"another trainer replaced this one ({self._path}), which now stops writing"
-            )
+            raise Superseded(f"another trainer replaced this one ({self._path}); it stops writing")
 
 
 UNFENCED = TrainerLease(Path(), "")

@@ -33,8 +33,7 @@ def attend(
     `rotated` `[T or more, (H + J) D]` are queries and keys of H `heads` and J `kv_heads`; `packed`
     `[T or more, (H + 2 J) D]` has the values last. Each of N segments has its first token in
     `starts`, one after its last in `ends`, and also attends to `shared` tokens from `places` on.
-    `scale` is that of the scores. Fills `out` `[T or more, H D]`, and `log_sums` `[T, H]` with the
-    logarithm of each softmax's denominator.
+    `scale` is that of the scores. Fills `out` `[T or more, H D]`, and `[T, H]` softmax `log_sums`.
     """
     size = rotated.shape[1] // (heads + kv_heads)
     group = heads // kv_heads

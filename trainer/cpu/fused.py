@@ -12,8 +12,6 @@ Shapes of the compiled loops, all float32: T packed tokens (some kernels also ta
 a block), C hidden size, I intermediate size, H query heads, J key/value heads, D head size.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,20 +29,21 @@ from asyncrl.trainer.cpu.layers import OnednnLinear, fast_linear, whole_blocks
 kernel = kernels_of("trainer/cpu", "rollout")
 
 _ONE = np.float32(1)
+MAX_LENGTH = 512
+"""Tokens of the longest sequence; beyond it torch's blocked attention is faster."""
+MAX_JOINED = 1 << 23
+"""Numbers of joined gate and up (32 MiB) from which transformers' MLP is used: glibc maps larger
+blocks afresh each time, and clearing their pages costs more than joining saves."""
 
 
 @kernel.of_vectors
 def norm(
-    states: FloatArray,
-    weight: FloatArray,
-    epsilon: np.float32,
-    inverse: FloatArray,
-    out: FloatArray,
+    states: FloatArray, weight: FloatArray, epsilon: np.float32, scales: FloatArray, out: FloatArray
 ) -> None:
-    """RMS norm (arXiv 1910.07467, eq. 4) of `[T, C]`; `inverse` `[T]` gets each row's factor."""
+    """RMS norm (arXiv 1910.07467, eq. 4) of `[T, C]`; `scales` `[T]` gets each row's factor."""
     for t in range(len(states)):
         factor = inverse_size(states[t], epsilon)
-        inverse[t] = factor
+        scales[t] = factor
         for c in range(states.shape[1]):
             out[t, c] = states[t, c] * factor * weight[c]
 
@@ -190,14 +189,6 @@ def rotate_backward(
                 for_weight[d] += grad[d] * x[d] * factor
 
 
-MAX_LENGTH = 512
-"""Tokens of the longest sequence; beyond it torch's blocked attention is faster."""
-
-MAX_JOINED = 1 << 23
-"""Numbers of joined gate and up (32 MiB) from which transformers' MLP is used: glibc maps larger
-blocks afresh each time, and clearing their pages costs more than joining saves."""
-
-
 class _AddNorm(torch.autograd.Function):
     """`[T, C]` states plus a change (or None): the sum and its RMS norm."""
 
@@ -258,8 +249,8 @@ class _Attention(torch.autograd.Function):
         packed: Tensor,
         query_norm: Tensor,
         key_norm: Tensor,
-        shape: _Heads,
-        sequences: _Sequences,
+        shape: "_Heads",
+        sequences: "_Sequences",
     ) -> Tensor:
         rotated = packed.new_empty(len(packed), (shape.heads + shape.kv_heads) * shape.size)
         out = packed.new_zeros(len(packed), shape.heads * shape.size)
@@ -364,10 +355,8 @@ class FusedDecoder:
             packed = _joined(normed, attention.q_proj, attention.k_proj, attention.v_proj)
             norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
             weights = [self._none if one is None else one.weight for one in norms]
-            mixed = _Attention.apply(packed, *weights, heads, sequences)
-            states, normed = _add_norm(
-                states, attention.o_proj(mixed), layer.post_attention_layernorm
-            )
+            mixed = attention.o_proj(_Attention.apply(packed, *weights, heads, sequences))
+            states, normed = _add_norm(states, mixed, layer.post_attention_layernorm)
             if 2 * len(ids) * inner.config.intermediate_size >= MAX_JOINED:
                 change = mlp(normed)
             else:
@@ -381,16 +370,12 @@ def _add_norm(states: Tensor, change: Tensor | None, module: Any) -> tuple[Tenso
     return total, normed
 
 
-def _joined(x: Tensor, *layers: nn.Linear) -> Tensor:
+def _joined(x: Tensor, *layers: Any) -> Tensor:
     """Compute linear layers with the same input as one product, outputs side by side."""
-    weights: list[Tensor] = [one.weight for one in layers]
-    weight = torch.cat(weights)
-    of_layers: list[Tensor | None] = [one.bias for one in layers]
-    biases = [one for one in of_layers if one is not None]
+    biases = [one.bias for one in layers if one.bias is not None]
     bias = torch.cat(biases) if biases else None
-    if isinstance(layers[0], OnednnLinear):
-        return fast_linear(x, weight, bias)
-    return linear(x, weight, bias)
+    compute = fast_linear if isinstance(layers[0], OnednnLinear) else linear
+    return compute(x, torch.cat([one.weight for one in layers]), bias)
 
 
 def _angles(inner: Any, positions: int) -> tuple[FloatArray, FloatArray]:

@@ -29,9 +29,14 @@ from asyncrl.trainer.lora.files import (
     why_not_started_from,
     write_settings,
 )
-from asyncrl.wire.weights.adapter import Pair, layer_of, merged, names_of, served_apart
+from asyncrl.wire.weights.adapter import layer_of, merged, names_of, pairs_of, served_apart
 from asyncrl.wire.weights.fingerprint import TensorSums, collect, fingerprint, sums_of
 from asyncrl.wire.weights.layout import Fingerprint, LoraSpec
+
+_NAME = "default"
+_BASE = ".base_layer."
+"""Inserted by peft into the names of an adapted layer's own parameters."""
+_LINEAR = {"Linear", "OnednnLinear"}
 
 
 def read_adapter(directory: Path, config: LoraConfig) -> dict[str, Tensor]:
@@ -49,27 +54,14 @@ def read_adapter(directory: Path, config: LoraConfig) -> dict[str, Tensor]:
     return dict(zip(names, found.values(), strict=True))
 
 
-def write_adapter(
-    directory: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> None:
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
     """Write a PEFT directory. Raises OSError, SafetensorError."""
-    directory.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     names = [PREFIX + name.replace(".default.weight", ".weight") for name in tensors]
     values = [one.detach().contiguous() for one in tensors.values()]
     contiguous = dict(zip(names, values, strict=True))
-    save_file(contiguous, directory / TENSORS, metadata={"format": "pt"})
-    write_settings(directory, settings)
-
-
-def converted(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Convert to another data type, if one is given."""
-    return {n: one if dtype is None else one.to(dtype) for n, one in tensors.items()}
-
-
-_NAME = "default"
-_BASE = ".base_layer."
-"""Inserted by peft into the names of an adapted layer's own parameters."""
-_LINEAR = {"Linear", "OnednnLinear"}
+    save_file(contiguous, folder / TENSORS, metadata={"format": "pt"})
+    write_settings(folder, settings)
 
 
 class Adapter:
@@ -140,7 +132,7 @@ class Adapter:
         One merged matrix exists at a time. Digests of weights without adapter are cached.
         """
         apart = self.config.serve == "adapter"
-        pairs = {} if apart else self._pairs()
+        pairs = {} if apart else pairs_of(self.tensors())
         named: list[tuple[str, TensorSums]] = []
         for name, tensor in self.base():
             if name in pairs:
@@ -184,14 +176,6 @@ class Adapter:
             a, b = names_of(name)
             found[a], found[b] = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
         return found
-
-    def _pairs(self) -> dict[str, Pair]:
-        return {
-            f"{name}.weight": Pair(
-                layer.lora_A[_NAME].weight.detach(), layer.lora_B[_NAME].weight.detach()
-            )
-            for name, layer in self.layers.items()
-        }
 
     @torch.no_grad()
     def _start_from(self, directory: Path) -> None:

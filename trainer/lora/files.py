@@ -20,13 +20,8 @@ PREFIX = "base_model.model."
 """Prefix of the layers' names in a PEFT file."""
 ADAPTER = "adapter"
 """Folder of a checkpoint with the settings of its adapter, if it has one."""
-_PLAIN: dict[str, Any] = {
-    "use_dora": False,
-    "use_rslora": False,
-    "bias": "none",
-    "lora_bias": False,
-    "fan_in_fan_out": False,
-}
+_OFF = ("use_dora", "use_rslora", "lora_bias", "fan_in_fan_out")
+_PLAIN: dict[str, Any] = {"bias": "none", **dict.fromkeys(_OFF, False)}
 """Required values: other variants are not trained here."""
 _EMPTY = ("rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform",
           "target_parameters", "trainable_token_indices", "layer_replication")  # fmt: skip

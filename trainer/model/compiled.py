@@ -25,6 +25,10 @@ from asyncrl.trainer.base.errors import UnsupportedModelError
 from asyncrl.trainer.cpu.layers import linear_forward, product, weight_gradient, whole_rows
 from asyncrl.trainer.model.packing import ATTENTION_NAME, packed_attention
 
+logger = logging.getLogger(__name__)
+
+BACKEND = "inductor"
+
 
 def results_of(run: Callable[[], Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the output of `run`, and gradients of a function of it by some parameters."""
@@ -46,11 +50,6 @@ def where_different(
         if not gap <= tolerance * (whole + 0.01 * size):
             return f"by {gap:.2g} of {whole:.2g}"
     return None
-
-
-logger = logging.getLogger(__name__)
-
-BACKEND = "inductor"
 
 
 def compile_blocks(

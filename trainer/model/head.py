@@ -8,11 +8,9 @@ arithmetic of the head, for memory that does not grow with N x V. Blocks of the 
 each row of the weight's gradient once. Top-k, top-p and min-p need whole rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -59,12 +57,11 @@ class LogitMap:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> LogitMap:
+    def of(cls, config: PretrainedConfig) -> Self:
         """Scale and cap of a model's own head: Granite, Cohere, Gemma."""
         text: Any = config.get_text_config()
-        scale = getattr(text, "logit_scale", None) or 1 / (
-            getattr(text, "logits_scaling", None) or 1.0
-        )
+        divisor = getattr(text, "logits_scaling", None) or 1.0
+        scale = getattr(text, "logit_scale", None) or 1 / divisor
         return cls(scale=scale, softcap=getattr(text, "final_logit_softcapping", None))
 
     def applied(self, x: Tensor) -> Tensor:
@@ -211,9 +208,8 @@ class _Score(torch.autograd.Function):
             torch.zeros_like(weight) if ctx.needs_input_grad[1] else None,
             torch.zeros_like(bias) if ctx.needs_input_grad[2] else None,
         )
-        backward = (
-            _by_rows_backward if plan.processing.truncation.is_active else _by_vocabulary_backward
-        )
+        truncated = plan.processing.truncation.is_active
+        backward = _by_rows_backward if truncated else _by_vocabulary_backward
         backward(plan, inputs, log_sums, grads[0], out)
         for_hidden = None if out.hidden is None else out.hidden.to(hidden.dtype)
         return for_hidden, out.weight, out.bias, None, None

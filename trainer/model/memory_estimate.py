@@ -26,6 +26,25 @@ logger = logging.getLogger(__name__)
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """Constants of glibc's malloc.h."""
 _NEVER = (1 << 31) - 1
+GIB = 2**30
+ACTIVATIONS_FACTOR = 1.5
+"""Measured activations are between 1 / this and this times the estimate (tests/trainer)."""
+_PROCESS = int(0.6 * GIB)
+"""Memory of a process that has loaded torch, on a CPU; of CUDA's context and libraries on a GPU."""
+_LOGITS_AT_ONCE = 1 << 25
+_BLOCK = {False: 1 << 23, True: 1 << 26}
+"""`LOGIT_BUDGET` and `BLOCK` of `asyncrl.trainer.model.head`, without and with a GPU."""
+FULL = 0.92
+"""Share of a GPU's memory that a step may need by estimate: the varying part is estimated within
+ACTIVATIONS_FACTOR, and the driver reserves about 1%."""
+_NCCL = 1 * GIB
+"""NCCL's memory on each GPU: buffers of 4 MiB for each of 32 channels and 4 connections of a
+channel are 0.5 GiB; about as much is for its other protocols, its kernels and the driver."""
+_WORKSPACES = 96 << 20
+"""32 MiB each for cuBLAS (on Hopper), cuBLASLt and attention."""
+_FRAGMENTED = 0.05
+"""Share of the varying part: the allocator keeps blocks that no later tensor fits."""
+_OF_THE_HOST = ("host_moments", "host_copy", "published")
 
 
 def keep_freed_memory() -> bool:
@@ -95,26 +114,6 @@ def _number(path: Path) -> int | None:
         return None
 
 
-GIB = 2**30
-ACTIVATIONS_FACTOR = 1.5
-"""Measured activations are between 1 / this and this times the estimate (tests/trainer)."""
-_PROCESS = int(0.6 * GIB)
-"""Memory of a process that has loaded torch, on a CPU; of CUDA's context and libraries on a GPU."""
-_LOGITS_AT_ONCE = 1 << 25
-_BLOCK = {False: 1 << 23, True: 1 << 26}
-"""`LOGIT_BUDGET` and `BLOCK` of `asyncrl.trainer.model.head`, without and with a GPU."""
-FULL = 0.92
-"""Share of a GPU's memory that a step may need by estimate: the varying part is estimated within
-ACTIVATIONS_FACTOR, and the driver reserves about 1%."""
-_NCCL = 1 * GIB
-"""NCCL's memory on each GPU: buffers of 4 MiB for each of 32 channels and 4 connections of a
-channel are 0.5 GiB; about as much is for its other protocols, its kernels and the driver."""
-_WORKSPACES = 96 << 20
-"""32 MiB each for cuBLAS (on Hopper), cuBLASLt and attention."""
-_FRAGMENTED = 0.05
-"""Share of the varying part: the allocator keeps blocks that no later tensor fits."""
-
-
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The numbers of a model's config.json that determine memory."""
@@ -144,15 +143,13 @@ class ModelShape:
             intermediate = int(config["intermediate_size"])
         except (KeyError, TypeError, ValueError):
             return None
-        kv_heads = int(config.get("num_key_value_heads") or heads)
+        kv = int(config.get("num_key_value_heads") or heads)
         size = int(config.get("head_dim") or hidden // max(1, heads))
         tied = bool(config.get("tie_word_embeddings", False))
         if parameters is None:
-            layer = hidden * size * (2 * heads + 2 * kv_heads) + 3 * hidden * intermediate
+            layer = hidden * size * (2 * heads + 2 * kv) + 3 * hidden * intermediate
             parameters = layers * (layer + 2 * hidden) + vocabulary * hidden * (1 if tied else 2)
-        return cls(
-            parameters, hidden, layers, intermediate, heads, kv_heads, size, vocabulary, tied
-        )
+        return cls(parameters, hidden, layers, intermediate, heads, kv, size, vocabulary, tied)
 
 
 def adapter_parameters(shape: ModelShape, config: LoraConfig) -> int:
@@ -164,9 +161,6 @@ def adapter_parameters(shape: ModelShape, config: LoraConfig) -> int:
     names = all_linear if isinstance(config.targets, str) else config.targets
     block = sum(hidden + of_attention.get(name, middle) for name in names)
     return config.rank * block * shape.layers
-
-
-_OF_THE_HOST = ("host_moments", "host_copy", "published")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,12 +211,9 @@ class StepMemory:
 
     def kinds(self) -> list[tuple[str, int]]:
         """Kinds on the device, largest first, without zeros."""
-        found = [
-            (one.name, getattr(self, one.name))
-            for one in fields(self)
-            if one.name not in _OF_THE_HOST
-        ]
-        return sorted(((n, size) for n, size in found if size), key=lambda one: -one[1])
+        names = [one.name for one in fields(self) if one.name not in _OF_THE_HOST]
+        found = [(name, size) for name in names if (size := getattr(self, name))]
+        return sorted(found, key=lambda one: -one[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +251,8 @@ def step_memory(
     weights = int(count * own) + (_low_copies(shape, config) if low and not full else 0)
     if adapter:
         weights = count * (2 if low else width) + adapter * width
-    copy = _copy(shape, config, trained * width // config.ranks + moments)
+    copy = (trained * width // config.ranks + moments) * config.async_checkpoints
+    copy += copy * shape.critic // max(1, count)
     logits = _head(shape, config, samples, on_gpu=on_gpu)
     gathered = _gathered(shape, config) if full else 0
     varying = logits + gathered + activations * (2 if shape.critic else 1)
@@ -281,13 +273,6 @@ def step_memory(
         host_moments=moments if config.optimizer_offload else 0,
         published=2 * adapter * 4 if adapter else 2 * count * engine_bytes,
     )
-
-
-def _copy(shape: ModelShape, config: TrainerConfig, of_policy: int) -> int:
-    """A rank's part of a checkpoint: of the weights and moments."""
-    if not config.async_checkpoints:
-        return 0
-    return of_policy + of_policy * shape.critic // max(1, shape.parameters)
 
 
 def _low_copies(shape: ModelShape, config: TrainerConfig) -> int:

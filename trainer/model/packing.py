@@ -14,12 +14,11 @@ GPU in 16 bits (`asyncrl.trainer.model.varlen`) and on a CPU unless sequences ar
 backward pass, so memory grows with the sequence, not its square, at three times a kernel's cost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -39,6 +38,16 @@ from asyncrl.trainer.model import varlen
 
 SCORE_BUDGET = 1 << 25
 """Scores (numbers) in memory at once."""
+ATTENTION_NAME = "asyncrl_packed"
+WORTHWHILE = 1024
+"""Padded slots that several blocks must save to be used."""
+_SIMILAR = 0.8
+"""A block's sequences have at least this share of the tokens of its first one, and no more."""
+_PLAIN_ARGUMENTS = {
+    *("position_ids", "use_cache", "cache_position", "layer_idx", "output_attentions"),
+    "output_router_logits",
+}
+"""Arguments of some models' attention calls that do not affect the result."""
 
 
 def capped_attention(
@@ -67,11 +76,9 @@ def capped_attention(
         low = 0 if window is None else max(0, start + 1 - window)
         block = partial(_attend, first=start, low=low, scale=scale, window=window, softcap=softcap)
         parts = (query[:, :, start:end], key[:, :, low:end], value[:, :, low:end], sinks)
-        out.append(
-            block(*parts)
-            if rows >= length
-            else checkpoint(block, *parts, use_reentrant=False, preserve_rng_state=False)
-        )
+        if rows < length:
+            block = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+        out.append(block(*parts))
     return out[0] if len(out) == 1 else torch.cat(out, 2)
 
 
@@ -99,20 +106,6 @@ def _attend(
     scores = scores.masked_fill(hidden, -torch.inf)
     by_head = None if sinks is None else sinks.view(1, -1, 1, 1)
     return weights_of(scores, by_head).to(value.dtype) @ value
-
-
-ATTENTION_NAME = "asyncrl_packed"
-
-WORTHWHILE = 1024
-"""Padded slots that several blocks must save to be used."""
-_SIMILAR = 0.8
-"""A block's sequences have at least this share of the tokens of its first one, and no more."""
-
-_PLAIN_ARGUMENTS = {
-    *("position_ids", "use_cache", "cache_position", "layer_idx", "output_attentions"),
-    "output_router_logits",
-}
-"""Arguments of some models' attention calls that do not affect the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +156,7 @@ class Layout:
     """First token, one after the last, place in the row of what it shares, number of shared tokens;
     in the order of the row, without empty ones. Tokens attend to these and to their own segment."""
     families: tuple[tuple[int, int, int, int], ...]
-    """Place in the row, number of tokens, first sequence, one after the last, of families that
-    share tokens."""
+    """Place in the row, number of tokens, first sequence, one after the last: of what is shared."""
 
     _keys: list[varlen.Keys] = field(default_factory=list)
 
@@ -175,15 +167,13 @@ class Layout:
         return self._keys[0]
 
     @classmethod
-    def of(
-        cls, lengths: Sequence[int], device: torch.device, families: Sequence[Family] = ()
-    ) -> Layout:
+    def of(cls, lengths: Sequence[int], device: torch.device, kin: Sequence[Family] = ()) -> Self:
         """Lay out sequences of these lengths (each at least 1), one after another.
 
-        `families` share at most their shortest sequence; together they are all sequences, in order.
+        Families `kin` share at most their shortest sequence; they are all sequences, in order.
         """
         counts = np.asarray(lengths, np.int64)
-        kin = families or [Family(len(lengths))]
+        kin = kin or [Family(len(lengths))]
         sizes = [one.sequences for one in kin]
         shared = np.repeat([one.shared for one in kin], sizes)
         firsts = np.cumsum([0, *sizes])[:-1]
@@ -385,12 +375,12 @@ class PackedBatch:
         sequences: Sequence[tuple[IntArray, IntArray]],
         device: torch.device,
         trained: Sequence[BoolArray] | None = None,
-    ) -> PackedBatch:
+    ) -> Self:
         """Pack (prompt `[P]`, response `[L]`) pairs in order; P and L at least 1.
 
         The last response token predicts nothing, so the row lacks it. A prompt that consecutive
-        pairs share comes once, before their responses. `trained` `[L]` selects the scored tokens of
-        each response, by default all.
+        pairs share comes once, before their responses. `trained` `[L]` selects each response's
+        scored tokens.
         """
         families: list[Family] = []
         rows: list[IntArray] = []
@@ -426,7 +416,7 @@ class PackedBatch:
     @classmethod
     def of_samples(
         cls, trajectories: Sequence[Trajectory], device: torch.device, *, one_more: bool = False
-    ) -> PackedBatch:
+    ) -> Self:
         """Pack the contexts of samples, in order; `one_more` as in `contexts_of`."""
         contexts = [c for one in trajectories for c in contexts_of(one, one_more=one_more)]
         pairs = [(one.prompt, one.response) for one in contexts]
@@ -443,11 +433,6 @@ def groupby_prompt(
     sequences: Sequence[tuple[IntArray, IntArray]],
 ) -> Iterator[tuple[IntArray, list[IntArray]]]:
     """Group consecutive sequences by equal prompts, with their responses."""
-    first, alike = sequences[0][0], [sequences[0][1]]
-    for prompt, response in sequences[1:]:
-        if np.array_equal(prompt, first):
-            alike.append(response)
-        else:
-            yield first, alike
-            first, alike = prompt, [response]
-    yield first, alike
+    for _, pairs in groupby(sequences, key=lambda pair: pair[0].tobytes()):
+        prompts, responses = zip(*pairs, strict=True)
+        yield prompts[0], list(responses)

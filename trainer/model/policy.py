@@ -41,6 +41,23 @@ from asyncrl.trainer.model.head import LogitMap, Processing, TokenScores, proces
 from asyncrl.trainer.model.model_loading import load_model
 from asyncrl.trainer.model.packing import ATTENTION_NAME, PackedBatch
 
+logger = logging.getLogger(__name__)
+
+_ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "torch_attn::_varlen_attn",
+}
+_PRODUCTS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "mkldnn::_linear_pointwise": (0, 1)}
+"""Positions of the input and the weight among the arguments."""
+T = TypeVar("T")
+_LEAST_ROUNDING, _MOST_ROUNDING = 0.02, 0.25
+"""Relative difference of a sequence's logits in 16 bits that rounding always explains, and that it
+never explains. Small models of two layers have 0.001 to 0.008."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
 
 def has_experts(model: PreTrainedModel) -> bool:
     """Return True if a model is a mixture of experts."""
@@ -60,31 +77,8 @@ def why_no_routes(model: PreTrainedModel) -> str | None:
 
 def check_routes(model: PreTrainedModel, config: TrainerConfig) -> None:
     """Raise UnsupportedModelError if the router loss is wanted and cannot be computed."""
-    if config.router_loss_coefficient == 0:
-        return
-    reason = why_no_routes(model)
-    if config.algorithm == "ppo" and config.critic.shared_trunk:
-        reason = "it is not implemented with trainer.critic.shared_trunk"
-    if reason is not None:
+    if config.router_loss_coefficient and (reason := why_no_routes(model)) is not None:
         raise UnsupportedModelError(f"trainer.router_loss_coefficient: {reason}; set it to 0")
-
-
-def routes_of(model: PreTrainedModel, output: Any, predictors: Tensor) -> Routes:
-    """Router logits at `predictors` `[N]`, from an output with `output_router_logits`."""
-    config: Any = model.config.get_text_config()
-    logits = tuple(one.flatten(0, -2)[predictors] for one in output.router_logits)
-    return Routes(logits, int(config.num_experts_per_tok))
-
-
-_ATTENTION = {
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "torch_attn::_varlen_attn",
-}
-_PRODUCTS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "mkldnn::_linear_pointwise": (0, 1)}
-"""Positions of the input and the weight among the arguments."""
 
 
 def _policy(_context: Any, op: Any, *args: Any, **_options: Any) -> CheckpointPolicy:
@@ -100,15 +94,6 @@ def _is_kept(op: Any, args: tuple[Any, ...]) -> bool:
     x, weight = (args[place] for place in _PRODUCTS[name])
     wide = weight.shape[0] if name.startswith("mkldnn") else weight.shape[1]
     return bool(wide <= x.shape[-1])
-
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-_LEAST_ROUNDING, _MOST_ROUNDING = 0.02, 0.25
-"""Relative difference of a sequence's logits in 16 bits that rounding always explains, and that it
-never explains. Small models of two layers have 0.001 to 0.008."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 class Policy:
@@ -163,7 +148,7 @@ class Policy:
         # among ranks is still on the CPU, whose kernels say nothing about those of its device.
         if self._compute_dtype != self.model.dtype and not self.is_sharded:
             self._check_packing_as_trained(model_path)
-        _set_modes(self.model, gradient_checkpointing=gradient_checkpointing)
+        _set_modes(self.model, recomputes=gradient_checkpointing)
         if compiled:
             batch = PackedBatch.of(_two_sequences(self.vocab_size), device)
             compile_blocks(self.model, model_path, lambda: self.hidden(batch), self._compute_dtype)
@@ -270,8 +255,12 @@ class Policy:
             return self._fused.hidden(batch.tokens, batch.layout), None
         more = {"output_router_logits": True} if with_routes else {}
         out = self.model.base_model(**_inputs(batch), **more)
-        routes = routes_of(self.model, out, batch.predictors) if with_routes else None
-        return out.last_hidden_state[0], routes
+        hidden: Tensor = out.last_hidden_state[0]
+        if not with_routes:
+            return hidden, None
+        logits = tuple(one.flatten(0, -2)[batch.predictors] for one in out.router_logits)
+        chosen = int(self.model.config.get_text_config().num_experts_per_tok)
+        return hidden, Routes(logits, chosen)
 
     def _logits_of_model(self, batch: PackedBatch) -> Tensor:
         out = self.model(**_inputs(batch), logits_to_keep=batch.predictors)
@@ -287,9 +276,7 @@ class Policy:
         try:
             packed = self._logits_of_model(batch)
         except (UnsupportedModelError, TypeError) as error:
-            raise UnsupportedModelError(
-                f"{model_path} cannot be trained packed: {error}"
-            ) from error
+            raise UnsupportedModelError(f"{model_path} cannot be packed: {error}") from error
         if not _close(packed, want):
             _refuse_weights_that_are_not_finite(self.model, model_path)
             raise UnsupportedModelError(
@@ -301,9 +288,7 @@ class Policy:
         assert self._head is not None  # noqa: S101 - for the type checker
         plain = self._logits.applied(self._head(self._hidden(batch)[batch.predictors]))
         if plain.shape != want.shape or not _close(plain, want):
-            logger.info(
-                "%s transforms its logits, so its own forward pass computes them", model_path
-            )
+            logger.info("%s transforms its logits: its own forward pass computes them", model_path)
             self._head = None
 
     @torch.no_grad()
@@ -346,9 +331,8 @@ class Policy:
             return
         parameters = list(fused.first_layer.parameters())
         want = results_of(lambda: self._hidden(batch), parameters)
-        got = results_of(
-            lambda: fused.hidden(batch.tokens, batch.layout)[: len(want[0])], parameters
-        )
+        count = len(want[0])
+        got = results_of(lambda: fused.hidden(batch.tokens, batch.layout)[:count], parameters)
         gap = where_different(got, want)
         if gap is not None:
             logger.warning("fused layers are not used, since their results differ %s", gap)
@@ -424,22 +408,18 @@ def _tokens(numbers: Sequence[int], vocabulary: int) -> IntArray:
     return np.array(numbers, np.int32) % vocabulary
 
 
-def _set_modes(
-    model: PreTrainedModel, *, gradient_checkpointing: bool | Literal["selective"]
-) -> None:
+def _set_modes(model: PreTrainedModel, *, recomputes: bool | Literal["selective"]) -> None:
     """Disable dropout everywhere: the trainer's log-probabilities must equal the engine's.
 
     Gradient checkpointing works only in training mode, so only its layers get that mode.
     """
     model.eval()
-    if not gradient_checkpointing:
+    if not recomputes:
         return
     if not model.supports_gradient_checkpointing:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not support gradient_checkpointing"
-        )
+        raise UnsupportedModelError(f"{type(model).__name__} lacks gradient checkpointing")
     options: dict[str, Any] = {"use_reentrant": False}
-    if gradient_checkpointing == "selective":
+    if recomputes == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     for module in model.modules():

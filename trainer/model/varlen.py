@@ -11,12 +11,10 @@ The kernel is for 16-bit types on CUDA; all else is padded (`trainer.model.packi
 fewer queries than keys, its causal mask is that of the last queries.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -45,7 +43,7 @@ class Keys:
     max_keys: int
 
     @classmethod
-    def of(cls, segments: Sequence[tuple[int, int, int, int]], device: torch.device) -> Keys:
+    def of(cls, segments: Sequence[tuple[int, int, int, int]], device: torch.device) -> Self:
         """Derive from `Layout.segments`."""
         starts, ends, _, shared = np.array(segments, np.int64).T
         queries = ends - starts
@@ -83,9 +81,7 @@ class _InOrder(torch.autograd.Function):
 
 def _kind(query: Tensor) -> torch.dtype:
     device = query.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return query.dtype
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
 
 
 def serves(query: Tensor) -> bool:
@@ -94,21 +90,14 @@ def serves(query: Tensor) -> bool:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Keys,
-    *,
-    scale: float | None,
-    window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, keys: Keys, *, scale: float | None, window: int | None
 ) -> Tensor:
     """Causal attention within segments: `[1, H, T, D]` and `[1, H_kv, T, D]` to `[1, T, H, D]`.
 
-    The scale of the scores defaults to 1 over the root of D; `window` is the most keys that a token
-    attends to, by default all before it.
+    The scores' scale defaults to 1 / sqrt(D). A token attends to `window` keys, by default all.
     """
-    kind = _kind(query)
-    queries, heads, values = (one[0].transpose(0, 1).to(kind) for one in (query, key, value))
+    kind = _kind(q)
+    queries, heads, values = (one[0].transpose(0, 1).to(kind) for one in (q, k, v))
     if keys.order is not None:
         heads, values = (_InOrder.apply(one, keys.order) for one in (heads, values))
     shared = queries.shape[1] // heads.shape[1]
@@ -117,17 +106,9 @@ def attend(
         grouped = {"enable_gqa": shared > 1}
     elif shared > 1:
         heads, values = (one.repeat_interleave(shared, 1) for one in (heads, values))
-    out = varlen_attn(
-        queries.contiguous(),
-        heads.contiguous(),
-        values.contiguous(),
-        keys.query_ends,
-        keys.key_ends,
-        keys.max_queries,
-        keys.max_keys,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        **grouped,
-    )
+    queries, heads, values = (one.contiguous() for one in (queries, heads, values))
+    ends = (keys.query_ends, keys.key_ends, keys.max_queries, keys.max_keys)
+    seen = (-1 if window is None else window - 1, 0)
+    out = varlen_attn(queries, heads, values, *ends, scale=scale, window_size=seen, **grouped)
     assert isinstance(out, Tensor)  # noqa: S101 - a tuple only where more is asked for
     return out[None]

@@ -5,40 +5,23 @@ being trained. An estimator is unbiased if its expectation is a positive multipl
 for all prompts. tests/trainer/test_estimators.py checks this module against exact expectations.
 """
 
-from dataclasses import dataclass
-
-from asyncrl.trainer.base.algorithm_registry import entry_of, is_own
+from asyncrl.trainer.base.algorithm_registry import entry_of
 from asyncrl.trainer.base.config import TrainerConfig
 
 _CLIPS_TOWARDS_THE_STEP = ("dapo", "dr_grpo", "grpo", "ppo")
 """Biased with `proximal_policy: current`."""
 _SCALED_BY_GROUP = ("cispo", "dapo", "grpo", "gspo")
 _OTHER_OBJECTIVES = (
-    "overlong_buffer",
-    "mask_truncated_completions",
-    "kl_coefficient",
-    "router_loss_coefficient",
+    *("overlong_buffer", "mask_truncated_completions", "kl_coefficient", "router_loss_coefficient"),
 )
 """Settings with which the expected reward of the task alone is not what is maximised."""
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Known biases of a configuration."""
-
-    known: bool
-    """False for a user's algorithm."""
-    biases: tuple[str, ...]
-    """Reasons why it differs from the policy gradient, as in docs/algorithms.md; perhaps none."""
-
-
-def estimate_of(config: TrainerConfig, *, stale: bool) -> Estimate:
-    """Estimate the biases of the trainer's settings.
+def biases_of(config: TrainerConfig, *, stale: bool) -> tuple[str, ...]:
+    """Return why the estimator of asyncrl's own algorithm is biased, as in docs/algorithms.md.
 
     `stale` tokens may be of an older policy than the step's, as are those after its first update.
     """
-    if is_own(config.algorithm):
-        return Estimate(known=False, biases=())
     kind = config.loss_normalization
     found = ["" if kind == "sample" else f"loss_normalization: {kind}", _of_advantages(config)]
     found += [name for name in _OTHER_OBJECTIVES if getattr(config, name)]
@@ -48,7 +31,7 @@ def estimate_of(config: TrainerConfig, *, stale: bool) -> Estimate:
         found.append(_of_stale_tokens(config))
     if config.ppo_epochs > 1:
         found.append("samples seen before")
-    return Estimate(known=True, biases=tuple(one for one in found if one))
+    return tuple(one for one in found if one)
 
 
 def _of_advantages(config: TrainerConfig) -> str:

@@ -29,10 +29,9 @@ from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.rollout.trajectory import BoolArray, Trajectory
 from asyncrl.trainer.algorithms.base import behaviour_logprobs_of, to_device
 
 MIN_TOKENS = 64
@@ -110,10 +109,7 @@ ROUTED_TENSOR_CORES = Limits(mean=0.3, slope=0.06)
 
 
 def disagreement_of(
-    logprobs: Tensor,
-    entropy: Tensor,
-    trajectories: Sequence[Trajectory],
-    counted: NDArray[np.bool_],
+    logprobs: Tensor, entropy: Tensor, trajectories: Sequence[Trajectory], counted: BoolArray
 ) -> Tensor:
     """Return `[B, SUMS]` float64 sums over the tokens of each trajectory, on the device, unread.
 
@@ -126,9 +122,8 @@ def disagreement_of(
     gap = (logprobs - to_device(recorded, device)).clamp(-1.0, 1.0)
     slope = logprobs + entropy.detach().double()
     ones, sign = torch.ones_like(gap), slope.sign()
-    columns = torch.stack(
-        [ones, gap.abs(), gap**2, gap * slope, slope**2, gap * sign, slope.abs()], 1
-    )
+    parts = [ones, gap.abs(), gap**2, gap * slope, slope**2, gap * sign, slope.abs()]
+    columns = torch.stack(parts, 1)
     lengths = [one.trained_count for one in trajectories]
     owner = to_device(np.repeat(np.arange(len(lengths)), lengths), device)
     sums = columns.new_zeros(len(lengths), SUMS).index_add_(0, owner, columns)

@@ -1,17 +1,14 @@
 """The sums of one optimizer step, and the record made of them.
 
-Sums over tokens stay on the device until the end of the step: reading a number makes the host wait
-for everything submitted to the device.
+Sums over tokens stay on the device until the step ends: reading one makes the host wait for it.
 """
-
-from __future__ import annotations
 
 import math
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -130,17 +127,8 @@ class StepTotals:
         ratio = gap.exp()
         # k3 of Schulman's "Approximating KL divergence": unbiased for KL(behaviour || current).
         kl = ratio - 1 - gap
-        sums = (
-            loss.loss,
-            scores.entropy.double().sum(),
-            scores.outside.sum(),
-            ratio.sum(),
-            gap.abs().sum(),
-            kl.sum(),
-            fresh.sum(),
-            (gap.abs() * fresh).sum(),
-            (kl * fresh).sum(),
-        )
+        by_token = (scores.outside, ratio, gap.abs(), kl, fresh, gap.abs() * fresh, kl * fresh)
+        sums = (loss.loss, scores.entropy.double().sum(), *(one.sum() for one in by_token))
         reported = {**loss.sums, **{f"{_PART}{name}": one for name, one in loss.parts.items()}}
         new = _OnDevice(
             tuple((name, one.numel()) for name, one in reported.items()),
@@ -174,7 +162,7 @@ class StepTotals:
                 old = self.signal_sums.get(name, [0.0] * count)
                 self.signal_sums[name] = list(map(operator.add, old, new))
 
-    def absorb_loss(self, other: StepTotals) -> None:
+    def absorb_loss(self, other: Self) -> None:
         """Add the loss, signals and computed tokens of another optimizer step."""
         self.computed += other.computed
         self.sums = self.sums._replace(loss=self.sums.loss + other.sums.loss)

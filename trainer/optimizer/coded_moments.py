@@ -4,8 +4,7 @@ A code is a power: 0.9 of the block's largest number, 0.8, ... down to a million
 millionth of a millionth for the second moment, which is a square). Neighbours differ by an eighth
 everywhere, so a weight with small gradients next to one with large ones keeps its own step. A
 number between two codes takes one of them at random, in proportion, so the expected value is exact.
-The second moment has no code for 0: a second moment of 0 with a nonzero first one would be an
-unbounded step.
+The second moment has no code for 0: with a nonzero first one that would be an unbounded step.
 
 Blocks do not cross rows, so a checkpoint's rows can be dealt to another number of ranks. (Blocks:
 arXiv 2110.02861, section 2.1, which rounds to the nearest code of a fixed table.)
@@ -73,11 +72,6 @@ class Code:
 
 
 CODES = {"exp_avg": Code(signed=True, decades=6.0), "exp_avg_sq": Code(signed=False, decades=12.0)}
-
-
-def is_coded(parameter: Tensor) -> bool:
-    """Return True if a parameter's moments are coded: those of matrices; vectors are small."""
-    return parameter.ndim >= 2
 
 
 def empty(parameter: Tensor) -> dict[str, Tensor]:

@@ -9,8 +9,6 @@ The same holds in 8 bits (`asyncrl.trainer.optimizer.coded_moments`).
 Slices of a parameter are brought to the device one by one, so only one has float32 moments.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -35,6 +33,7 @@ SLICE = {"cpu": 1 << 18, "cuda": 1 << 26}
 _CODED_SHARE = 8
 """Divisor of a slice for coded moments: coding needs this many numbers for each."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_KEPT_AS = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.uint8}
 
 
 class SmallAdamW(torch.optim.Optimizer):
@@ -55,9 +54,8 @@ class SmallAdamW(torch.optim.Optimizer):
         moments: torch.dtype | None = None,
         on_host: bool = False,
     ) -> None:
-        super().__init__(
-            groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(groups, defaults)
         self._moments, self.on_host = moments, on_host
 
     @torch.no_grad()
@@ -107,7 +105,7 @@ class SmallAdamW(torch.optim.Optimizer):
                     place.copy_(kept, non_blocking=True)
 
     def _update_coded(
-        self, state: dict[str, Any], weights: Tensor, grads: Tensor, update: _Step, size: int
+        self, state: dict[str, Any], weights: Tensor, grads: Tensor, update: "_Step", size: int
     ) -> None:
         for part in coded_moments.parts(weights, size // _CODED_SHARE):
             kept = [(state[name].flatten(1)[part], state[name + SCALE][part]) for name in _MOMENTS]
@@ -129,7 +127,7 @@ class SmallAdamW(torch.optim.Optimizer):
         return {name: self._placed(one, whole) for name, one in made.items()}
 
     def _is_coded(self, whole: Tensor) -> bool:
-        return self._moments == torch.uint8 and coded_moments.is_coded(whole)
+        return self._moments == torch.uint8 and whole.ndim >= 2  # vectors are small
 
     def _placed(self, moment: Tensor, parameter: Tensor) -> Tensor:
         if not self.on_host:
@@ -139,7 +137,7 @@ class SmallAdamW(torch.optim.Optimizer):
 
     def _kept(self, moment: Tensor, parameter: Tensor, *, is_scale: bool) -> Tensor:
         kind = self._moments
-        if is_scale or (kind == torch.uint8 and not coded_moments.is_coded(parameter)):
+        if is_scale or (kind == torch.uint8 and parameter.ndim < 2):
             kind = None
         return self._placed(moment.to(kind or parameter.dtype), parameter)
 
@@ -168,9 +166,6 @@ def round_by_chance(value: Tensor) -> Tensor:
     bits = value.float().view(torch.int32)
     noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
     return (bits + noise).bitwise_and_(-(1 << 16)).view(torch.float32).to(torch.bfloat16)
-
-
-_KEPT_AS = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.uint8}
 
 
 def learning_rate(
@@ -228,17 +223,11 @@ def make_adamw(
         {"params": [p for p, decays in kinds if not decays], "weight_decay": 0.0},
     ]
     present = [group for group in groups if group["params"]]
-    rate, betas, epsilon = config.learning_rate, config.betas, config.adam_epsilon
+    same: Any = {"lr": config.learning_rate, "betas": config.betas, "eps": config.adam_epsilon}
     if config.optimizer_state != "float32" or config.optimizer_offload:
-        return SmallAdamW(
-            present,
-            lr=rate,
-            betas=betas,
-            eps=epsilon,
-            moments=_KEPT_AS[config.optimizer_state],
-            on_host=config.optimizer_offload,
-        )
-    return torch.optim.AdamW(present, lr=rate, betas=betas, eps=epsilon, fused=True)
+        kind, on_host = _KEPT_AS[config.optimizer_state], config.optimizer_offload
+        return SmallAdamW(present, **same, moments=kind, on_host=on_host)
+    return torch.optim.AdamW(present, **same, fused=True)
 
 
 def scale_and_clip(

@@ -7,11 +7,8 @@ random/RANK/cpu, random/RANK/cuda.0 random states of each rank
 ```
 
 A rank holds a box of a sharded parameter and its moments. Names do not depend on the number of
-ranks, so 2 ranks can load what 8 saved. An optimizer's settings (learning rate, weight decay) come
-from the configuration and are not part of it.
+ranks, so 2 ranks can load what 8 saved. An optimizer's settings, as its rate, are not part of it.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,10 +102,11 @@ class TrainingState:
             of[name] = {k: v for k, v in state.items() if not isinstance(v, Tensor)}
         return {"values": dict(self.values), "states": states}
 
-    def targets(self, index: Index) -> tuple[dict[str, Box], Restored]:
+    def targets(self, index: Index, rank: int) -> tuple[dict[str, Box], "Restored"]:
         """Return targets for loading: tensors that are changed in place, and the rest.
 
-        The rest takes effect with `Restored.apply` once all tensors are loaded. Raises
+        The rest takes effect with `Restored.apply` once all tensors are loaded; it lacks random
+        states if fewer ranks saved them. Raises
         CheckpointError if the saved state is of another model; KeyError, TypeError or
         AttributeError if the index is not as written.
         """
@@ -137,6 +135,10 @@ class TrainingState:
         wrong = sorted(saved_names ^ named.keys())
         if wrong:
             raise CheckpointError(f"it is of another model: {wrong[:3]} are not in both")
+        for name, saved in index.tensors.items():
+            if name.startswith(f"random/{rank}/"):
+                empty = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
+                rest.random[name.rpartition("/")[2]], named[name] = empty, Box.of(empty)
         return named, rest
 
     def _box(self, parameter: nn.Parameter, value: Tensor, key: str) -> Box:
@@ -182,13 +184,19 @@ class Restored:
     values: dict[str, Any]
     optimizers: list[Optimizer] = field(default_factory=list)
     states: list[tuple[Optimizer, nn.Parameter, dict[str, Any]]] = field(default_factory=list)
+    random: dict[str, Tensor] = field(default_factory=dict)
 
     def apply(self) -> None:
-        """Set the optimizers' states."""
+        """Set the states of optimizers, and of the random generators that exist here."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
         for optimizer, parameter, state in self.states:
             optimizer.state[parameter] = state
+        for generator, tensor in self.random.items():
+            if generator == "cpu":
+                torch.set_rng_state(tensor)
+            elif (device := int(generator.removeprefix("cuda."))) < torch.cuda.device_count():
+                torch.cuda.set_rng_state(tensor, device)
 
 
 def random_states(rank: int) -> dict[str, Tensor]:
@@ -198,27 +206,6 @@ def random_states(rank: int) -> dict[str, Tensor]:
         for index, state in enumerate(torch.cuda.get_rng_state_all()):
             states[f"random/{rank}/cuda.{index}"] = state
     return states
-
-
-def random_targets(index: Index, rank: int) -> dict[str, Tensor]:
-    """Empty tensors for the random states of a rank; none if fewer ranks saved them."""
-    return {
-        name: torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
-        for name, saved in index.tensors.items()
-        if name.startswith(f"random/{rank}/")
-    }
-
-
-def set_random_states(states: Mapping[str, Tensor], rank: int) -> None:
-    """Set the random states of generators that exist here."""
-    for name, state in states.items():
-        generator = name.removeprefix(f"random/{rank}/")
-        if generator == "cpu":
-            torch.set_rng_state(state)
-        elif torch.cuda.is_available():
-            device = int(generator.removeprefix("cuda."))
-            if device < torch.cuda.device_count():
-                torch.cuda.set_rng_state(state, device)
 
 
 def unwrapped(name: str) -> str:

@@ -35,6 +35,10 @@ REACH_SECONDS = 15.0
 _GET_ADDRESS = 0x8915
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_PREFIX = "rank-"
+# Their names until torch 2.12; since then the old ones warn.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Interface(msgspec.Struct, frozen=True):
@@ -125,12 +129,6 @@ def check_peers(peers: Sequence[Peer], rank: int, network: str) -> None:
                 "machines must reach each other at all TCP ports, which gloo and NCCL choose: open "
                 "the firewall between them, or name another network (trainer.rank_network)"
             ) from error
-
-
-_PREFIX = "rank-"
-# Their names until torch 2.12; since then the old ones warn.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class World:

@@ -56,8 +56,7 @@ class NextAction(enum.Enum):
 def next_action(words: Sequence[RankStatus]) -> NextAction:
     """Decide from the messages of all ranks. Pure.
 
-    All ranks get the same commands in the same order, so if one has a checkpoint to write or a
-    fulfilled plan, the others will have it too.
+    All ranks get the same commands in the same order: if one must save or is done, all will be.
 
     >>> work, done = RankStatus(RankWork.WORK), RankStatus(RankWork.DONE)
     >>> nothing = RankStatus(RankWork.NOTHING)
@@ -112,20 +111,17 @@ class Lockstep:
         try:
             yield
         except RuntimeError as error:
-            if not self.is_shared or not _is_of_exchange(error):
+            # gloo's errors have no type.
+            if not self.is_shared or not (
+                isinstance(error, dist.DistError) or "gloo" in str(error)
+            ):
                 raise
             first = next(iter(str(error).splitlines()), "")
             raise RankLost(
-                f"rank {self._world.rank} of {self._world.size} lost another in a micro-batch: "
-                f"{first}"
+                f"rank {self._world.rank} of {self._world.size} lost one in a micro-batch: {first}"
             ) from error
 
     def most(self, own: int) -> int:
         """Return the largest of the ranks' numbers. Raises RankLost."""
         found = self._world.gather(msgspec.msgpack.encode(own), "how much they have to do")
         return max(msgspec.msgpack.decode(one, type=int) for one in found)
-
-
-def _is_of_exchange(error: RuntimeError) -> bool:
-    """Return True if torch's communication raised the error; gloo's errors have no type."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)

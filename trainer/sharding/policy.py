@@ -8,8 +8,6 @@ A weight is gathered in the type in which it is computed: bfloat16 in the blocks
 bfloat16`. Gradients are summed over the ranks, in the parameters' type, after each micro-batch.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -38,8 +36,11 @@ from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.ranks.world import World
 from asyncrl.wire.weights.fingerprint import fingerprint
 
+logger = logging.getLogger(__name__)
+
 _METHOD = "asyncrl_run"
 """Name of a method that FSDP takes for a forward pass."""
+T = TypeVar("T")
 
 
 class ShardedModel:
@@ -50,11 +51,7 @@ class ShardedModel:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        mesh: DeviceMesh,
-        device: torch.device,
-        low: torch.dtype | None,
+        self, model: PreTrainedModel, mesh: DeviceMesh, where: torch.device, low: torch.dtype | None
     ) -> None:
         blocks = blocks_of(model)
         if not blocks:
@@ -91,7 +88,7 @@ class ShardedModel:
             if not hasattr(module, _METHOD):
                 setattr(module, _METHOD, _run)
                 register_fsdp_forward_method(module, _METHOD)
-        _move_rest(model, device)
+        _move_rest(model, where)
 
     def with_body(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function that computes the model's forward pass, except its head."""
@@ -146,11 +143,6 @@ def _move_rest(model: nn.Module, device: torch.device) -> None:
             one.data = one.data.to(device, copy=True)
 
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
 def one_by_one(load: Callable[[], int], world: World, left: Callable[[], int | None]) -> None:
     """Let ranks load one by one if they lack the memory to do so at once. Collective.
 
@@ -179,19 +171,16 @@ class ShardedPolicy(Policy):
     """
 
     is_sharded = True
+    _is_within = False
 
-    def __init__(
-        self, model_path: str, *, device: torch.device, world: World, **settings: Any
-    ) -> None:
+    def __init__(self, model_path: str, *, device: torch.device, world: World, **more: Any) -> None:
         self._speeds_up = device.type == "cpu"
         logger.info("weights are sharded over %d ranks; fused layers are not used", world.size)
         mesh = init_device_mesh(device.type, (world.size,))
 
         def load() -> int:
             cpu = torch.device("cpu")
-            super(ShardedPolicy, self).__init__(
-                model_path, device=cpu, **{**settings, "fused": False}
-            )
+            super(ShardedPolicy, self).__init__(model_path, device=cpu, **{**more, "fused": False})
             held = self.model.state_dict(keep_vars=True)
             self._loaded = fingerprint(held.items()).whole
             size = sum(int(one.nbytes) for one in held.values())
@@ -231,5 +220,3 @@ class ShardedPolicy(Policy):
         """Not supported: it is for one rank alone. Raises TrainerError."""
         del temperature, weights
         raise TrainerError("with trainer.sharding: full no rank can compute alone")
-
-    _is_within = False

@@ -1,7 +1,6 @@
 """Publishes a policy's weights: each tensor as a whole, one at a time, and their fingerprint.
 
-`LocalRows` are this rank's rows of the parameters that FSDP2 divided: DTensors on one axis of
-ranks.
+`LocalRows` are this rank's rows of the parameters that FSDP2 divided, which are DTensors.
 """
 
 import math
@@ -91,8 +90,7 @@ class Weights:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight and persistent buffer by its HF name; a tied weight only once.
 
-        Sharded weights are DTensors, of which `whole` makes plain tensors. Of an adapter, yield A
-        and B of each adapted layer.
+        Sharded weights are DTensors, which `whole` gathers. Of an adapter, yield A and B.
         """
         if self._adapter is not None:
             yield from self._adapter.tensors()

@@ -195,7 +195,7 @@ def test_a_disk_that_refuses_a_checkpoint_does_not_end_training(
     with monkeypatch.context() as patch:
         patch.setattr(Learner, "save", fails)
         more = "--set", "trainer.checkpoint_every=1", "--set", "evaluation.at_start=false"
-        with pytest.raises(RunFailed, match="No space left; once the disk takes it, --resume"):
+        with pytest.raises(RunFailed, match="No space left; once it can be written, --resume"):
             typed(*more)
     assert tried == [1, 2, 3, 4, 5, 6, 6]
     assert [one.name for one in checkpoints.glob("step-*")] == ["step-000001"]
@@ -237,7 +237,7 @@ def test_two_ranks_learn_what_one_does(typed: Typed, tmp_path: Path) -> None:
     [
         (("--set", "sft.epochs=1"), "epochs and steps both say how long to train"),
         (("--set", "sft.response_field=reply"), "no 'reply'; sft.response_field must name one"),
-        (("--set", "sft.warmup_steps=6"), "sft.warmup_steps: 6 of 6 steps leave none"),
+        (("--set", "sft.warmup_steps=6"), "sft.warmup_steps: 6 covers all 6 steps"),
         (("--set", "sft.max_tokens=4"), "more than sft.max_tokens (4)"),
         (
             ("--set", "evaluation={every: 50, keep_best: true}"),

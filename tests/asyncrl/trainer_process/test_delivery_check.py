@@ -211,9 +211,9 @@ def test_what_nobody_ordered_is_dropped_with_its_step() -> None:
     [
         ({"reward": float("nan")}, "reward nan is not finite in float32"),
         ({"terms": (1.0,)}, "results of 1 functions"),
-        ({"step": 3}, "the run has only 3 steps"),
-        ({"sample": SampleId(0, 2)}, "a group of 2 samples cannot have this one"),
-        ({"sample": SampleId(-1, 0)}, "a group of 2 samples cannot have this one"),
+        ({"step": 3}, "the run has 3 steps"),
+        ({"sample": SampleId(0, 2)}, "it is outside a group of 2 samples"),
+        ({"sample": SampleId(-1, 0)}, "it is outside a group of 2 samples"),
         ({"tokens": ints(3, 4)}, "has 2 tokens, but"),
         ({"tokens": ints(3, 4, 100)}, r"token ids must lie in \[0, 100\)"),
         ({"provenance": b"\0"}, "has 3 tokens, but"),

@@ -101,7 +101,7 @@ def test_without_memory_for_a_copy_it_is_written_while_training_waits(
     monkeypatch.setattr(checkpoint, "memory_left", lambda: 1000)
     pending = learner.pending(copied=True)
     assert not pending.is_copied
-    assert "bytes of this machine's memory, and 1000 are left" in caplog.text
+    assert "bytes of memory, and 1000 are left" in caplog.text
     learner.write(pending, tmp_path / "step-000000")
     _learner(model_path("qwen3")).restore(tmp_path / "step-000000")
 

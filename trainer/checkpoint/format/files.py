@@ -6,8 +6,7 @@ the trainer its step. `trainer.checkpoint.checkpoint` writes and loads them.
     point = choose(run / "checkpoints")
     aside = set_aside(run / "checkpoints", newer_than=point.step)
 
-The controller writes `checkpoints/best.json`: the checkpoints that are kept for their accuracy
-(`evaluation.keep_best`). Pruning reads it.
+The controller writes `checkpoints/best.json` (`evaluation.keep_best`), which pruning reads.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +36,8 @@ from asyncrl.wire.messages.from_trainer import CheckpointFault
 from asyncrl.wire.records.step import TrainedStep
 from asyncrl.wire.transport.atomic_files import write_atomically
 
+logger = logging.getLogger(__name__)
+
 _CAUSES: dict[int, CheckpointFault] = {
     errno.ENOSPC: "disk_full",
     errno.EDQUOT: "quota",
@@ -45,6 +46,11 @@ _CAUSES: dict[int, CheckpointFault] = {
     errno.EPERM: "read_only",
 }
 _RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
+NAME = "best.json"
+_NAME = re.compile(r"step-(\d{6,})")
+_ASIDE = "set-aside"
+STEPS = "steps.jsonl"
+"""File of a checkpoint with a `TrainedStep` for each step since the previous checkpoint."""
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -87,9 +93,6 @@ def _free(folder: Path) -> int | None:
     return disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
 
 
-NAME = "best.json"
-
-
 class BestCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of best.json."""
 
@@ -116,30 +119,16 @@ def write_best(checkpoints: Path, best: BestCheckpoint | None) -> None:
         write_atomically(checkpoints / NAME, text + "\n")
 
 
-def read_best(checkpoints: Path) -> BestCheckpoint | None:
-    """Read best.json, if it exists. Raises OSError, msgspec.DecodeError."""
-    try:
-        return msgspec.json.decode((checkpoints / NAME).read_bytes(), type=BestCheckpoint)
-    except FileNotFoundError:
-        return None
-
-
 def spared(checkpoints: Path) -> Callable[[int], bool]:
     """Return a predicate: must a step's checkpoint stay? If best.json is unreadable, all must."""
     try:
-        best = read_best(checkpoints)
+        best = msgspec.json.decode((checkpoints / NAME).read_bytes(), type=BestCheckpoint)
+    except FileNotFoundError:
+        return lambda _: False
     except (OSError, msgspec.DecodeError) as error:
         logger.warning("no checkpoint is removed: %s: %s", checkpoints / NAME, error)
         return lambda _: True
-    return (lambda _: False) if best is None else best.spares
-
-
-logger = logging.getLogger(__name__)
-
-_NAME = re.compile(r"step-(\d{6,})")
-_ASIDE = "set-aside"
-STEPS = "steps.jsonl"
-"""File of a checkpoint with a `TrainedStep` for each step since the previous checkpoint."""
+    return best.spares
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +157,9 @@ def choose(checkpoints: Path, step: int | None = None) -> ResumePoint:
     """
     if step is not None:
         return _chosen(checkpoints, step)
-    found = sorted(by_step(checkpoints).items(), reverse=True)
+    found = by_step(checkpoints)
     faults: list[str] = []
-    for at, directory in found:
+    for at, directory in found.items():
         try:
             return ResumePoint(directory, at, verified(directory), tuple(faults))
         except CheckpointError as error:
@@ -179,14 +168,14 @@ def choose(checkpoints: Path, step: int | None = None) -> ResumePoint:
         raise CheckpointError(
             f"none of the checkpoints in {checkpoints} is intact. " + ". ".join(faults) + ". "
             "Restore one of them from a copy, start the run again with --clean, or start a new "
-            "run" + _from_weights([directory for _, directory in found])
+            "run" + _from_weights(found.values())
         )
     return ResumePoint()
 
 
 def newest_complete(checkpoints: Path) -> int | None:
     """Step of the newest checkpoint whose files all have their sizes, if any; reads no contents."""
-    steps = sorted(by_step(checkpoints).items(), reverse=True)
+    steps = by_step(checkpoints).items()
     return next((step for step, directory in steps if has_its_files(directory)), None)
 
 
@@ -198,7 +187,7 @@ def dtype_of(directory: Path) -> str | None:
 
 def dtype_of_run(checkpoints: Path) -> str | None:
     """`trainer.dtype` of a run, by its newest readable manifest, if there is one."""
-    for _, directory in sorted(by_step(checkpoints).items(), reverse=True):
+    for directory in by_step(checkpoints).values():
         with contextlib.suppress(CheckpointError):
             return dtype_of(directory)
     return None
@@ -206,8 +195,7 @@ def dtype_of_run(checkpoints: Path) -> str | None:
 
 def up_to(checkpoints: Path, step: int) -> list[Path]:
     """Checkpoints after at most this many steps, intact or damaged, newest first."""
-    found = sorted(by_step(checkpoints).items(), reverse=True)
-    return [directory for at, directory in found if at <= step]
+    return [directory for at, directory in by_step(checkpoints).items() if at <= step]
 
 
 def steps_of(directory: Path) -> list[TrainedStep]:
@@ -228,8 +216,7 @@ def verified(directory: Path) -> Manifest:
     name = _NAME.fullmatch(directory.name)
     if name is not None and int(name[1]) != manifest.policy_version:
         raise CheckpointError(
-            f"{directory} holds step {manifest.policy_version} by its manifest, so it was renamed "
-            "or mixed up"
+            f"{directory} holds step {manifest.policy_version} by its manifest: was it renamed?"
         )
     return manifest
 
@@ -241,8 +228,7 @@ def set_aside(
 
     They belong to another course of the run than the one that continues, which will reuse their
     names. Nothing is removed. `copy_records` is called with the new folder before a checkpoint is
-    moved; if the process is killed in between, the next call copies again. Returns the new folder,
-    if anything was moved.
+    moved; if the process is killed in between, the next call copies again. Returns the new folder.
     """
     newer = [path for step, path in by_step(checkpoints).items() if step > newer_than]
     if not newer:
@@ -268,14 +254,14 @@ def prune(checkpoints: Path, keep: int, *, written: Path) -> None:
     If the disk fails, all stay, and a warning is logged.
     """
     try:
-        found = sorted(by_step(checkpoints).items())
+        found = by_step(checkpoints)
         stays = spared(checkpoints)
-        whole = [path for step, path in found if has_its_files(path) and not stays(step)]
+        whole = [one for at, one in found.items() if has_its_files(one) and not stays(at)]
     except OSError as error:
         logger.warning("old checkpoints in %s cannot be removed: %s", checkpoints, error)
         return
     others = [path for path in whole if path != written]
-    for old in others[: max(0, len(others) - (keep - 1))]:
+    for old in reversed(others[keep - 1 :]):
         hidden = old.with_name(f".{old.name}.{os.getpid()}.old")
         with contextlib.suppress(OSError):
             old.rename(hidden)
@@ -311,7 +297,7 @@ def _ok(directory: Path) -> bool:
     return True
 
 
-def _from_weights(newest_first: list[Path]) -> str:
+def _from_weights(newest_first: Iterable[Path]) -> str:
     """Describe how to start from a damaged checkpoint's weights, if these are intact."""
     for directory in newest_first:
         try:
@@ -323,9 +309,7 @@ def _from_weights(newest_first: list[Path]) -> str:
 
 
 def by_step(checkpoints: Path) -> dict[int, Path]:
-    """Every folder with the name of a checkpoint, intact or not, by its step."""
-    return {
-        int(name[1]): path
-        for path in checkpoints.glob("step-*")
-        if (name := _NAME.fullmatch(path.name)) and path.is_dir()
-    }
+    """Every folder with the name of a checkpoint, intact or not, by its step, newest first."""
+    named = [(_NAME.fullmatch(path.name), path) for path in checkpoints.glob("step-*")]
+    found = [(int(name[1]), path) for name, path in named if name and path.is_dir()]
+    return dict(sorted(found, reverse=True))

@@ -125,9 +125,5 @@ def _check_whole(name: str, one: SavedTensor) -> None:
 
 
 def _overlap(one: Chunk, other: Chunk) -> bool:
-    return all(
-        a < b + size_b and b < a + size_a
-        for a, size_a, b, size_b in zip(
-            one.offsets, one.sizes, other.offsets, other.sizes, strict=True
-        )
-    )
+    spans = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(a < b + size_b and b < a + size_a for a, size_a, b, size_b in spans)

@@ -8,8 +8,7 @@
 ```
 
 `manifest.json` is written last, so a folder without it is not a checkpoint. Verification reads
-every listed file once, several at a time. The digests find damage; they do not prove who wrote the
-files.
+every listed file once, several at a time. The digests find damage; they are not signatures.
 """
 
 import concurrent.futures
@@ -77,8 +76,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, FileDigest]
     """Digests by path relative to the checkpoint, with forward slashes."""
     initial_weights: str | msgspec.UnsetType = msgspec.UNSET
-    """Digest of the weights that the run started from, as the trainer held them. Absent from older
-    checkpoints."""
+    """Digest of the weights that the run started from. Absent from older checkpoints."""
     published: Published | msgspec.UnsetType = msgspec.UNSET
     """Absent if this version was not published."""
     sha256: str = ""
@@ -125,7 +123,7 @@ def read_manifest(directory: Path) -> Manifest:
         if (directory / _OLD_FORMAT).exists():
             raise CheckpointError(_other_format(directory, 1)) from error
         raise CheckpointError(
-            f"{directory} has no {MANIFEST}, so it is not a whole checkpoint"
+            f"{directory} has no {MANIFEST}, so it is not a complete checkpoint"
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
@@ -144,8 +142,7 @@ def read_manifest(directory: Path) -> Manifest:
 def verify_files(directory: Path, manifest: Manifest, *, only: tuple[str, ...] = ("",)) -> None:
     """Compare size and digest of every listed file whose name has one of these prefixes.
 
-    Raises CheckpointError, naming the first file that is missing, truncated, changed, or unlisted
-    where transformers would read it.
+    Raises CheckpointError for the first file that is missing, changed, or unlisted in `model/`.
     """
     for path in sorted((directory / "model").rglob("*")):
         name = path.relative_to(directory).as_posix()

@@ -5,23 +5,18 @@ rank holds. Its storage and its exchange of plans between ranks, both pickles, a
 files are safetensors, the index is JSON (`asyncrl.trainer.checkpoint.format.index`).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
@@ -54,7 +49,7 @@ class Box:
     """False if another rank holds the same box and writes it."""
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Box:
+    def of(cls, tensor: Tensor) -> Self:
         """Wrap a plain tensor, which is whole, or this rank's shard of a DTensor on any mesh.
 
         If several ranks hold a shard (a mesh that also replicates), the first writes it.
@@ -134,7 +129,7 @@ def load_tensors(checkpoint: Path, index: Index, boxes: Mapping[str, Box]) -> No
             raise CheckpointError(f"{checkpoint} is of another model: {name} is missing or differs")
         if not box.local.numel():
             continue
-        wanted = ChunkStorageMetadata(torch.Size(box.offsets), box.local.shape)
+        wanted = metadata.ChunkStorageMetadata(torch.Size(box.offsets), box.local.shape)
         chunks = {one.offsets: one for one in saved.chunks}
         for item in create_read_items_for_chunk_list(name, _known(saved), [wanted]):
             chunk = chunks[tuple(item.storage_index.offset or ())]
@@ -142,36 +137,29 @@ def load_tensors(checkpoint: Path, index: Index, boxes: Mapping[str, Box]) -> No
     for file_name, reads in by_file.items():
         with safe_open(checkpoint / STATE / file_name, framework="pt") as file:
             for chunk, item, local in reads:
-                _part_of(local, item).copy_(_read(file, chunk, item))
+                local[_slices(item.dest_offsets, item)].copy_(_read(file, chunk, item))
 
 
-def _part_of(local: Tensor, item: ReadItem) -> Tensor:
-    for dimension, (at, size) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-        local = local.narrow(dimension, at, size)
-    return local
+def _slices(offsets: Sequence[int], item: ReadItem) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(offsets, item.lengths, strict=True))
 
 
 def _read(file: safe_open, chunk: Chunk, item: ReadItem) -> Tensor:
     if not chunk.sizes or tuple(item.lengths) == chunk.sizes:
         whole: Tensor = file.get_tensor(chunk.key)
         return whole
-    box = tuple(
-        slice(at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True)
-    )
-    part: Tensor = file.get_slice(chunk.key)[box]
+    part: Tensor = file.get_slice(chunk.key)[_slices(item.storage_offsets, item)]
     return part
 
 
-def _known(saved: SavedTensor) -> TensorStorageMetadata:
+def _known(saved: SavedTensor) -> metadata.TensorStorageMetadata:
     """Metadata for the planner, without chunks of size 0, which overlap with nothing."""
-    return TensorStorageMetadata(
-        TensorProperties(getattr(torch, saved.dtype)),
-        torch.Size(saved.shape),
-        [
-            ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-            for chunk in saved.chunks
-        ],
-    )
+    chunks = [
+        metadata.ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes))
+        for one in saved.chunks
+    ]
+    kind = metadata.TensorProperties(getattr(torch, saved.dtype))
+    return metadata.TensorStorageMetadata(kind, torch.Size(saved.shape), chunks)
 
 
 def _files(held: Sequence[Held], rank: int) -> Iterator[tuple[str, list[Held]]]:
