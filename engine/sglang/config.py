@@ -80,7 +80,7 @@ def check_interpreter(config: SglangConfig) -> str:
         raise EngineStartError(f"{where} is Python {shown}; asyncrl needs 3.11 or newer")
     sglang = versions.get("sglang")
     if sglang != SGLANG_VERSION:
-        has = f"has sglang {sglang}" if sglang else "has no sglang"
+        has = f"has sglang {sglang}" if sglang else "does not have sglang"
         raise EngineStartError(f"{where} {has}; {SGLANG_VERSION} is needed: {_MAKE}")
     missing = [name for name in _NEEDED if name not in versions]
     if missing:

@@ -286,7 +286,7 @@ class RemoteEngine(ABC):
         """Load the model and become ready. Raises EngineStartError, quoting the engine's log."""
         process = self._process
         if self._starting or process.ended is not None:
-            raise EngineStartError("the engine was started before; make a new one")
+            raise EngineStartError("this engine was already started; create a new one")
         self._starting = True
         try:
             shapes = await asyncio.to_thread(ModelShapes.of_path, self._model_path)

@@ -172,20 +172,9 @@ class Unreported:
             kept, ended = self._cut(rows, table.ids[:, 0])
         self._make_room(longest, table.ids.shape[1])
         recorded, self._most, self._some_due = _record(
-            rows,
-            kept,
-            table.ids,
-            table.logprobs,
-            self._ids,
-            self._logprobs,
-            self._provenance,
-            self.count,
-            self._accepted,
-            self.begun,
-            self.finite,
-            self._most,
-            self._chunk_tokens,
-        )
+            rows, kept, table.ids, table.logprobs, self._ids, self._logprobs, self._provenance,
+            self.count, self._accepted, self.begun, self.finite, self._most, self._chunk_tokens,
+        )  # fmt: skip
         self.recorded += recorded
         return ended
 

@@ -30,6 +30,7 @@ kernel = kernels_of("engine/remote/worker")
 
 NO_SLOT = -1
 _NOT_A_TOKEN = -1
+_ARRAYS = ("_handle", "_limit", "_start", "_known", "_over", "_guessed", "_stops", "_guess")
 
 Index = NDArray[np.int64]
 
@@ -200,13 +201,10 @@ class RowBook:
     def _grow(self) -> None:
         have = len(self._handle)
         more = max(have, 16)
-        for name in ("_handle", "_limit", "_start", "_known", "_over", "_guessed"):
+        for name in _ARRAYS:
             array = getattr(self, name)
-            setattr(self, name, np.concatenate([array, np.zeros(more, array.dtype)]))
-        for name in ("_stops", "_guess"):
-            array = getattr(self, name)
-            wide = np.full((more, array.shape[1]), _NOT_A_TOKEN, array.dtype)
-            setattr(self, name, np.concatenate([array, wide]))
+            unset = np.full((more, *array.shape[1:]), _NOT_A_TOKEN, array.dtype)
+            setattr(self, name, np.concatenate([array, unset]))
         self._free = list(range(have + more - 1, have - 1, -1))
 
     def _widen(self, name: str, width: int, fill: Any) -> None:

@@ -80,6 +80,6 @@ def kv_bytes(model_path: str, dtype: str, ranks: int) -> int:
         each = config.kv_lora_rank + config.qk_rope_head_dim
     else:
         raise ValueError(
-            "engine.sglang.kv_cache_gib cannot be set for a model with other layers than attention"
+            "engine.sglang.kv_cache_gib cannot be set for a model with layers other than attention"
         )
     return int(each * config.num_hidden_layers * _BYTES[dtype])

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,24 +36,18 @@ _MAX_SECONDS = 0.1
 """Longest time that a step waits for the message to be sent, when steps are slow."""
 
 
+@dataclass
 class Outbox:
     """Collects outputs and sends them, several steps in one message with current `gauges`."""
 
-    def __init__(
-        self,
-        send: Callable[[Outputs], None],
-        gauges: Callable[[], Gauges],
-        steps_per_message: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._send = send
-        self._gauges = gauges
-        self._steps_per_message = steps_per_message
-        self._clock = clock
-        self._began = 0.0
-        self._waiting = 0
-        self._outputs = Outputs()
-        self.steps = 0
+    _send: Callable[[Outputs], None]
+    _gauges: Callable[[], Gauges]
+    _steps_per_message: int
+    _clock: Callable[[], float] = time.monotonic
+    _began: float = 0.0
+    _waiting: int = 0
+    _outputs: Outputs = field(default_factory=Outputs)
+    steps: int = 0
 
     def add_step(self, table: StepTable, policy_version: int) -> None:
         """Add the table of a step with the tokens that are kept; at most one table a step."""

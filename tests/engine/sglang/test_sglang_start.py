@@ -52,7 +52,7 @@ def test_a_fitting_interpreter(tmp_path: Path) -> None:
     ("says", "message"),
     [
         (GOOD | {"sglang": "0.4.1"}, f"has sglang 0.4.1; {SGLANG_VERSION} is needed: `make setup"),
-        ({}, f"has no sglang; {SGLANG_VERSION} is needed"),
+        ({}, f"does not have sglang; {SGLANG_VERSION} is needed"),
         ({k: v for k, v in GOOD.items() if k != "numba"}, "lacks numba, which asyncrl's part"),
         (GOOD | {"asyncrl": "0.0.9"}, r"has asyncrl 0\.0\.9, but this is asyncrl 0\.1\.0"),
         ("echo 'Unknown option: -P' >&2; exit 2", "not a working Python 3.11: Unknown option: -P"),
