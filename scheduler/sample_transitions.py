@@ -32,11 +32,8 @@ class Work:
     """The groups in flight: starts, verifies, delivers and discards their samples."""
 
     def __init__(self, state: SchedulerState) -> None:
-        self._state = state
-        self._config = state.config
-        self._admission = state.admission
-        self._placement = state.placement
-        self._commands = state.commands
+        self._state, self._config, self._commands = state, state.config, state.commands
+        self._admission, self._placement = state.admission, state.placement
 
     def issue(self, index: int, place: int, key: int | None) -> None:
         """Create a group and give it to a generator, or let it wait for one."""
@@ -351,8 +348,7 @@ class Weights:
     """Brings each generator to the latest published version, with one install at a time."""
 
     def __init__(self, state: SchedulerState, work: Work) -> None:
-        self._state = state
-        self._work = work
+        self._state, self._work = state, work
 
     def update_all(self) -> None:
         """Update every generator."""

@@ -30,10 +30,8 @@ class Steps:
     def __init__(
         self, state: SchedulerState, work: Work, group_key: Callable[[int], int] | None
     ) -> None:
-        self._state = state
-        self._work = work
-        self._ledger = state.ledger
-        self._group_key = group_key
+        self._state, self._work = state, work
+        self._ledger, self._group_key = state.ledger, group_key
 
     def open(self) -> None:
         """Issue all groups that are admitted now; with dynamic sampling, after this event."""

@@ -75,6 +75,9 @@ GOLDEN = 0x9E3779B1
 SMALLEST_LOG2 = 6  # 64 buckets per chain length: one block
 LARGEST_LOG2 = 27  # a radix tree of four levels
 
+DONE, NEED_BLOCKS, TREE_FULL = 0, 1, 2
+"""Codes of `extend`: finished; too few free blocks in the arena; the tree is at its limit."""
+
 
 @kernel
 def allocate(arena: IntArray, state: LongArray) -> int:
@@ -285,10 +288,6 @@ def rebuild_index(
             leave_short = next_position(arena, leave_short)
             leave_long = next_position(arena, leave_long)
         first = arena[first + SEQ_NEXT]
-
-
-DONE, NEED_BLOCKS, TREE_FULL = 0, 1, 2
-"""Codes of `extend`: finished; too few free blocks in the arena; the tree is at its limit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,10 +65,8 @@ class TokenTrees:
 
         Queries and keys count a row's fed tokens from its root, 0. Empty when nothing is forked.
         """
-        pairs = 0
-        if self.forked:
-            counts = self.counts.astype(np.int64)
-            pairs = int((counts * (counts - 1) // 2).sum())
+        counts = self.counts.astype(np.int64)
+        pairs = int((counts * (counts - 1) // 2).sum()) if self.forked else 0
         out = np.empty((3, pairs), np.int64)
         found = _hidden(self.parents, self.offsets, out) if pairs else 0
         return out[0, :found], out[1, :found], out[2, :found]

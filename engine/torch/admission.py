@@ -115,11 +115,8 @@ class Admission:
         unreported: Unreported,
         seeds: SeedStream,
     ) -> None:
-        self._rows = rows
-        self._cache = cache
-        self._drafter = drafter
-        self._unreported = unreported
-        self._seeds = seeds
+        self._rows, self._cache, self._seeds = rows, cache, seeds
+        self._drafter, self._unreported = drafter, unreported
         self.parked = RetainedSlots(rows, cache)
 
     def admit(self, requests: Sequence[GenerateRequest], installation: int) -> NewRows:

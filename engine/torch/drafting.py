@@ -31,10 +31,8 @@ class Drafter:
         vocab_size: int,
     ) -> None:
         self.planner = planner
-        self._rows = rows
-        self._source = source
-        self._branching = branching
-        self._vocab_size = vocab_size
+        self._rows, self._source = rows, source
+        self._branching, self._vocab_size = branching, vocab_size
         self._handles = np.full(rows.slots, NO_HANDLE, np.int64)
         self._continuations = Continuations()
         self._proposer = Proposer(source, self._continuations, branching=branching)
@@ -135,8 +133,7 @@ class Drafter:
         fed = handles != NO_HANDLE
         if self._source is None or not fed.any():
             return
-        tokens = np.empty(len(paths.chosen), np.int32)
-        offsets = np.empty(len(handles) + 1, np.int32)
+        tokens, offsets = (np.empty(n, np.int32) for n in (len(paths.chosen), len(handles) + 1))
         count = pick_tokens(paths.chosen, draws.tokens, paths.kept, fed, tokens, offsets)
         tokens, offsets = tokens[: offsets[count]], offsets[: count + 1]
         self._source.extend(handles[fed].astype(np.int32), tokens, offsets)
