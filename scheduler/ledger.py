@@ -58,6 +58,8 @@ class Ledger:
         """`next_group` is issued next; lower ones were issued, and after `rewind` perhaps later
         ones, which are issued again. Every group that was ever issued is below `issued_below`."""
         self._settled: dict[int, Outcome] = {}
+        self._settled_below = self._first
+        """Every group below is settled or consumed; `membership` raises it, group by group."""
         self._trained_in: dict[int, int] = {}
         self._left_out: dict[int, tuple[int, int]] = {}
         """Groups (failed, without signal) of each consumed step that it did not train on."""
@@ -101,8 +103,10 @@ class Ledger:
 
     def membership(self, step: int) -> tuple[int, ...] | None:
         """Groups that the step trains on, ascending; None until all its groups are settled."""
+        while self._settled_below in self._settled:
+            self._settled_below += 1
         groups = self.groups_of(step)
-        if not all(map(self._settled.__contains__, groups)):
+        if step < self.next_step or self._settled_below < groups.stop:
             return None
         return tuple(one for one in groups if self._settled[one] is Outcome.ARRIVED)
 
@@ -148,12 +152,14 @@ class Ledger:
             for later in [one for one in table if one >= step]:
                 del table[later]
         self._settled.clear()
+        self._settled_below = self.next_group
         self.next_step = step
         self._first = min(self._first, self.next_group)
 
     def withdraw_from(self, group: int) -> None:
         """Withdraw this group and all later ones; they may be issued again."""
         self.next_group = min(self.next_group, group)
+        self._settled_below = min(self._settled_below, group)
         for later in [one for one in self._settled if one >= group]:
             self._withdrawn_failures += self._settled.pop(later) is Outcome.FAILED
 
