@@ -59,9 +59,8 @@ def warm_start(
         def train(steps: int) -> None:
             for _ in range(steps):
                 done = learner.policy_version
-                examples = lessons(
-                    recipe.slip if done + 1 > recipe.clean_share * recipe.steps else 0
-                )
+                slips = done + 1 > recipe.clean_share * recipe.steps
+                examples = lessons(recipe.slip if slips else 0)
                 groups = [([one.trajectory(n, done)], _REWARD) for n, one in enumerate(examples)]
                 learner.add_groups(groups)
                 learner.step()
