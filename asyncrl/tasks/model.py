@@ -156,8 +156,8 @@ def _make(directory: Path, recipe: WarmStart, progress: Progress | None) -> None
             told = time.monotonic()
             progress.console.print(f"{done:,} of {total:,} steps", highlight=False)
 
-    result = warm_start(tokenizer, recipe, advance)
     with no_transformers_bars():
+        result = warm_start(tokenizer, recipe, advance)
         result.model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     record = {

@@ -23,7 +23,6 @@ from asyncrl.rewards.functions import arithmetic
 from asyncrl.tasks.builtin.arithmetic import Problem, draw_problems, working
 from asyncrl.tasks.builtin.warm_start_recipe import POSITIONS, RECIPE, WarmStart
 from asyncrl.tasks.examples import Example
-from asyncrl.tasks.model import no_transformers_bars
 from asyncrl.tasks.sft_config import ALGORITHM
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.learner import Learner
@@ -128,7 +127,7 @@ def _learner(model: Any, recipe: WarmStart) -> Learner:
         learning_rate=recipe.learning_rate, betas=(0.9, recipe.beta2),
         weight_decay=recipe.weight_decay, device="cpu", threads=1,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as initial, no_transformers_bars():
+    with tempfile.TemporaryDirectory() as initial:
         model.save_pretrained(initial)
         learner = Learner(config, initial, group_size=1, seed=recipe.seed)
     learner.peak_rates = {
