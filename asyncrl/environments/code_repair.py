@@ -45,10 +45,8 @@ class CodeRepair:
         """Show the program and its first failure."""
         del seed
         program, tests = row.get("program"), row.get("tests")
-        fit = isinstance(tests, list) and all(
-            isinstance(t, dict) and set(t) == _CALL for t in tests
-        )
-        if not isinstance(program, str) or not tests or not fit:
+        ok = isinstance(tests, list) and all(isinstance(t, dict) and set(t) == _CALL for t in tests)
+        if not isinstance(program, str) or not tests or not ok:
             raise ValueError(
                 "code_repair: a row needs `program`, a text, and `tests`, a list of "
                 '{"call": ..., "args": [...], "returns": ...}'

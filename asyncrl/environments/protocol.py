@@ -136,10 +136,8 @@ def check_methods(environment: Any) -> None:
         try:
             signature.bind(*arguments)
         except TypeError as error:
-            raise _wrong(
-                f"it cannot be called as {shown_as}: {error}; the signature of its `{name}` is "
-                f"{signature}"
-            ) from error
+            text = f"it cannot be called as {shown_as}: {error}; its signature is {signature}"
+            raise _wrong(text) from error
 
 
 def traits_of(environment: Any) -> Traits:

@@ -115,11 +115,9 @@ class EvaluationResults:
         best, every = self.best, self._config.every
         wanted = None
         if self._config.keep_best and every is not None:
-            step, accuracy = (None, None) if best is None else (best.step, self.value_of(best))
+            at, value = (None, None) if best is None else (best.step, self.value_of(best))
             of = self._config.best_of or (next(iter(best.sets)) if best is not None else "")
-            wanted = BestCheckpoint(
-                every=every, known=self._known, step=step, accuracy=accuracy, of=of
-            )
+            wanted = BestCheckpoint(every=every, known=self._known, step=at, accuracy=value, of=of)
         try:
             write_best(self._checkpoints, wanted)
         except OSError as error:

@@ -133,6 +133,5 @@ def _check_pattern(pattern: Any) -> None:
         re.compile(pattern)
     except (re.error, TypeError) as error:
         raise RewardError(
-            f"reward 'format': args.pattern must be a regular expression, got {pattern!r:.200} "
-            f"({error})"
+            f"reward 'format': args.pattern is not a regular expression: {pattern!r:.200} ({error})"
         ) from error

@@ -63,9 +63,8 @@ def resolve_model(config: ModelConfig, progress: Progress | None) -> str:
         raise ModelError(f"model.path: {path!r} is a file; give the directory that holds it")
     if not hub.is_id(path):
         raise ModelError(
-            f"model.path: there is no directory {path!r} {looked_from()}; give a HF "
-            f"model directory, a hub id such as Qwen/Qwen3-0.6B, or {BUILTIN_ARITHMETIC!r}."
-            f"{nearest_path(directory)}"
+            f"model.path: there is no directory {path!r} {looked_from()}; give a model directory, "
+            f"a hub id such as Qwen/Qwen3-0.6B, or {BUILTIN_ARITHMETIC!r}.{nearest_path(directory)}"
         )
     without_hub = hub.unusable()
     if without_hub is None:
@@ -157,8 +156,8 @@ def _make(directory: Path, recipe: WarmStart, progress: Progress | None) -> None
             told = time.monotonic()
             progress.console.print(f"{done:,} of {total:,} steps", highlight=False)
 
-    result = warm_start(tokenizer, recipe, advance)
     with no_transformers_bars():
+        result = warm_start(tokenizer, recipe, advance)
         result.model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     record = {

@@ -169,10 +169,8 @@ class PromptEncoder:
             for text in self._template.texts(conversations, generation_prompt=generation_prompt):
                 texts.append(text)  # noqa: PERF402 - how many there are says which one failed
         except RenderingError as error:
-            raise DataError(
-                f"{questions[len(texts)].where}: the model's chat template refused the messages: "
-                f"{error}"
-            ) from error
+            where = questions[len(texts)].where
+            raise DataError(f"{where}: the chat template refused the messages: {error}") from error
         return texts
 
     def _plain(self, question: Question) -> str:
@@ -202,8 +200,7 @@ class PromptEncoder:
             raise DataError(
                 f"{question.where}: the prompt has {len(text):,} characters, and the engine has "
                 f"room for {self._room:,} tokens (engine.max_model_len less sampling.max_tokens). "
-                "Shorten it, or leave out long prompts with task.max_prompt_tokens and "
-                "task.too_long: filter"
+                "Shorten it, or leave long ones out: task.max_prompt_tokens, task.too_long: filter"
             )
         return self._too_long(question, least, "at least ")
 
@@ -214,7 +211,6 @@ class PromptEncoder:
         if self._config.too_long == "refuse":
             raise DataError(
                 f"{question.where}: the prompt has {about}{length} tokens, more than "
-                f"task.max_prompt_tokens ({limit}); raise the limit, or leave such prompts out "
-                "with task.too_long: filter"
+                f"task.max_prompt_tokens ({limit}); raise it, or set task.too_long: filter"
             )
         return True

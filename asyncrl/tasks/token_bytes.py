@@ -43,8 +43,7 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
             return out
     raise ModelError(
         "sampling.stop needs a tokenizer that joins the texts of its tokens; "
-        f"{type(tokenizer).__name__} of this model does not. End responses with a token instead: "
-        "leave sampling.stop empty"
+        f"{type(tokenizer).__name__} does not. End responses by a token: leave sampling.stop empty"
     )
 
 

@@ -49,10 +49,8 @@ def source_text(function: Any) -> str:
     if name == "<lambda>":
         raise RewardError("a reward function needs a name: write the lambda as `def name(...)`")
     if not isinstance(inspect.unwrap(function), FunctionType) or not isinstance(name, str):
-        raise RewardError(
-            f"rewards: {function!r} is not a function: give functions, or names such as "
-            "'rewards.py:score'"
-        )
+        text = f"{function!r} is not a function; give one, or a name such as 'rewards.py:score'"
+        raise RewardError(f"rewards: {text}")
     module = _Module(name)
     module.define(name, function)
     return f"{_HEAD}\n" + "\n\n".join(dict.fromkeys(module.parts.values())) + "\n"

@@ -40,6 +40,20 @@ def expected(*samples: SampleId) -> tt.Expect:
     return tt.Expect(0, G, tuple(reported))
 
 
+def evaluation(run: Run, requests: SampleRequests, path: Path) -> FleetEvaluation:
+    config, fleet, say = run.config, run.fleet, run.progress.say
+    during = EvaluationDuringTraining(config, requests, fleet, say=say, result=say, given_up=say)
+    results = EvaluationResults(path, config.evaluation)
+    return FleetEvaluation(
+        config.evaluation,
+        requests,
+        fleet=fleet,
+        waiter=run.waiter,
+        during=during,
+        results=results,
+    )
+
+
 class Run:
     """A run of steps of two samples, with everything but its processes."""
 
@@ -69,18 +83,8 @@ class Run:
         self.requests = requests = SampleRequests(task(), seed=0)
         if initial_weights is not None:
             requests.starts_from(initial_weights)
+        self.evaluation = evaluation(self, requests, path)
         self.directory = RunDirectory.create(self.config, resume=False, clean=False)
-        say, config = self.progress.say, self.config
-        self.evaluation = FleetEvaluation(
-            config.evaluation,
-            requests,
-            fleet=self.fleet,
-            waiter=self.waiter,
-            during=EvaluationDuringTraining(
-                config, requests, self.fleet, say=say, result=say, given_up=say
-            ),
-            results=EvaluationResults(self.directory.path, config.evaluation),
-        )
         self.moves = SampleHandover(self.config, self.directory.path, requests, self.progress.say)
         self.training = Training(
             self.config, requests, self.fleet, self.progress, self.waiter, self.moves

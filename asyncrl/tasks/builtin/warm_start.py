@@ -23,7 +23,6 @@ from asyncrl.rewards.functions import arithmetic
 from asyncrl.tasks.builtin.arithmetic import Problem, draw_problems, working
 from asyncrl.tasks.builtin.warm_start_recipe import POSITIONS, RECIPE, WarmStart
 from asyncrl.tasks.examples import Example
-from asyncrl.tasks.model import no_transformers_bars
 from asyncrl.tasks.sft_config import ALGORITHM
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.learner import Learner
@@ -59,9 +58,8 @@ def warm_start(
         def train(steps: int) -> None:
             for _ in range(steps):
                 done = learner.policy_version
-                examples = lessons(
-                    recipe.slip if done + 1 > recipe.clean_share * recipe.steps else 0
-                )
+                slips = done + 1 > recipe.clean_share * recipe.steps
+                examples = lessons(recipe.slip if slips else 0)
                 groups = [([one.trajectory(n, done)], _REWARD) for n, one in enumerate(examples)]
                 learner.add_groups(groups)
                 learner.step()
@@ -129,7 +127,7 @@ def _learner(model: Any, recipe: WarmStart) -> Learner:
         learning_rate=recipe.learning_rate, betas=(0.9, recipe.beta2),
         weight_decay=recipe.weight_decay, device="cpu", threads=1,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as initial, no_transformers_bars():
+    with tempfile.TemporaryDirectory() as initial:
         model.save_pretrained(initial)
         learner = Learner(config, initial, group_size=1, seed=recipe.seed)
     learner.peak_rates = {

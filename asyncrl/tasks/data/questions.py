@@ -263,8 +263,7 @@ def _message(place: int, message: Any, noun: str) -> dict[str, Any]:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise UnusableError(
-                f"message {place} of the {noun} has a part that is not text ({kind}); {noun}s are "
-                "text"
+                f"message {place} of the {noun} has a part that is not text ({kind})"
             )
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
