@@ -63,7 +63,7 @@ test-peers: $(VENV)/.dev $(VENV)-peers/.ready ## our formulas and tables against
 
 check: lint types ## lint, types and the fast half of the tests, in two minutes
 	$(COMPILED)
-	$(PYTEST) $(PARALLEL) -m "not slow and not vllm and not sglang and not ray and not library and not peers"
+	$(PYTEST) $(PARALLEL) -m "not slow and not vllm and not sglang and not ray and not library"
 
 # import-linter does not follow links, which asyncrl/engine and so on are.
 lint: $(VENV)/.dev ## ruff and the import contract

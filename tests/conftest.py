@@ -87,6 +87,10 @@ def pytest_collection_modifyitems(
     """
     import torch  # not by pytest-xdist's own process, which collects nothing
 
+    if "peers" not in config.option.markexpr:  # their libraries are `make test-peers`'s
+        peers = [item for item in items if item.get_closest_marker("peers") is not None]
+        items[:] = [item for item in items if item not in peers]
+        config.hook.pytest_deselected(items=peers)
     torch.set_num_threads(1)  # a second has a busy core, and the first one spins until it is there
     weights = dict[Path, int]()
     for item in items:
