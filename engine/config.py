@@ -138,10 +138,9 @@ class EngineConfig(BaseModel):
     others together, as one symbol, so a larger K keeps more of them."""
     logits_mib: int = Field(default=512, ge=1, le=1 << 20)
     """Most memory, in MiB, that drawing and scoring hold at once for distributions over the
-    vocabulary, which they process in slabs of rows (12 bytes a logit, 64 with top-k, top-p or
-    min-p). On a GPU it comes out of what vllm.gpu_memory_utilization or sglang.mem_fraction_static
-    leaves free, as their own measurements do not include it. It also bounds the tokens of a step
-    that drafts."""
+    vocabulary (12 bytes a logit, 64 with top-k, top-p or min-p). On a GPU it comes out of what
+    vllm.gpu_memory_utilization or sglang.mem_fraction_static leaves free. It also bounds the tokens
+    of a step that drafts."""
     torch: TorchConfig = TorchConfig()
     vllm: VllmConfig = VllmConfig()
     sglang: SglangConfig = SglangConfig()

@@ -41,35 +41,31 @@ class SchedulerConfig(BaseModel):
     lets generators run ahead by that many steps."""
 
     on_update: OnUpdate = "verify"
-    """Fate of running and waiting samples when new weights arrive. `verify`: tokens that
-    would be older than max_off_policy_steps are verified under the new weights; the accepted prefix
-    is kept and the rest is regenerated, so that the answer is distributed exactly as one of the new
-    policy (docs/exactness.md). With max_off_policy_steps 0, all training is then strictly
-    on-policy. `keep`: running samples continue under the new weights with their old KV, so one
-    answer may have segments of several policy versions, at most max_off_policy_steps old.
-    `recompute`: like `keep`, but the KV is rebuilt under the new weights."""
+    """Fate of running and waiting samples when new weights arrive. `verify`: tokens that would be
+    older than max_off_policy_steps are verified; the accepted prefix is kept and the rest
+    regenerated, so that the answer follows the new policy exactly (docs/exactness.md). `keep`:
+    samples continue with their old KV, so an answer may have segments of several policy versions,
+    at most max_off_policy_steps old. `recompute`: like `keep`, with KV rebuilt under the new
+    weights."""
 
     partial_rollout: bool = True
-    """Allow new weights in the middle of a sample. If false, a generator first finishes its running
-    samples and starts no others, so that each sample has a single policy version;
-    generators then wait for their longest answer at every update."""
+    """Allow new weights in the middle of a sample. If false, each sample has a single policy
+    version: a generator first finishes its running samples, and waits for its longest answer."""
 
     max_runahead_groups: int | None = Field(default=None, ge=1, le=10**7)
     """Run-ahead, in groups (`on_update: verify` only): how many groups may be started before the
     policy version that they need is published. null: two whole steps (2 * groups_per_step), so that
-    an answer may take as long as three steps before the trainer waits for it. More than three steps
-    gain nothing in simulations."""
+    an answer may take as long as three steps before the trainer waits for it."""
 
     runahead_kv_limit: float = Field(default=0.9, gt=0, le=1)
     """Limit of run-ahead, as a share of a generator's KV space: a generator that uses this share or
     more starts no run-ahead samples, which leaves room for due work."""
 
     sample_deadline_seconds: float | None = Field(default=None, gt=0, le=WEEK_SECONDS)
-    """Time limit of a sample, in seconds from its first token, environments included: a sample that
-    takes longer ends with its current tokens and finish reason `deadline`, which is counted and
-    shown. Which samples are cut depends on the load of the machine, so their ends do not follow the
-    policy. It is a safety net and not a length limit (use sampling.max_tokens for that). null: no
-    deadline."""
+    """Time limit of a sample, in seconds from its first token, environments included: it then ends
+    with finish reason `deadline`, which is counted and shown. Which samples are cut depends on the
+    load of the machine, so their ends do not follow the policy: a safety net and not a length limit
+    (sampling.max_tokens). null: no deadline."""
 
     group_size: int = Field(default=8, ge=1, le=1 << 16)
     """Samples per group: how many answers are generated for one prompt at one visit."""

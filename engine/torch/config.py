@@ -26,6 +26,5 @@ class TorchConfig(BaseModel):
     streams every step, at a cost."""
     fused: bool = True
     """Run models of the Llama, Mistral, Qwen2 and Qwen3 families, on a CPU in float32, in compiled
-    loops between few matrix products instead of transformers' forward pass. Models too large for
-    that, with several threads, and all other models use transformers' in any case; the engine's log
-    says which."""
+    loops instead of transformers' forward pass. Other models, and those too large for that, use
+    transformers' in any case; the engine's log says which."""
