@@ -313,11 +313,15 @@ class GeneratorProcess:
                     in_environments=self.samples.in_environments,
                 )
             )
+            due = self.samples.due
             for _ in range(_NOTES_PER_REPORT):
                 await asyncio.sleep(REPORT_SECONDS / _NOTES_PER_REPORT)
                 self._note()
                 self._make_room()
                 self.end_overdue()
+                before, due = due, self.samples.due
+                if before and not due:
+                    break  # a short step may end before the next report
 
     def end_overdue(self) -> None:
         """End the samples that are past their deadline, unless the engine is paused."""

@@ -55,6 +55,11 @@ class Samples:
         """Samples that wait for their environment before they need a slot."""
         return len(self._generating) - len(self.needing_slots)
 
+    @property
+    def due(self) -> int:
+        """Number of unfinished samples that the coming step waits for."""
+        return sum(one.priority == 0 for one in self.in_generation)
+
     def longest_due_wait(self, now: float) -> float:
         """Longest wait of a due sample for its first token, in seconds; 0 if none waits."""
         due = (one for one in self.in_generation if one.priority == 0 and not one.has_slot)

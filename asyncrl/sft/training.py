@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -24,10 +23,6 @@ from asyncrl.launch.start_order import configure_allocator
 from asyncrl.tasks.examples import Examples, load_examples
 from asyncrl.tasks.model_tokenizer import load_tokenizer
 from asyncrl.tasks.prompts import prompt_order
-from asyncrl.tasks.sft_config import ALGORITHM
-from asyncrl.trainer.algorithms.base import Rewards
-from asyncrl.trainer.algorithms.reinforce import Reinforce
-from asyncrl.trainer.base.algorithm_registry import provide
 from asyncrl.trainer.base.errors import CheckpointUnwritable
 from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.trainer.checkpoint.trainer_lease import TrainerLease
@@ -38,15 +33,6 @@ from asyncrl.trainer.scoring import resolve_device
 from asyncrl.trainer.sharding.lockstep import NextAction, RankStatus, RankWork
 from asyncrl.user_code.process_tree import end_with_parent
 from asyncrl.wire.records.step import LearnerMetrics
-
-
-@dataclass(frozen=True, slots=True)
-class Supervised(Reinforce):
-    """-log p of every learned token. Not for `asyncrl run`: it does not look at rewards."""
-
-    def advantages(self, rewards: Rewards) -> Rewards:
-        """`[G]` ones."""
-        return np.ones_like(rewards)
 
 
 class Watcher:
@@ -98,7 +84,6 @@ class SftTraining:
         fence: str = "",
         resume_from: int | None = None,
     ) -> None:
-        provide(ALGORITHM, Supervised)
         self._config, self._world, self._examples = config, world, examples
         world.agree(examples.digest, "the examples, which each rank reads and tokenises")
         self.learner = Learner(

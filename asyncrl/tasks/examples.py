@@ -15,7 +15,7 @@ import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -34,7 +34,10 @@ from asyncrl.tasks.data.questions import UnusableError, column_of, plain_prompt
 from asyncrl.tasks.data.sources import Row
 from asyncrl.tasks.loading import dataset_questions
 from asyncrl.tasks.prompts import Messages, PromptEncoder, Question
-from asyncrl.tasks.sft_config import SftConfig
+from asyncrl.tasks.sft_config import ALGORITHM, SftConfig
+from asyncrl.trainer.algorithms.base import Rewards
+from asyncrl.trainer.algorithms.reinforce import Reinforce
+from asyncrl.trainer.base.algorithm_registry import provide
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,18 @@ place takes 240 bytes."""
 
 Piece = tuple[str, bool]
 """A part of an example's text, and True if it is learned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Supervised(Reinforce):
+    """-log p of every learned token. Not for `asyncrl run`: it does not look at rewards."""
+
+    def advantages(self, rewards: Rewards) -> Rewards:
+        """`[G]` ones."""
+        return np.ones_like(rewards)
+
+
+provide(ALGORITHM, Supervised)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +72,16 @@ class Example:
     """`[L]`, up to the last learned token."""
     learned: BoolArray
     """`[L]` True for each token that is learned."""
+
+    @classmethod
+    def of(cls, name: str, tokens: IntArray, learned: BoolArray) -> Self:
+        """Split a text, both arrays `[P + L]` or longer, some token of which is learned."""
+        places = np.flatnonzero(learned)
+        first, end = places[0], places[-1] + 1
+        parts = tokens[:first].copy(), tokens[first:end].copy(), learned[first:end].copy()
+        for part in parts:
+            part.setflags(write=False)
+        return cls(name, *parts)
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)
@@ -204,14 +229,9 @@ class ExampleEncoder(PromptEncoder):
                 self._too_long_count += 1
                 return None
             tokens, learned = tokens[:limit], learned[:limit]
-        places = np.flatnonzero(learned)
-        if not len(places):
+        if not learned.any():
             raise DataError(f"{question.where}: the text to learn is empty once tokenised")
-        first, end = places[0], places[-1] + 1
-        parts = tokens[:first].copy(), tokens[first:end].copy(), learned[first:end].copy()
-        for part in parts:
-            part.setflags(write=False)
-        return Example(question.prompt_id, *parts)
+        return Example.of(question.prompt_id, tokens, learned)
 
     def _written(self, questions: Sequence[Question]) -> Iterator[tuple[Question, list[Piece]]]:
         """Yield the pieces of each example's text."""

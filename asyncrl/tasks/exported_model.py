@@ -81,30 +81,31 @@ def push(exported: Path, name: str, token: str, *, private: bool) -> str:
     """
     from huggingface_hub import HfApi
 
+    hub = HfApi(token=token)
     try:
-        hub = HfApi(token=token)
         hub.create_repo(name, private=private or None, exist_ok=True)
         if private and not hub.model_info(name).private:
-            raise UserError(
-                f"--private: {name} is there already and is public, so nothing was uploaded; make "
-                f"it private or choose another name. The export is in {exported}"
+            done = None
+        else:
+            done = hub.upload_folder(
+                repo_id=name,
+                folder_path=exported,
+                commit_message=f"Upload {exported.name} of an asyncrl run",
+                ignore_patterns=[export_files.RECORD],
             )
-        done = hub.upload_folder(
-            repo_id=name,
-            folder_path=exported,
-            commit_message=f"Upload {exported.name} of an asyncrl run",
-            ignore_patterns=[export_files.RECORD],
-        )
-    except UserError:
-        raise
     except Exception as error:  # of the hub, httpx or hf_xet: they have no base in common
         why = (isinstance(error, RuntimeError) and error.__cause__) or error
         status = getattr(getattr(why, "response", None), "status_code", 0)
         kind = UserError if 400 <= status < 500 else AsyncrlError
         raise kind(
-            f"the export is in {exported}, but was not uploaded to {name}: "
-            f"{' '.join(str(why).split())} The same command tries again"
+            f"the export is in {exported}, but was not uploaded to {name} at {hub.endpoint}: "
+            f"{' '.join(str(why).split()).rstrip('.')}. The same command tries again"
         ) from error
+    if done is None:
+        raise UserError(
+            f"--private: {name} is there already and is public, so nothing was uploaded; make "
+            f"it private or choose another name. The export is in {exported}"
+        )
     return str(done.commit_url)
 
 

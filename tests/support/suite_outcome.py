@@ -1,6 +1,7 @@
 """The last lines of a run of the suite: minutes by kind of test, and what was not run or judged.
 
-A plugin of pytest (tests/conftest.py). `--outcome FILE` writes what `second_try` needs.
+A plugin of pytest (tests/conftest.py). `--outcome FILE` writes what `second_try` needs, and of each
+file its tests, seconds of a worker and seconds of CPU.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ class _Outcome:
         """Tests, and why."""
         self._minutes = defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0])
         """By kind: tests, minutes of a worker, minutes of CPU."""
+        self._files = defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0])
+        """The same of each file, in seconds."""
         self._seconds = Counter[str]()
         self._began = time.monotonic()
 
@@ -113,10 +116,15 @@ class _Outcome:
             self._not_run[_reason(report)] += 1
         if report.when == "teardown":
             properties = dict(report.user_properties)
-            total = self._minutes[str(properties.get(_KIND, "the rest"))]
-            total[0] += 1
-            total[1] += self._seconds.pop(report.nodeid) / 60
-            total[2] += float(properties.get(_CPU, 0.0)) / 60  # type: ignore[arg-type]
+            worker = self._seconds.pop(report.nodeid)
+            cpu = float(properties.get(_CPU, 0.0))  # type: ignore[arg-type]
+            for total, unit in (
+                (self._minutes[str(properties.get(_KIND, "the rest"))], 60),
+                (self._files[report.nodeid.split("::")[0]], 1),
+            ):
+                total[0] += 1
+                total[1] += worker / unit
+                total[2] += cpu / unit
             self._not_run.update(
                 str(why) for name, why in report.user_properties if name == _NOT_RUN
             )
@@ -135,7 +143,8 @@ class _Outcome:
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            outcome = {"exit_status": int(exitstatus), "failed": self._failed}
+            files = dict(sorted(self._files.items(), key=lambda one: -one[1][2]))
+            outcome = {"exit_status": int(exitstatus), "failed": self._failed, "files": files}
             self._file.write_text(json.dumps(outcome, indent=1), encoding="utf-8")
 
     @pytest.hookimpl(trylast=True)

@@ -218,7 +218,7 @@ class Driver:
             code, words = ray.get(one.serve.remote(arguments, order.secret))
             cause = f"its agent ended with exit code {code}: {words}"
         except RayTaskError as error:
-            cause = f"its agent did not start: {one_line(error)}"
+            cause = f"its agent did not start: {one_line(error.cause)}"
         except RayError as error:  # or a connection broke, and the agent lives
             return _lost(error)
         finally:

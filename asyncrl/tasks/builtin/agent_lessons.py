@@ -8,7 +8,7 @@ guesses at random, repairs the wrong part. RL then has a suitable task: to be ca
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from asyncrl.tasks.builtin.arithmetic import draw_problems
 from asyncrl.tasks.builtin.tokenizer import ASSISTANT, END, TOOL, USER
 from asyncrl.tasks.builtin.warm_start_recipe import WarmStart
+from asyncrl.tasks.examples import Example
 
 OPERATORS = "+-*"
 CONSTANTS = range(10)
@@ -101,7 +102,7 @@ _CARELESS = 3.0
 places for a slip."""
 
 
-def agent_lessons(tokenizer: Any, recipe: WarmStart) -> Any:
+def agent_lessons(tokenizer: Any, recipe: WarmStart) -> Callable[[float], list[Example]]:
     """Return a function that draws a batch of lessons with a given probability of a slip."""
     rng = np.random.default_rng(recipe.seed)
     problems = draw_problems(rng, recipe.digits, held_out=False)
@@ -116,7 +117,7 @@ def agent_lessons(tokenizer: Any, recipe: WarmStart) -> Any:
             return list(_guess(rng, slip))
         return list(_repair(next(bugs), rng, slip))
 
-    def draw(slip: float) -> list[tuple[list[int], list[bool]]]:
+    def draw(slip: float) -> list[Example]:
         games = [one(min(1 / 2, _CARELESS * slip)) for _ in range(recipe.batch_size)]
         texts = [text for pieces in games for text, _ in pieces]
         ids = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
@@ -128,7 +129,7 @@ def agent_lessons(tokenizer: Any, recipe: WarmStart) -> Any:
                 piece = next(ids)
                 tokens += piece
                 learned += [own] * len(piece)
-            lessons.append((tokens, learned))
+            lessons.append(Example.of("game", np.array(tokens), np.array(learned)))
         return lessons
 
     return draw

@@ -10,6 +10,7 @@ the machine. RL then has a suitable task: to avoid the slips, which appear in ev
 
 import contextlib
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,17 +18,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from asyncrl.rewards.functions import arithmetic
 from asyncrl.tasks.builtin.arithmetic import Problem, draw_problems, working
 from asyncrl.tasks.builtin.warm_start_recipe import POSITIONS, RECIPE, WarmStart
+from asyncrl.tasks.examples import Example
+from asyncrl.tasks.model import no_transformers_bars
+from asyncrl.tasks.sft_config import ALGORITHM
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.learner import Learner
 
 log = logging.getLogger(__name__)
 
-Lesson = tuple[list[int], list[bool]]
-"""Token ids, and a flag for each that is True if it is learned."""
-Lessons = Callable[[float], list[Lesson]]
+Lessons = Callable[[float], list[Example]]
+"""Draws a batch with a given probability of a slip."""
+_REWARD = np.zeros(1, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +50,37 @@ def warm_start(
     tokenizer: Any, recipe: WarmStart = RECIPE, advance: Callable[[int, int], None] | None = None
 ) -> WarmStartResult:
     """Create and train the model, leaving torch's random state; `advance(done, total)` per step."""
-    started = time.monotonic()
+    started, accuracy, lessons = time.monotonic(), None, _lessons(tokenizer, recipe)
     with _one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = new_model(tokenizer, recipe)
-        trainer = _Trainer(model, tokenizer.pad_token_id, recipe, _lessons(tokenizer, recipe))
-        steps = 0
-        for steps in range(1, recipe.steps + 1):
-            trainer.step(recipe.slip if steps > recipe.clean_share * recipe.steps else 0.0)
-            if advance is not None:
-                advance(steps, recipe.steps)
-        if recipe.task == "agent":
-            return WarmStartResult(model, None, time.monotonic() - started, steps)
-        accuracy = sampled_accuracy(model, tokenizer, recipe)
-        for _ in range(recipe.extra_rounds):
-            if accuracy >= recipe.expected[0]:
-                break
-            for _ in range(recipe.extra_steps):
-                trainer.step(recipe.slip)
-            steps += recipe.extra_steps
+        learner = _learner(model, recipe)
+
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                done = learner.policy_version
+                examples = lessons(
+                    recipe.slip if done + 1 > recipe.clean_share * recipe.steps else 0
+                )
+                groups = [([one.trajectory(n, done)], _REWARD) for n, one in enumerate(examples)]
+                learner.add_groups(groups)
+                learner.step()
+                if advance is not None:
+                    advance(min(done + 1, recipe.steps), recipe.steps)
+            model.load_state_dict(learner.policy.model.state_dict())
+
+        train(recipe.steps)
+        if recipe.task != "agent":
             accuracy = sampled_accuracy(model, tokenizer, recipe)
-    if not recipe.expected[0] <= accuracy <= recipe.expected[1]:
+            for _ in range(recipe.extra_rounds):
+                if accuracy >= recipe.expected[0]:
+                    break
+                train(recipe.extra_steps)
+                accuracy = sampled_accuracy(model, tokenizer, recipe)
+    if accuracy is not None and not recipe.expected[0] <= accuracy <= recipe.expected[1]:
         text = "the built-in model's sampled accuracy is %.2f; expected is %.2f to %.2f"
         log.warning(text, accuracy, *recipe.expected)
-    return WarmStartResult(model, accuracy, time.monotonic() - started, steps)
+    return WarmStartResult(model, accuracy, time.monotonic() - started, learner.policy_version)
 
 
 def new_model(tokenizer: Any, recipe: WarmStart) -> Any:
@@ -98,64 +110,47 @@ def _lessons(tokenizer: Any, recipe: WarmStart) -> Lessons:
     if recipe.task == "agent":
         from asyncrl.tasks.builtin.agent_lessons import agent_lessons
 
-        lessons: Lessons = agent_lessons(tokenizer, recipe)
-        return lessons
+        return agent_lessons(tokenizer, recipe)
     rng = np.random.default_rng(recipe.seed)
     source = draw_problems(rng, recipe.digits, held_out=False)
 
-    def draw(slip: float) -> list[Lesson]:
+    def draw(slip: float) -> list[Example]:
         problems = [next(source) for _ in range(recipe.batch_size)]
         prompts = _prompt_ids(tokenizer, problems)
         texts = [working(p, rng, slip) + tokenizer.eos_token for p in problems]
         responses = tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [
-            (prompt + response, [False] * len(prompt) + [True] * len(response))
+            Example("", np.array(prompt), np.array(response), np.ones(len(response), np.bool_))
             for prompt, response in zip(prompts, responses, strict=True)
         ]
 
     return draw
 
 
-class _Trainer:
-    def __init__(self, model: Any, pad: int, recipe: WarmStart, lessons: Lessons) -> None:
-        self._model, self._pad, self._recipe, self._lessons = model, pad, recipe, lessons
-        self._optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=recipe.learning_rate,
-            betas=(0.9, recipe.beta2),
-            weight_decay=recipe.weight_decay,
-        )
-        self._done = 0
+def _learner(model: Any, recipe: WarmStart) -> Learner:
+    """Return the learner of `asyncrl sft` with the recipe's learning rate, for an untrained model.
 
-    def step(self, slip: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._learning_rate()
-        tokens, is_response = self._batch(slip)
-        logits = self._model(input_ids=tokens[:, :-1], use_cache=False).logits
-        wanted = is_response[:, 1:]
-        loss = functional.cross_entropy(logits[wanted], tokens[:, 1:][wanted])
-        self._optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
-        self._optimizer.step()
-        self._done += 1
-
-    def _learning_rate(self) -> float:
-        done, recipe = self._done, self._recipe
-        rising = (done + 1) / recipe.warmup_steps
-        falling = 2.0 * (1.0 - done / recipe.steps)
-        return recipe.learning_rate * max(0.02, min(1.0, rising, falling))
-
-    def _batch(self, slip: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return token ids `[B, T]`, padded on the right, and the bool response mask `[B, T]`."""
-        lessons = self._lessons(slip)
-        longest = max(len(tokens) for tokens, _ in lessons)
-        tokens = torch.full((len(lessons), longest), self._pad)
-        is_response = torch.zeros(tokens.shape, dtype=torch.bool)
-        for row, (ids, learned) in enumerate(lessons):
-            tokens[row, : len(ids)] = torch.tensor(ids)
-            is_response[row, : len(ids)] = torch.tensor(learned)
-        return tokens, is_response
+    The rate rises over `warmup_steps` and falls over the second half.
+    """
+    config = TrainerConfig(
+        algorithm=ALGORITHM,
+        correction="none",
+        advantage_normalization="none",
+        learning_rate=recipe.learning_rate,
+        betas=(0.9, recipe.beta2),
+        weight_decay=recipe.weight_decay,
+        device="cpu",
+        threads=1,
+    )
+    with tempfile.TemporaryDirectory() as initial, no_transformers_bars():
+        model.save_pretrained(initial)
+        learner = Learner(config, initial, group_size=1, seed=recipe.seed)
+    learner.peak_rates = {
+        step: recipe.learning_rate
+        * max(0.02, min(1.0, (step + 1) / recipe.warmup_steps, 2.0 * (1.0 - step / recipe.steps)))
+        for step in range(recipe.steps + recipe.extra_rounds * recipe.extra_steps)
+    }
+    return learner
 
 
 @torch.no_grad()

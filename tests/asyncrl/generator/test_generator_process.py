@@ -11,6 +11,7 @@ from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle
 
 from asyncrl.engine.errors import EngineError, RequestError
 from asyncrl.engine.weights import StagedWeights
+from asyncrl.generator import process
 from asyncrl.rollout.trajectory import KeptTokens
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
@@ -84,6 +85,24 @@ def test_a_task_that_fails_ends_the_process_with_its_error():
         assert not any(isinstance(m, fg.Goodbye) for m in harness.control.sent)
 
     asyncio.run(scenario())
+
+
+def test_the_end_of_due_samples_is_reported_before_the_next_regular_report(monkeypatch):
+    monkeypatch.setattr(process, "REPORT_SECONDS", 1e7)
+    monkeypatch.setattr(process, "_NOTES_PER_REPORT", 10**9)
+
+    async def scenario(harness: GeneratorHarness) -> None:
+        def reports() -> int:
+            return sum(isinstance(m, fg.GeneratorReport) for m in harness.control.sent)
+
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
+        await asyncio.sleep(0.1)  # a note sees the due sample
+        assert reports() == 1
+        harness.engine.feed("train-5.1", [3, 4], 1, end="stop")
+        while reports() < 2:
+            await asyncio.sleep(0.01)
+
+    play(scenario)
 
 
 def test_a_request_that_the_engine_refuses_is_a_failed_sample():

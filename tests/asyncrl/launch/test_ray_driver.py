@@ -22,7 +22,7 @@ from asyncrl.launch.ray import actor, messages
 from asyncrl.launch.ray.messages import Slot
 
 pytest.importorskip("ray")
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 driver_of_ray = pytest.importorskip("asyncrl.launch.ray.driver")
 
@@ -80,6 +80,15 @@ def test_an_agent_that_ends_is_told_and_started_again(world: World) -> None:
     assert [one.cause for one in said] == [
         "its agent ended with exit code 1: out of memory", "its agent ended with exit code 0: ",
     ]  # fmt: skip
+    assert (world.made, world.killed) == (1, 0)
+
+
+def test_an_agent_that_cannot_start_is_told_with_its_reason(world: World) -> None:
+    cause = FileNotFoundError("no program python3.11")
+    error = RayTaskError("serve", "Traceback: ...", cause).as_instanceof_cause()
+    (lost,) = world.keep(("n", "w", ""), error, ("n", "w", ""), BROKEN)
+    assert lost.cause.startswith("its agent did not start: ")
+    assert "no program python3.11" in lost.cause
     assert (world.made, world.killed) == (1, 0)
 
 

@@ -29,6 +29,7 @@ from asyncrl.tasks.builtin.agent_lessons import (
 )
 from asyncrl.tasks.builtin.tokenizer import AGENT_VOCABULARY, END, make_tokenizer
 from asyncrl.tasks.builtin.warm_start_recipe import AGENT_RECIPE
+from asyncrl.tasks.examples import Example
 from asyncrl.tasks.loading import dataset_questions
 
 ROOT = Path(__file__).parents[4]
@@ -38,9 +39,11 @@ def test_lessons_have_the_tokens_of_a_run_and_the_players_turns_are_learned() ->
     tokenizer = make_tokenizer(AGENT_VOCABULARY)
     draw = agent_lessons(tokenizer, AGENT_RECIPE)
     lessons = [lesson for _ in range(8) for lesson in draw(0.11)]
-    for tokens, learned in lessons:
-        assert tokenizer.unk_token_id not in tokens
-        assert len(tokens) == len(learned) < 200
+    for one in lessons:
+        assert tokenizer.unk_token_id not in _all_tokens(one)
+        assert len(one) < 200
+        tokens, learned = one.tokens, one.learned
+        assert len(tokens) == len(learned)
         own = np.flatnonzero(learned)
         ends = [i for i in own if tokens[i] == tokenizer.eos_token_id]
         assert ends  # each turn of the player is learned with its end
@@ -48,10 +51,14 @@ def test_lessons_have_the_tokens_of_a_run_and_the_players_turns_are_learned() ->
         text = tokenizer.decode([tokens[i] for i in own])
         assert "<user>" not in text
         assert "<assistant>" not in text
-    texts = [tokenizer.decode(tokens) for tokens, _ in lessons]
+    texts = [tokenizer.decode(_all_tokens(one)) for one in lessons]
     assert any("<tool>" in text for text in texts)
     assert any("higher" in text for text in texts)
     assert any("repair" in text for text in texts)
+
+
+def _all_tokens(one: Example) -> list[int]:
+    return [*one.prompt.tolist(), *one.tokens.tolist()]
 
 
 def test_the_chat_template_writes_calls_as_the_player_does() -> None:
@@ -97,8 +104,8 @@ def test_careful_players_win_and_careless_ones_lose_some() -> None:
         draw = agent_lessons(tokenizer, AGENT_RECIPE)
         results: dict[str, list[bool]] = {}
         for _ in range(12):
-            for tokens, _ in draw(slip):
-                text = tokenizer.decode(tokens)
+            for one in draw(slip):
+                text = tokenizer.decode(_all_tokens(one))
                 game = "guess" if "guess" in text else "repair" if "repair" in text else "sum"
                 results.setdefault(game, []).append(_won(game, text))
         return {game: float(np.mean(wins)) for game, wins in results.items()}
