@@ -373,10 +373,8 @@ class Accumulation:
         return to_device(stale == 0, self._models.policy.device)
 
     def _count(self, kept: Kept, version: int) -> None:
-        new = kept.new
-        self.totals.add_group(
-            new.trajectories, new.rewards, policy_version=version, zero_variance=kept.silent
-        )
+        _, some, rewards = kept.new
+        self.totals.add_group(some, rewards, policy_version=version, zero_variance=kept.silent)
 
     def _refuse_losses_that_are_not_finite(self) -> None:
         """Check the losses once a step: reading one makes the host wait for the device."""

@@ -408,9 +408,7 @@ class Learner:
         self.settle()
         loaded = checkpoint.read(directory, self._state, self._settings, self.world.rank)
         if loaded.values.get(_BASE) != self._state.values.get(_BASE):
-            raise CheckpointError(
-                f"{directory} has an adapter of another model than the one at model.path"
-            )
+            raise CheckpointError(f"{directory} has an adapter of another model than model.path")
         check_reference(directory, self._models, self._own_weights, loaded.initial_weights)
         self.policy_version, self.initial_weights = loaded.policy_version, loaded.initial_weights
         self._published = None

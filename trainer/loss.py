@@ -181,10 +181,9 @@ class GradientParts:
     def add(self, parts: Mapping[str, Tensor]) -> None:
         """Add the gradient of each part; the graph is kept for the loss's own backward pass."""
         for name, loss in parts.items():
-            new, old = self._gradients(loss), self._sums.get(name)
-            self._sums[name] = (
-                new if old is None else [add_up(a, b) for a, b in zip(old, new, strict=True)]
-            )
+            new = self._gradients(loss)
+            old = self._sums.get(name, [None] * len(new))
+            self._sums[name] = [add_up(a, b) for a, b in zip(old, new, strict=True)]
 
     def _gradients(self, loss: Tensor) -> list[Tensor | None]:
         found = torch.autograd.grad(loss, self._parameters, retain_graph=True, allow_unused=True)

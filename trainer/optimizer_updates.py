@@ -114,9 +114,7 @@ class Stepping:
     def check(self) -> None:
         """Raise TrainerError after a step that changed weights and then failed."""
         if self.torn:
-            raise TrainerError(
-                "a step failed after some of its weights had changed: restore a checkpoint"
-            )
+            raise TrainerError("a step failed when some weights had changed: restore a checkpoint")
 
     def empty(self) -> Accumulation:
         """Zero the gradients and return an empty accumulation."""

@@ -16,8 +16,7 @@ drawn (prompt and the tokens before it, observed ones included):
     A[t]     = delta[t] + gamma lambda A[t+1]            A[L] = 0
     return   = A[t] + V[t]                               what V[t] is trained towards
 
-V[L], the value after the last token, is 0 where the sample ended. It is the critic's value there
-only if a cut-off response is bootstrapped.
+V[L], after the last token, is 0, or the critic's value if a cut-off response is bootstrapped.
 
     >>> rewards, values, lengths = np.array([0.0, 1.0]), np.array([0.5, 0.25]), np.array([2])
     >>> advantages, returns = advantages_of(rewards, values, lengths, gae_lambda=0.5)

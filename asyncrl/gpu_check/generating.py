@@ -223,9 +223,8 @@ async def measure(case: Case, path: Path) -> Found:
     await made.start()
     try:
         sampling = SamplingParams(max_tokens=case.length, top_k_logprobs=case.top_k)
-        responses = await asyncio.gather(
-            *(_response(made, sampling, index) for index in range(case.responses))
-        )
+        numbers = range(case.responses)
+        responses = await asyncio.gather(*(_response(made, sampling, number) for number in numbers))
         probe, tasks = NoiseFloorProbe(made, sampling, every=1), BackgroundTasks()
         for response in responses:
             probe.consider(response, tasks)

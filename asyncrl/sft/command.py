@@ -363,9 +363,8 @@ class _Watcher(Watcher):
         self._held_out = min(len(examples.held_out), config.evaluation.prompts)
         self.say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
         self._closing = contextlib.ExitStack()
-        for sentence in rewind(
-            directory.path, directory.resume_point, groups_per_step=config.sft.batch_size
-        ):
+        size = config.sft.batch_size
+        for sentence in rewind(directory.path, directory.resume_point, groups_per_step=size):
             self.say(sentence)
         earlier = read_metrics(directory.path / "metrics.jsonl")
         self._wall = earlier[-1].wall_seconds if earlier else 0.0

@@ -63,9 +63,7 @@ def try_own_algorithm(config: RunConfig) -> None:
         advantages = np.asarray(algorithm.advantages(np.arange(size, dtype=np.float64)))
         problem = _problem(algorithm, advantages, size)
     except Exception as error:
-        raise UserError(
-            f"trainer.algorithm {name!r} failed when it was tried:\n{last_lines()}"
-        ) from error
+        raise UserError(f"trainer.algorithm {name!r} failed its trial:\n{last_lines()}") from error
     if problem is None and config.scheduler.dynamic_sampling.enabled:
         problem = _signal_problem(algorithm, size)
     if problem is not None:

@@ -187,9 +187,8 @@ class TrainerProcess:
             saves = bool(self._ordered_checkpoints) and step > self._ordered_checkpoints[0]
             is_over = self._is_over()
             if not (is_over or saves):
-                groups = self._queue.take(
-                    step, allowed=self._allowed(step, plan), tokens=self._mixed_tokens
-                )
+                allowed = self._allowed(step, plan)
+                groups = self._queue.take(step, allowed=allowed, tokens=self._mixed_tokens)
                 if groups:
                     await self._steps.accumulate(groups)
                     continue

@@ -77,9 +77,8 @@ class TrainedSampleLog:
     async def record(self, step: int, groups: Sequence[WholeGroup]) -> None:
         """Queue the samples of a finished step; wait for those of the previous step."""
         if await self.written():
-            self._writing = asyncio.get_running_loop().run_in_executor(
-                self._thread, self._write, step, groups
-            )
+            loop = asyncio.get_running_loop()
+            self._writing = loop.run_in_executor(self._thread, self._write, step, groups)
         else:
             self._lose(step, groups, f"no answer from the disk within {WRITE_SECONDS:.0f} s")
 

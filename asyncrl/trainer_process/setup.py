@@ -133,9 +133,8 @@ async def run_trainer(spec: TrainerSpec, keys: TrainerKeys) -> None:
         )
         process.configure(config)
         with without_collecting_the_start():
-            await process.run(
-                metrics_port=child.metrics_port, address=reached_at(spec, generators.address)
-            )
+            reached = reached_at(spec, generators.address)
+            await process.run(metrics_port=child.metrics_port, address=reached)
 
 
 def _for_this_process(child: TrainerChild, engines_dtype: str) -> RunConfig:

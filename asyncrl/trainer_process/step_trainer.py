@@ -85,8 +85,7 @@ def waited_for(done: int, groups: int) -> str:
 async def asked(lockstep: Lockstep, word: RankStatus, changed: asyncio.Event) -> NextAction:
     """Agree with all ranks on the next action; `WAIT` if an event has changed this one's state.
 
-    While all of them wait they ask each other after pauses that grow to `_LONGEST_PAUSE`: the
-    longest delay of a rank that gets a group. Raises RankLost.
+    While all wait, they ask again after pauses that grow to `_LONGEST_PAUSE`. Raises RankLost.
     """
     pause = _FIRST_PAUSE
     while (act := await asyncio.to_thread(lockstep.agree, word)) is NextAction.WAIT:

@@ -58,9 +58,7 @@ def read_token(path: Path) -> str:
             status = os.fstat(file.fileno())
             text = file.read(_MAX_BYTES + 1).decode("ascii", "replace").strip()
     except OSError as error:
-        raise UserError(
-            f"the token of the web page cannot be read from {path}: {error.strerror}"
-        ) from error
+        raise UserError(f"the web page's token {path} cannot be read: {error.strerror}") from error
     refuse_open_file(path, status, "the token of the web page (monitoring.web.token_file)")
     if len(text) < MIN_LENGTH or len(text) > _MAX_BYTES or not _TOKEN.fullmatch(text):
         raise UserError(

@@ -55,7 +55,7 @@ def test_the_example_of_the_page_is_an_algorithm(here: Path, name: str) -> None:
         (EXAMPLE.replace("compares_samples", "other"), "Set `compares_samples = True`"),
         (EXAMPLE.replace(".clip(min=0)", " + 1"), "equal rewards are not all 0"),
         (EXAMPLE.replace(".clip(min=0)", "[1:]"), "must be 8 finite numbers"),
-        (EXAMPLE.replace("super()", "self.nothing"), "failed when it was tried"),
+        (EXAMPLE.replace("super()", "self.nothing"), "failed its trial"),
     ],
 )
 def test_what_is_no_algorithm_is_refused(here: Path, text: str, reason: str) -> None:

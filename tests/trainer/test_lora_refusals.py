@@ -37,7 +37,7 @@ ModelPath = Callable[[str], str]
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rank": 4, "dropout": 0.1}, "engines sample from. It must be 0"),
+        ({"rank": 4, "dropout": 0.1}, "engines sample from. Set it to 0"),
         ({"rank": 4, "modules_to_save": ["lm_head"]}, "lm_head: only adapters"),
         ({"rank": 4, "targets": "q_proj"}, "must be all-linear or a list"),
         ({"rank": 4, "targets": []}, "names no layer"),

@@ -86,7 +86,7 @@ class TokenBatch:
 
     @property
     def samples(self) -> Tensor:
-        """`owners`, also if all tokens are of one sample."""
+        """`[N]` int64 index of each token's sample: `owners`, or zeros."""
         if self.owners is None:
             return torch.zeros_like(self.logprobs, dtype=torch.int64)
         return self.owners

@@ -24,7 +24,7 @@ class Entry:
     """True if the algorithm reads neither `clip_ratio_*` nor `dual_clip`."""
     critic: bool = False
     normalises: Literal["never", "always", "std"] = "never"
-    """When advantages are normalised over the step; std: with `advantage_normalization: std`."""
+    """Normalisation of advantages over the step; std: with `advantage_normalization: std`."""
 
 
 _BEHAVIOUR = {"proximal_policy": "behaviour"}

@@ -96,8 +96,8 @@ def refuse_what_does_not_fit(config: Any) -> None:
     for name, value in entry_of(config.algorithm).only.items():
         if getattr(config, name) != value:
             raise ValueError(
-                f"{name}: {getattr(config, name)} does not fit algorithm: {config.algorithm}: its "
-                f"equation requires {name}: {value} (docs/algorithms.md). Leave it out"
+                f"{name}: {getattr(config, name)} does not fit algorithm: {config.algorithm}; its "
+                f"equation allows only {name}: {value} (docs/algorithms.md). Leave it out"
             )
     if config.algorithm == "gpg" and config.kl_estimator == "k1" and config.kl_coefficient > 0:
         raise ValueError(

@@ -2,8 +2,7 @@
 
 A trainer that the controller treats as lost may live on, on another node that still reaches the
 disk. So the controller writes a random token to RUN/.trainer before it starts a trainer, and passes
-it the token. A trainer that finds another token there, immediately before it renames a checkpoint
-into place for instance, stops writing and exits.
+it the token. A trainer that finds another one there, as before a rename, stops writing and exits.
 """
 
 import contextlib

@@ -380,9 +380,8 @@ def _joined(x: Tensor, *layers: Any) -> Tensor:
 
 def _angles(inner: Any, positions: int) -> tuple[FloatArray, FloatArray]:
     with torch.no_grad():
-        cosines, sines = inner.rotary_emb(
-            torch.empty(0), position_ids=torch.arange(max(1, positions))[None]
-        )
+        at = torch.arange(max(1, positions))[None]
+        cosines, sines = inner.rotary_emb(torch.empty(0), position_ids=at)
     return cosines[0].contiguous().numpy(), sines[0].contiguous().numpy()
 
 

@@ -35,8 +35,7 @@ _LOGITS_AT_ONCE = 1 << 25
 _BLOCK = {False: 1 << 23, True: 1 << 26}
 """`LOGIT_BUDGET` and `BLOCK` of `asyncrl.trainer.model.head`, without and with a GPU."""
 FULL = 0.92
-"""Share of a GPU's memory that a step may need by estimate: the varying part is estimated within
-ACTIVATIONS_FACTOR, and the driver reserves about 1%."""
+"""Share of a GPU's memory that an estimated step may need; the driver reserves about 1%."""
 _NCCL = 1 * GIB
 """NCCL's memory on each GPU: buffers of 4 MiB for each of 32 channels and 4 connections of a
 channel are 0.5 GiB; about as much is for its other protocols, its kernels and the driver."""
@@ -51,8 +50,7 @@ def keep_freed_memory() -> bool:
     """Keep the memory of freed CPU tensors; return True if the C library supports it (glibc does).
 
     glibc returns large freed blocks to the system, which clears the pages of the next ones: ten
-    times the cost of the arithmetic for a tensor of 40 MiB. A training step frees and allocates the
-    same blocks repeatedly; its peak memory is the same.
+    times the cost of the arithmetic for a tensor of 40 MiB. A step's peak memory is the same.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

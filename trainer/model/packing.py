@@ -294,18 +294,15 @@ def packed_attention(
     `softcap` and `s_aux` (sinks) are those of `capped_attention`. Raises UnsupportedModelError if
     the model does not pass the layout on, or needs more (its own mask, non-causal attention).
     """
+    kind = type(module).__name__
     if packed_layout is None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} does not pass keyword arguments on to attention"
-        )
+        raise UnsupportedModelError(f"{kind} does not pass keyword arguments on to attention")
     if others.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
-        raise UnsupportedModelError(f"{type(module).__name__} is not causal")
+        raise UnsupportedModelError(f"{kind} is not causal")
     unknown = [k for k, v in others.items() if v is not None and k not in _PLAIN_ARGUMENTS]
     if attention_mask is not None or unknown:
         asked = ", ".join(unknown) or "its own attention mask"
-        raise UnsupportedModelError(
-            f"{type(module).__name__} needs {asked}, which packed attention lacks"
-        )
+        raise UnsupportedModelError(f"{kind} needs {asked}, which packed attention lacks")
 
     is_capped = softcap is not None or s_aux is not None
     if varlen.serves(query) and not is_capped:

@@ -40,15 +40,13 @@ def serves(query: Tensor, segments: Segments) -> bool:
     return query.shape[2] >= WORTHWHILE * len(segments) and not torch.is_autocast_enabled("cpu")
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float | None
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, scale: float | None) -> Tensor:
     """Causal attention within segments: `[1, H, T, D]` and `[1, H_kv, T, D]` to `[1, T, H, D]`.
 
     `segments` are `Layout.segments`; the scale of the scores defaults to 1 over the root of D.
     """
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = _Attend.apply(query[0], key[0], value[0], segments, factor)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    out: Tensor = _Attend.apply(q[0], k[0], v[0], segments, factor)
     return out[None]
 
 

@@ -194,7 +194,7 @@ class StepTotals:
         """Build the step's record; `denominator` is that of the loss."""
         self.read()
         rewards = np.asarray(self.rewards or [0.0])
-        samples = max(self.samples, 1)
+        samples, staleness = max(self.samples, 1), self.staleness_sum / max(self.tokens, 1)
         return LearnerMetrics(
             learning=LearningMetrics(
                 reward_mean=float(rewards.mean()),
@@ -215,9 +215,7 @@ class StepTotals:
                 response_lengths=dict(sorted(self.lengths.items())),
                 truncated_share=self.truncated / samples,
             ),
-            staleness=StalenessMetrics(
-                mean=self.staleness_sum / max(self.tokens, 1), max=self.staleness_max
-            ),
+            staleness=StalenessMetrics(mean=staleness, max=self.staleness_max),
             mismatch=self._mismatch(),
             algorithm=self.measured_signals(denominator),
         )

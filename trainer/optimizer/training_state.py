@@ -117,9 +117,7 @@ class TrainingState:
             of = self.optimizers.get(optimizer)
             for name, plain in states.items():
                 if of is None or name not in parameters:
-                    raise CheckpointError(
-                        f"it is of another model: {optimizer}/{name} does not exist here"
-                    )
+                    raise CheckpointError(f"it is of another model: {optimizer}/{name} is unknown")
                 prefix = f"optimizer/{optimizer}/{name}/"
                 state: dict[str, Any] = dict(plain)
                 own = self.sharding.own(parameters[name])

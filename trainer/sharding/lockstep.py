@@ -72,9 +72,8 @@ def next_action(words: Sequence[RankStatus]) -> NextAction:
         return NextAction.COMPUTE
     if len(found) > 1 or any(one.saves for one in words):
         return NextAction.WAIT
-    return {RankWork.DONE: NextAction.FINISH, RankWork.OVER: NextAction.END}.get(
-        found.pop(), NextAction.WAIT
-    )
+    ends = {RankWork.DONE: NextAction.FINISH, RankWork.OVER: NextAction.END}
+    return ends.get(found.pop(), NextAction.WAIT)
 
 
 class Lockstep:
@@ -112,9 +111,8 @@ class Lockstep:
             yield
         except RuntimeError as error:
             # gloo's errors have no type.
-            if not self.is_shared or not (
-                isinstance(error, dist.DistError) or "gloo" in str(error)
-            ):
+            is_of_exchange = isinstance(error, dist.DistError) or "gloo" in str(error)
+            if not (self.is_shared and is_of_exchange):
                 raise
             first = next(iter(str(error).splitlines()), "")
             raise RankLost(

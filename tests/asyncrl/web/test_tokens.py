@@ -45,7 +45,7 @@ def test_what_is_no_token_is_refused(tmp_path: Path, contents: bytes) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nothing-here: No such file"):
+    with pytest.raises(UserError, match=r"nothing-here cannot be read: No such file"):
         read_token(tmp_path / "nothing-here")
 
 

@@ -36,7 +36,7 @@ def test_the_interface_is_found_by_its_name_or_by_the_range_of_its_address(
     [
         ("10.1.2.3/16", "10.1.0.0/16", ""),
         ("eth0.7", "eth0.7", ""),
-        ("10.1.2.3", "", "one machine, and each rank's has its own.*10.1.2.0/24"),
+        ("10.1.2.3", "", "single machine; name the network.*10.1.2.0/24"),
         ("two words", "", "neither the name of a network interface"),
         ("10.1.0.0/40", "", "10.1.0.0/40"),
     ],

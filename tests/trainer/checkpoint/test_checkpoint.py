@@ -135,7 +135,7 @@ def test_other_runs_and_broken_files_are_refused(model_path: ModelPath, tmp_path
         _learner(model_path("qwen3"), loss_normalization="sequence", **ranks).restore(path)
     with pytest.raises(CheckpointError, match="another model"):
         _learner(model_path("llama")).restore(path)
-    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+    with pytest.raises(CheckpointError, match="it is incomplete"):
         _learner(model_path("qwen3")).restore(tmp_path)
 
 

@@ -31,8 +31,7 @@ FORMAT = 3
 MANIFEST = "manifest.json"
 
 _OLD_FORMAT = "state.json"
-"""Only format 1 had this file, and a pickled optimizer. Format 2 had the whole model, and an
-optimizer's state that only one rank could continue from."""
+"""Only format 1 had this file."""
 
 _READ_UNASKED = (".json", ".safetensors", ".bin", ".pt", ".pth", ".py", ".jinja", ".model", ".txt")
 """Endings of files that transformers might read from a model's folder unasked."""
@@ -122,9 +121,7 @@ def read_manifest(directory: Path) -> Manifest:
     except FileNotFoundError as error:
         if (directory / _OLD_FORMAT).exists():
             raise CheckpointError(_other_format(directory, 1)) from error
-        raise CheckpointError(
-            f"{directory} has no {MANIFEST}, so it is not a complete checkpoint"
-        ) from error
+        raise CheckpointError(f"{directory} has no {MANIFEST}: it is incomplete") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     try:
@@ -171,9 +168,8 @@ def digests_of(
     directory: Path, known: Mapping[str, FileDigest] = MappingProxyType({})
 ) -> dict[str, FileDigest]:
     """Digest every file below a folder, by relative path, except `known` ones. Raises OSError."""
-    names = sorted(
-        path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
-    )
+    found = [path for path in directory.rglob("*") if path.is_file()]
+    names = sorted(path.relative_to(directory).as_posix() for path in found)
     others = [name for name in names if name not in known]
     computed = _in_parallel(digest_of, [directory / name for name in others])
     digests = {**known, **dict(zip(others, computed, strict=True))}

@@ -59,9 +59,7 @@ class Box:
             return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
         (item,) = create_default_local_save_plan({"": tensor}, is_coordinator=True).items
         at = tensor.device_mesh.get_coordinate() or ()
-        again = any(
-            at_ and placed.is_replicate() for at_, placed in zip(at, tensor.placements, strict=True)
-        )
+        again = any(i and p.is_replicate() for i, p in zip(at, tensor.placements, strict=True))
         offsets = tuple(item.index.offset or ())
         return cls(tensor.to_local(), tuple(tensor.shape), offsets, not again)
 
