@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from asyncrl.monitoring.records.jsonl import RetryingJsonlWriter
 from asyncrl.monitoring.records.spans import Span, SpanKind, continues, join
@@ -146,12 +146,6 @@ class Timeline:
         if self._observe is not None:
             for piece in pieces:
                 self._observe(piece)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()
 
 
 def _checked(kind: SpanKind | str, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
