@@ -21,8 +21,7 @@ from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
 class SampleReports:
     """Remembers the last report of each sample in flight, by generator.
 
-    The trainer receives them before a sample is delivered, and accepts nothing else. They are kept
-    until their step is trained, for a replacement trainer.
+    The trainer accepts only samples with such a report. They are kept until their step is trained.
     """
 
     def __init__(self) -> None:

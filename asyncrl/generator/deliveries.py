@@ -57,8 +57,7 @@ class _Unacknowledged:
     rank: int
     times: int = 1
     patience: float = field(default_factory=lambda: RESEND_SECONDS)
-    """Seconds until it is resent, doubled each time: the socket keeps messages that it cannot send,
-    so those to a trainer that does not read take memory."""
+    """Seconds until it is resent, doubled each time: messages that are not read take memory."""
 
 
 class Deliveries:

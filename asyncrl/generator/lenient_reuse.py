@@ -8,8 +8,7 @@ draw from p, and generation continues from there (arXiv 2509.23232).
 Kept tokens carry p's log-probability and version: their staleness is 0. They do not follow p, which
 was trained on these draws; the residual is missing, and l distorts the rest (docs/exactness.md).
 
-Each generator remembers in memory what it delivered. A sample that moves to another generator, or
-that follows a resume, begins empty, which costs only speed.
+Each generator remembers what it delivered. After a move or a resume a sample begins empty.
 """
 
 from collections import OrderedDict

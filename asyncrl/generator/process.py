@@ -128,16 +128,7 @@ class GeneratorProcess:
         tasks = self._tasks = BackgroundTasks()
         self._reports = GeneratorReports(controller.generator, engine, generator, metrics, log)
         self.samples = Samples(generator, controller, self._reports, tasks, lenient_reuse)
-        self._evaluation = Evaluation(
-            generator,
-            controller,
-            lambda: self._installs.version,
-            lambda: self._installs.compared(),
-            records.samples,
-        )
-        lines = TrainerLines([trainer, *other_ranks])
-        self.deliveries = Deliveries(self.samples.held, lines, controller, records, lenient_reuse)
-        self._installs = WeightInstalls(
+        installs = self._installs = WeightInstalls(
             engine,
             self.samples,
             controller,
@@ -148,7 +139,12 @@ class GeneratorProcess:
             stops_on_wrong_policy=stops_on_wrong_policy,
             starts_with_policy=starts_with_policy,
         )
-        self._unfinished = UnfinishedFiles(self._installs, tasks, controller, self._discard, here)
+        self._evaluation = Evaluation(
+            generator, controller, lambda: installs.version, installs.compared, records.samples
+        )
+        lines = TrainerLines([trainer, *other_ranks])
+        self.deliveries = Deliveries(self.samples.held, lines, controller, records, lenient_reuse)
+        self._unfinished = UnfinishedFiles(installs, tasks, controller, self._discard, here)
         self._paused_at: float | None = None
         self._one_install = asyncio.Lock()
 

@@ -50,8 +50,7 @@ class UnfinishedFiles:
     def save(self, command: to_generator.SaveUnfinished) -> None:
         """Copy the tokens of all samples and write them, without blocking other commands.
 
-        An installation of weights may have to end first; deliveries then wait for the copy
-        (`copied`). Nothing is saved while an earlier file is unfinished.
+        Deliveries wait for the copy (`copied`). Nothing is saved while a file is being written.
         """
         if self._saving is not None and not self._saving.done():
             logger.warning("%s is not written: an earlier file is still incomplete", command.file)

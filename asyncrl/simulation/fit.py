@@ -44,8 +44,7 @@ class Fit:
     step_seconds: float
     steps: int
     drift: float | None
-    """Total variation per token at which the rule by blocks would reject as many tokens of whole
-    answers as verification did; None if nothing was verified."""
+    """Total variation per token by which `block` explains rejections; None: nothing verified."""
     outside: float
     """Share of tokens drawn outside the stored top K."""
     noise: float

@@ -1,7 +1,6 @@
 """Records a process's activity over time, in `RUN/timeline/PROCESS.jsonl`.
 
-An open span is written up to the moment of a flush and continues as a new one, which readers join
-again, so a killed process loses at most one interval.
+Each flush also writes open spans, whose parts readers join: a killed process loses one interval.
 """
 
 import re

@@ -138,11 +138,9 @@ def lanes_drawing(
             y += 3 + STRIP
         y += GAP
     marks = [_axis(window, y), *marks, _finished_steps(window, y, steps)]
-    return element(
-        "div",
-        element("svg", marks, viewBox=f"0 0 {WIDTH} {y + AXIS}", role="img", aria_label=title),
-        class_="wide",
-    )
+    view = f"0 0 {WIDTH} {y + AXIS}"
+    drawing = element("svg", marks, viewBox=view, role="img", aria_label=title)
+    return element("div", drawing, class_="wide")
 
 
 def _box(y: float, height: float) -> Box:
@@ -178,16 +176,9 @@ def _lane(spans: Sequence[Span], window: Window, y: float) -> Markup:
 
 
 def _rectangle(span: Span, window: Window, y: float) -> Markup:
-    left = window.x(span.start)
-    return element(
-        "rect",
-        element("title", _description(span, window)),
-        x=left,
-        y=y,
-        width=max(0.35, window.x(span.end) - left),
-        height=LANE,
-        class_=_style(span.kind),
-    )
+    left, title = window.x(span.start), element("title", _description(span, window))
+    width = max(0.35, window.x(span.end) - left)
+    return element("rect", title, x=left, y=y, width=width, height=LANE, class_=_style(span.kind))
 
 
 def _style(kind: str) -> str:

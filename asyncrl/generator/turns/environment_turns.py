@@ -168,8 +168,7 @@ class Episodes:
     ) -> FinishReason | None:
         """Answer the policy's ended turn.
 
-        If it was cut off, `cut_off` is how the sample ends. Then only earlier turns are answered
-        again, if a resumed run does not know their rewards.
+        A sample cut off by `cut_off` ends so; only earlier turns with lost rewards are answered.
 
         Returns how the sample ends, or None: the observation was appended and another turn follows.
         Raises StartOver (see the class); EnvironmentFailed if `rewards.on_error` is `stop`.
