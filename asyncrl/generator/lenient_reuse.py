@@ -81,15 +81,9 @@ class LenientReuse:
             return None
         self._remembered.move_to_end((prompt_id, sample))
         tokens, logprobs = found
-        no_top_k = (len(tokens), 0)
-        return KeptTokens(
-            tokens,
-            logprobs,
-            np.empty(no_top_k, np.int32),
-            np.empty(no_top_k, np.float32),
-            np.zeros(len(tokens), np.uint64),
-            lenience=self._lenience,
-        )
+        count, seeds = len(tokens), np.zeros(len(tokens), np.uint64)
+        no_top_k = np.empty((count, 0), np.int32), np.empty((count, 0), np.float32)
+        return KeptTokens(tokens, logprobs, *no_top_k, seeds, lenience=self._lenience)
 
     def _forget(self, key: tuple[str, int]) -> None:
         old = self._remembered.pop(key, None)

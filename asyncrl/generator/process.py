@@ -75,15 +75,11 @@ async def rescore(
     engine: Engine, sampling: SamplingParams, line: ControllerLine, command: to_generator.Rescore
 ) -> None:
     """Score samples again and report; the engine recomputes every position."""
-    requests = [
-        ScoreRequest(
-            f"rescore-{command.number}.{index}",
-            decode_tokens(sample.prompt_tokens),
-            decode_tokens(sample.tokens),
-            sampling,
-        )
-        for index, sample in enumerate(command.samples)
-    ]
+    requests = []
+    for index, sample in enumerate(command.samples):
+        prompt, tokens = decode_tokens(sample.prompt_tokens), decode_tokens(sample.tokens)
+        name = f"rescore-{command.number}.{index}"
+        requests.append(ScoreRequest(name, prompt, tokens, sampling))
     version, logprobs, reason = -1, tuple[bytes, ...](), ""
     try:
         scores = await engine.score(requests)

@@ -126,13 +126,9 @@ class WeightInstalls:
     ) -> WrongPolicy | None:
         if manifest.fingerprint is None:
             return None
-        return compare_weights(
-            self._controller.generator,
-            manifest.policy_version,
-            expected=manifest.fingerprint,
-            found=await self._engine.fingerprint(),
-            before=before,
-        )
+        name, version = self._controller.generator, manifest.policy_version
+        expected, found = manifest.fingerprint, await self._engine.fingerprint()
+        return compare_weights(name, version, expected=expected, found=found, before=before)
 
     async def _report(self, wrong: WrongPolicy | None) -> None:
         if wrong is None:

@@ -116,12 +116,8 @@ class Cluster(Conditions):
 
     def roofline(self) -> tuple[Cost, float]:
         """Return roofline costs, and the number of the trainer's devices. Raises UserError."""
-        costs = partial(
-            roofline,
-            known(self.model, MODELS),
-            known(self.device, DEVICES),
-            devices_per_generator=self.gpus_per_generator,
-        )
+        model, device = known(self.model, MODELS), known(self.device, DEVICES)
+        costs = partial(roofline, model, device, devices_per_generator=self.gpus_per_generator)
         devices = self.trainer_devices
         if devices is None:
             one = costs(trainer_devices=1)

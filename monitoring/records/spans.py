@@ -67,11 +67,8 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def continues(first: Span, second: Span, gap: float) -> bool:
     """Return True if `second` is the same activity, at most `gap` seconds after `first`."""
-    return (
-        first.kind == second.kind
-        and first.args == second.args
-        and first.start <= second.start <= first.end + gap
-    )
+    is_same = first.kind == second.kind and first.args == second.args
+    return is_same and first.start <= second.start <= first.end + gap
 
 
 def join(first: Span, second: Span) -> Span:

@@ -295,15 +295,7 @@ def write_report(run_dir: Path) -> Path:
 
 def render(data: RunData, written: datetime) -> str:
     """Render the report as HTML; its last line gives the time `written`."""
-    body = [
-        headline(data),
-        learning(data),
-        time_line(data),
-        work(data),
-        samples(data),
-        health(data),
-        orders(data),
-        settings(data),
-        element("footer", f"Written {written:%d %B %Y, %H:%M} UTC by asyncrl."),
-    ]
+    body: list[Child] = [headline(data), learning(data), time_line(data), work(data)]
+    body += [samples(data), health(data), orders(data), settings(data)]
+    body.append(element("footer", f"Written {written:%d %B %Y, %H:%M} UTC by asyncrl."))
     return page(f"{data.name} · asyncrl", body)

@@ -366,13 +366,8 @@ def _lost(generation: SampleGeneration, count: int) -> EnvironmentCounts:
 
 
 def _not_deterministic(pool: EnvironmentPool, session: Session, method: str) -> EnvironmentFailed:
-    return pool.failure(
-        session,
-        "not_deterministic",
-        method,
-        "the same row, seed and actions were answered differently, although `replay` is "
-        '"deterministic"',
-    )
+    text = "the same row, seed and actions were answered differently, despite replay: deterministic"
+    return pool.failure(session, "not_deterministic", method, text)
 
 
 def _episode_of(generation: SampleGeneration) -> Episode:
