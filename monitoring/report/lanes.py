@@ -90,11 +90,8 @@ def slot_strip(
 
     def describe(index: int) -> str:
         uses = slices[index]
-        lines = [
-            f"{NAMES[use]}: {number(uses[use] * slots, 1)} of {slots} slots"
-            for use in STYLES
-            if uses.get(use, 0.0) > 0
-        ]
+        used = [use for use in STYLES if uses.get(use, 0.0) > 0]
+        lines = [f"{NAMES[use]}: {number(uses[use] * slots, 1)} of {slots} slots" for use in used]
         at = duration(start - origin + (end - start) * index / SLICES)
         empty = percent(max(0.0, 1 - sum(uses.values())))
         return "\n".join([*lines, f"empty: {empty}, at {at}"])

@@ -50,11 +50,7 @@ def _step_time(data: RunData) -> Markup:
     waiting = data.column(lambda step: step.times.wait_seconds)
     whole = data.column(lambda step: step.step_seconds)
     rest = Series("everything else", less(whole, training, waiting), "c4")
-    layers = [
-        Series("training", training, "c2"),
-        Series("waiting for samples", waiting, "c6"),
-        rest,
-    ]
+    parts = [Series("training", training, "c2"), Series("waiting for samples", waiting, "c6"), rest]
     note, steps = "The trainer's time from one finished step to the next.", data.step_numbers()
     return bar_plot("Where the time of a step goes", steps, layers, note=note, y_label="seconds")
 
