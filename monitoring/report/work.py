@@ -52,7 +52,7 @@ def _step_time(data: RunData) -> Markup:
     rest = Series("everything else", less(whole, training, waiting), "c4")
     parts = [Series("training", training, "c2"), Series("waiting for samples", waiting, "c6"), rest]
     note, steps = "The trainer's time from one finished step to the next.", data.step_numbers()
-    return bar_plot("Where the time of a step goes", steps, layers, note=note, y_label="seconds")
+    return bar_plot("Where the time of a step goes", steps, parts, note=note, y_label="seconds")
 
 
 def _throughput(data: RunData) -> Markup:
