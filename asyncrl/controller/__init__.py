@@ -1,5 +1,4 @@
 """The controller's process: one run, from its configuration to its result.
 
-It decides which sample is generated where, what a step trains on, and what restarts. `fleet` has
-the processes that it starts, `steering` the users' commands.
+It decides which sample is generated where, what a step trains on, and what restarts.
 """

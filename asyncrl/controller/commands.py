@@ -21,8 +21,7 @@ from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
 class SampleReports:
     """Remembers the last report of each sample in flight, by generator.
 
-    The trainer receives them before a sample is delivered, and accepts nothing else. They are kept
-    until their step is trained, for a replacement trainer.
+    The trainer accepts only samples with such a report. They are kept until their step is trained.
     """
 
     def __init__(self) -> None:
@@ -153,13 +152,10 @@ class CommandExecutor:
 
     def _install_weights(self, command: commands.InstallWeights) -> None:
         version = command.policy_version
+        rebuild_kv = self.config.at(version).scheduler.on_update == "recompute"
+        verify = tuple(self._verification(one) for one in command.verify)
         # A newer version may be installed: the named one may be overwritten already.
-        self._fleet.install(
-            command.generator,
-            version,
-            rebuild_kv=self.config.at(version).scheduler.on_update == "recompute",
-            verify=tuple(self._verification(one) for one in command.verify),
-        )
+        self._fleet.install(command.generator, version, rebuild_kv=rebuild_kv, verify=verify)
 
     async def _rewind_generator(self, command: commands.RewindGenerator) -> None:
         self._fleet.installations.drop(command.generator)  # the answer to this one counts
@@ -174,19 +170,16 @@ class CommandExecutor:
             generator: self._reports.expectation(command.step, generator, samples)
             for generator, samples in by_generator.items()
         }
-        rank = self._deals.rank_of(
-            command.group,
-            step=command.step,
-            tokens=sum(one.length for order in orders.values() for one in order.samples),
-            lineage=self.lineage,
-        )
+        group, step, lineage = command.group, command.step, self.lineage
+        tokens = sum(one.length for order in orders.values() for one in order.samples)
+        rank = self._deals.rank_of(group, step=step, tokens=tokens, lineage=lineage)
         trainer = self._fleet.ranks[rank]
         for generator, order in orders.items():
             await self._fleet.send(trainer.name, order)
             samples = tuple(by_generator[generator])
-            place = self.lineage, trainer.data_address, rank
-            deliver = to_generator.Deliver(command.step, samples, *place)
-            await self._fleet.send(generator, deliver)
+            address = trainer.data_address
+            message = to_generator.Deliver(step, samples, lineage, address, rank)
+            await self._fleet.send(generator, message)
 
     async def _declare_step(self, command: commands.DeclareStep) -> None:
         dealt = self._deals.by_rank(command.step, command.groups)

@@ -371,11 +371,8 @@ class Inbox:
         logger.info("%s wrote checkpoint %d: %s", worker.name, message.policy_version, message.path)
         self._checkpoints.written(message)
         if self._training.is_running and worker is self._fleet.trainer:
-            await self._unfinished.save(
-                message.policy_version,
-                published=self._training.trained_steps,
-                first_group=self._training.first_unreached_group,
-            )
+            newest, first = self._training.trained_steps, self._training.first_unreached_group
+            await self._unfinished.save(message.policy_version, published=newest, first_group=first)
 
     def _trainer_report(self, worker: TrainerRank, message: from_trainer.TrainerReport) -> None:
         worker.report = message

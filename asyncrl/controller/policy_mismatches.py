@@ -1,8 +1,7 @@
 """Findings that a run samples from another policy than it trains, for every output of the run.
 
-Other weights and another tokenizer are found once, and last until the process installs the right
-ones or ends: until then no step is exactly on-policy. The trainer finds the other causes by the
-tokens of a step, and flags every such step itself.
+Other weights or another tokenizer last until the process installs the right ones or ends: no step
+is exactly on-policy before. The trainer finds other causes in a step's tokens and flags the step.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -148,13 +148,10 @@ class GenerationTotals:
             history.popleft()
         began, before, before_waits = history[0]
         seconds = max(1e-9, now - began)
-        return RecentWork(
-            seconds,
-            self._now.tokens - before.tokens,
-            (self._now.busy_seconds - before.busy_seconds) / seconds,
-            (self._waits[0] - before_waits[0]) / seconds,
-            (self._waits[1] - before_waits[1]) / seconds,
-        )
+        busy = (self._now.busy_seconds - before.busy_seconds) / seconds
+        waited = zip(self._waits, before_waits, strict=True)
+        shares = [(total - then) / seconds for total, then in waited]
+        return RecentWork(seconds, self._now.tokens - before.tokens, busy, *shares)
 
 
 class StepTotals:

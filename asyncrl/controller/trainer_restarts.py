@@ -65,9 +65,7 @@ class TrainerRestarts:
             fence = await asyncio.to_thread(raise_fence, self._directory.path)
             self._point = await asyncio.to_thread(choose, self._directory.path / "checkpoints")
         except CheckpointError as error:
-            raise RunFailed(
-                f"the trainer {reason}, and the run cannot continue: {error}"
-            ) from error
+            raise RunFailed(f"the trainer {reason}, so the run cannot continue: {error}") from error
         # Their memory is needed: the new trainer reserves as much before it is ready.
         remove_weights(self._fleet.trainer.spec.run_id, self._fleet.trainer.name)
         before = " and ".join(worker.name for worker in self._fleet.ranks)

@@ -57,36 +57,26 @@ class _Unacknowledged:
     rank: int
     times: int = 1
     patience: float = field(default_factory=lambda: RESEND_SECONDS)
-    """Seconds until it is resent, doubled each time: the socket keeps messages that it cannot send,
-    so those to a trainer that does not read take memory."""
+    """Seconds until it is resent, doubled each time: messages that are not read take memory."""
 
 
+@dataclass(eq=False)
 class Deliveries:
     """Sends samples to the trainer until each is acknowledged.
 
-    Delivered ones are removed from `held`; acknowledged and failed ones are reported.
+    Delivered ones are removed from `_held`; acknowledged and failed ones are reported.
     """
 
-    def __init__(
-        self,
-        held: dict[SampleId, HeldSample],
-        trainer: TrainerLines,
-        controller: ControllerLine,
-        records: GeneratorRecords,
-        lenient_reuse: LenientReuse | None,
-    ) -> None:
-        self._held = held
-        self._trainer = trainer
-        self._controller = controller
-        self._metrics = records.metrics
-        self._recorder = records.samples
-        self._traces = records.traces
-        self._lenient_reuse = lenient_reuse
-        self._unacknowledged: dict[SampleId, _Unacknowledged] = {}
-        self._ordered: list[to_generator.Deliver] = []
-        """Orders that wait for rewards."""
-        self._lineage = 0
-        self.newest_step = -1
+    _held: dict[SampleId, HeldSample]
+    _trainer: TrainerLines
+    _controller: ControllerLine
+    _records: GeneratorRecords
+    _lenient_reuse: LenientReuse | None
+    newest_step: int = field(default=-1, init=False)
+    _unacknowledged: dict[SampleId, _Unacknowledged] = field(default_factory=dict, init=False)
+    _ordered: list[to_generator.Deliver] = field(default_factory=list, init=False)
+    """Orders that wait for rewards."""
+    _lineage: int = field(default=0, init=False)
 
     @property
     def unrewarded(self) -> tuple[int, int]:
@@ -113,8 +103,8 @@ class Deliveries:
         """Forget what was sent to a lost trainer, which another one has replaced."""
         self._lineage, self.newest_step = lineage, -1
         self._unacknowledged.clear()
-        if self._recorder is not None:
-            self._recorder.rewind()
+        if self._records.samples is not None:
+            self._records.samples.rewind()
 
     async def deliver(self, command: to_generator.Deliver) -> None:
         """Send samples of one group once all their rewards are computed.
@@ -163,9 +153,9 @@ class Deliveries:
         self.newest_step = max(self.newest_step, step)
         if self._lenient_reuse is not None:
             self._lenient_reuse.remember(held.trajectory)
-        if self._recorder is not None:
-            self._recorder.consider(held, reward=reward, step=step)
-        self._metrics.deliveries.inc()
+        if self._records.samples is not None:
+            self._records.samples.consider(held, reward=reward, step=step)
+        self._records.metrics.deliveries.inc()
         line.send_soon(delivery)
 
     async def receive_answers(self) -> None:
@@ -191,8 +181,8 @@ class Deliveries:
 
     async def _acknowledged(self, sample: SampleId, waiting: _Unacknowledged) -> None:
         del self._unacknowledged[sample]
-        if self._traces is not None:
-            self._traces.delivered(
+        if self._records.traces is not None:
+            self._records.traces.delivered(
                 sample, waiting.began, step=waiting.delivery.step, times=waiting.times
             )
         await self._controller.send(
@@ -203,6 +193,6 @@ class Deliveries:
     def _send_again(self, waiting: _Unacknowledged) -> None:
         waiting.sent = time.monotonic()
         waiting.times += 1
-        self._metrics.deliveries.inc()
-        self._metrics.redeliveries.inc()
+        self._records.metrics.deliveries.inc()
+        self._records.metrics.redeliveries.inc()
         self._trainer.to(waiting.rank).send_soon(waiting.delivery)

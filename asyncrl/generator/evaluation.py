@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncrl.generator.background import BackgroundTasks, ControllerLine
 from asyncrl.generator.reports import SampleRecorder
@@ -39,31 +39,24 @@ class _HeldOut:
     generation: SampleGeneration | None = None
 
 
+@dataclass(eq=False)
 class Evaluation:
     """Generates held-out samples.
 
-    `version` is that of the installed weights, -1 if they are not a policy of the run. `compared`
+    `_version` is that of the installed weights, -1 if they are not a policy of the run. `_compared`
     waits until these have been compared with the trainer's.
     """
 
-    def __init__(
-        self,
-        generator: SampleGenerator,
-        controller: ControllerLine,
-        version: Callable[[], int],
-        compared: Callable[[], Awaitable[None]],
-        recorder: SampleRecorder | None = None,
-    ) -> None:
-        self._generator = generator
-        self._controller = controller
-        self._version = version
-        self._compared = compared
-        self._recorder = recorder
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._fixed: set[_HeldOut] = set()
-        self._changed = asyncio.Event()
-        self._held_seconds = 0.0
-        self._holding_since: float | None = None
+    _generator: SampleGenerator
+    _controller: ControllerLine
+    _version: Callable[[], int]
+    _compared: Callable[[], Awaitable[None]]
+    _recorder: SampleRecorder | None
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _fixed: set[_HeldOut] = field(default_factory=set, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _held_seconds: float = field(default=0.0, init=False)
+    _holding_since: float | None = field(default=None, init=False)
 
     @property
     def running(self) -> int:

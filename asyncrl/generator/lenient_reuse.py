@@ -8,8 +8,7 @@ draw from p, and generation continues from there (arXiv 2509.23232).
 Kept tokens carry p's log-probability and version: their staleness is 0. They do not follow p, which
 was trained on these draws; the residual is missing, and l distorts the rest (docs/exactness.md).
 
-Each generator remembers in memory what it delivered. A sample that moves to another generator, or
-that follows a resume, begins empty, which costs only speed.
+Each generator remembers what it delivered. After a move or a resume a sample begins empty.
 """
 
 from collections import OrderedDict
@@ -82,15 +81,9 @@ class LenientReuse:
             return None
         self._remembered.move_to_end((prompt_id, sample))
         tokens, logprobs = found
-        no_top_k = (len(tokens), 0)
-        return KeptTokens(
-            tokens,
-            logprobs,
-            np.empty(no_top_k, np.int32),
-            np.empty(no_top_k, np.float32),
-            np.zeros(len(tokens), np.uint64),
-            lenience=self._lenience,
-        )
+        count, seeds = len(tokens), np.zeros(len(tokens), np.uint64)
+        no_top_k = np.empty((count, 0), np.int32), np.empty((count, 0), np.float32)
+        return KeptTokens(tokens, logprobs, *no_top_k, seeds, lenience=self._lenience)
 
     def _forget(self, key: tuple[str, int]) -> None:
         old = self._remembered.pop(key, None)

@@ -75,15 +75,11 @@ async def rescore(
     engine: Engine, sampling: SamplingParams, line: ControllerLine, command: to_generator.Rescore
 ) -> None:
     """Score samples again and report; the engine recomputes every position."""
-    requests = [
-        ScoreRequest(
-            f"rescore-{command.number}.{index}",
-            decode_tokens(sample.prompt_tokens),
-            decode_tokens(sample.tokens),
-            sampling,
-        )
-        for index, sample in enumerate(command.samples)
-    ]
+    requests = []
+    for index, sample in enumerate(command.samples):
+        prompt, tokens = decode_tokens(sample.prompt_tokens), decode_tokens(sample.tokens)
+        name = f"rescore-{command.number}.{index}"
+        requests.append(ScoreRequest(name, prompt, tokens, sampling))
     version, logprobs, reason = -1, tuple[bytes, ...](), ""
     try:
         scores = await engine.score(requests)
@@ -128,16 +124,7 @@ class GeneratorProcess:
         tasks = self._tasks = BackgroundTasks()
         self._reports = GeneratorReports(controller.generator, engine, generator, metrics, log)
         self.samples = Samples(generator, controller, self._reports, tasks, lenient_reuse)
-        self._evaluation = Evaluation(
-            generator,
-            controller,
-            lambda: self._installs.version,
-            lambda: self._installs.compared(),
-            records.samples,
-        )
-        lines = TrainerLines([trainer, *other_ranks])
-        self.deliveries = Deliveries(self.samples.held, lines, controller, records, lenient_reuse)
-        self._installs = WeightInstalls(
+        installs = self._installs = WeightInstalls(
             engine,
             self.samples,
             controller,
@@ -148,7 +135,12 @@ class GeneratorProcess:
             stops_on_wrong_policy=stops_on_wrong_policy,
             starts_with_policy=starts_with_policy,
         )
-        self._unfinished = UnfinishedFiles(self._installs, tasks, controller, self._discard, here)
+        self._evaluation = Evaluation(
+            generator, controller, lambda: installs.version, installs.compared, records.samples
+        )
+        lines = TrainerLines([trainer, *other_ranks])
+        self.deliveries = Deliveries(self.samples.held, lines, controller, records, lenient_reuse)
+        self._unfinished = UnfinishedFiles(installs, tasks, controller, self._discard, here)
         self._paused_at: float | None = None
         self._one_install = asyncio.Lock()
 

@@ -176,22 +176,15 @@ class GeneratorRecords:
     traces: SampleTraces | None = None
 
 
+@dataclass(eq=False)
 class GeneratorReports:
     """Collects the counters of one generator."""
 
-    def __init__(
-        self,
-        name: str,
-        engine: Engine,
-        generator: SampleGenerator,
-        metrics: GeneratorMetrics,
-        log: EngineLog | None,
-    ) -> None:
-        self._name = name
-        self._engine = engine
-        self._generator = generator
-        self._metrics = metrics
-        self._log = log
+    _name: str
+    _engine: Engine
+    _generator: SampleGenerator
+    _metrics: GeneratorMetrics
+    _log: EngineLog | None
 
     def count_finished(self, trajectory: Trajectory) -> None:
         """Count a finished sample and its length, without observed tokens."""

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -67,21 +67,15 @@ def _up_to(turn: int, episode: Episode, said: Sequence[str]) -> list[dict[str, A
     return [*episode.before(turn), {"role": "assistant", "content": said[2 * turn]}]
 
 
+@dataclass(eq=False)
 class SampleRewards:
-    """Computes the rewards of samples in the reward workers; `environment` adds its own."""
+    """Computes the rewards of samples in the reward workers; `_environment` adds its own."""
 
-    def __init__(
-        self,
-        pool: RewardPool,
-        decode: Callable[[list[int]], str],
-        metrics: GeneratorMetrics,
-        environment: EnvironmentPool | None = None,
-    ) -> None:
-        self._pool = pool
-        self._environment = environment
-        self._decode = decode
-        self._metrics = metrics
-        self._tasks: set[asyncio.Task[Reward]] = set()
+    _pool: RewardPool
+    _decode: Callable[[list[int]], str]
+    _metrics: GeneratorMetrics
+    _environment: EnvironmentPool | None = None
+    _tasks: set[asyncio.Task[Reward]] = field(default_factory=set, init=False)
 
     @property
     def pending(self) -> int:

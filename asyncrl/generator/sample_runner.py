@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import dataclass
 
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.protocol import Engine, SamplingParams
@@ -19,6 +20,7 @@ _MAX_ENGINE_ABORTS = 8
 _INTERRUPT_SECONDS = 60.0
 
 
+@dataclass(eq=False)
 class SampleGenerator:
     """Generates samples with an engine, in as many attempts as each needs.
 
@@ -27,29 +29,21 @@ class SampleGenerator:
     `noise_floor_every` is None if that is not measured.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        rewards: SampleRewards,
-        sampling: SamplingParams,
-        *,
-        held_out_sampling: SamplingParams | None = None,
-        noise_floor_every: int | None = None,
-        traces: SampleTraces | None = None,
-        episodes: Episodes | None = None,
-    ) -> None:
-        self._engine = engine
-        self._episodes = episodes
-        self._traces = traces
-        self.sampling = sampling
-        self._held_out_sampling = held_out_sampling or sampling
+    _engine: Engine
+    rewards: SampleRewards
+    sampling: SamplingParams
+    held_out_sampling: SamplingParams | None = None
+    noise_floor_every: int | None = None
+    traces: SampleTraces | None = None
+    episodes: Episodes | None = None
+
+    def __post_init__(self) -> None:
         self.attempts_allowed = _event_that_is_set()
         """No attempt starts while it is not set."""
         self._engine_unpaused = _event_that_is_set()
         self._attempts = 0
         self._no_attempt = _event_that_is_set()
-        self.rewards = rewards
-        self.noise_floor = NoiseFloorProbe(engine, sampling, noise_floor_every)
+        self.noise_floor = NoiseFloorProbe(self._engine, self.sampling, self.noise_floor_every)
         self._verified = TokenCounts()
         self._outside_top_k = 0
         self._held_out: dict[int, SampleGeneration] = {}
@@ -62,7 +56,7 @@ class SampleGenerator:
     @property
     def environment(self) -> EnvironmentCounts:
         """Counts of environments."""
-        return EnvironmentCounts() if self._episodes is None else self._episodes.counts
+        return EnvironmentCounts() if self.episodes is None else self.episodes.counts
 
     @property
     def held_out_in_environments(self) -> int:
@@ -145,8 +139,8 @@ class SampleGenerator:
                     "times without a request to do so"
                 )
             end = generation.end_attempt(reason)
-            if end is not None and self._episodes is not None:
-                end = await self._answer(self._episodes, generation, end)
+            if end is not None and self.episodes is not None:
+                end = await self._answer(self.episodes, generation, end)
             if end is not None:
                 return self._finish(generation, end)
 
@@ -158,8 +152,8 @@ class SampleGenerator:
         reward = generation.known_reward(trajectory)
         if reward is None:
             reward = self.rewards.start(generation.prompt, trajectory, episode)
-            if self._traces is not None and generation.purpose == "train":
-                self._traces.rewarding(generation.sample, reward)
+            if self.traces is not None and generation.purpose == "train":
+                self.traces.rewarding(generation.sample, reward)
         if episode is not None:
             episode.finish()
         limit = generation.deadline_seconds
@@ -170,11 +164,11 @@ class SampleGenerator:
 
         No token is looked at. Answers from before a resume are known only if they are repeated.
         """
-        if self._episodes is None:
+        if self.episodes is None:
             return
         is_new = generation.episode is None
         if is_new:
-            generation.episode = self._episodes.new(generation)
+            generation.episode = self.episodes.new(generation)
             await self._open(generation)
         episode = generation.episode
         if episode is None or generation.tokens_to_verify is None:
@@ -185,12 +179,12 @@ class SampleGenerator:
             generation.start_over()
 
     async def _open(self, generation: SampleGeneration) -> None:
-        if self._episodes is None or not _must_open(generation):
+        if self.episodes is None or not _must_open(generation):
             return
         _end_session(self._engine, generation)
         generation.opening = True
         try:
-            await self._episodes.begin(generation)
+            await self.episodes.begin(generation)
         finally:
             generation.opening = False
         generation.clear_tokens()
@@ -219,7 +213,7 @@ class SampleGenerator:
 
     async def _attempt(self, generation: SampleGeneration) -> FinishReason:
         is_held_out = generation.purpose == "eval"
-        sampling = self._held_out_sampling if is_held_out else self.sampling
+        sampling = (self.held_out_sampling if is_held_out else None) or self.sampling
         request = generation.next_request(sampling)
         generation.request_id, generation.interrupting = request.request_id, False
         generation.requested_at = time.monotonic()
@@ -227,8 +221,8 @@ class SampleGenerator:
         self._attempts += is_training
         if is_training:
             self._no_attempt.clear()
-            if self._traces is not None:
-                generation.trace = self._traces.attempt(generation.sample, request)
+            if self.traces is not None:
+                generation.trace = self.traces.attempt(generation.sample, request)
         try:
             async for chunk in self._engine.generate(request):
                 if len(chunk.tokens):

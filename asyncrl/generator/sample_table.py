@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from asyncrl.engine.errors import RequestError
 from asyncrl.environments.workers.pool import EnvironmentFailed
@@ -21,27 +22,22 @@ Unfinished = tuple[SampleId, str, KeptTokens]
 """An undelivered sample, the id of its prompt, and its tokens."""
 
 
+@dataclass(eq=False)
 class Samples:
     """Starts, verifies, interrupts and discards samples; holds and reports the finished ones."""
 
-    def __init__(
-        self,
-        generator: SampleGenerator,
-        controller: ControllerLine,
-        reports: GeneratorReports,
-        tasks: BackgroundTasks,
-        lenient_reuse: LenientReuse | None,
-    ) -> None:
-        self.tells_rewards = False
-        """True if rewards are reported to the controller (dynamic sampling)."""
-        self._generator = generator
-        self._controller = controller
-        self._reports = reports
-        self._tasks = tasks
-        self._lenient_reuse = lenient_reuse
+    _generator: SampleGenerator
+    _controller: ControllerLine
+    _reports: GeneratorReports
+    _tasks: BackgroundTasks
+    _lenient_reuse: LenientReuse | None
+    tells_rewards: bool = field(default=False, init=False)
+    """True if rewards are reported to the controller (dynamic sampling)."""
+    held: dict[SampleId, HeldSample] = field(default_factory=dict, init=False)
+    _lineage: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
         self._generating: dict[SampleId, tuple[SampleGeneration, asyncio.Task[None]]] = {}
-        self._lineage = 0
-        self.held: dict[SampleId, HeldSample] = {}
 
     @property
     def in_generation(self) -> list[SampleGeneration]:

@@ -137,12 +137,9 @@ def _cache_place(spec: GeneratorSpec, config: RunConfig, tokenizer: Any) -> Cach
         exchange = str(exchange_directory(spec.run_id, Path(spec.weights_directory)))
     words = sorted(tokenizer.get_vocab().items())
     digest = hashlib.blake2b(repr(words).encode(), digest_size=16).hexdigest()
-    return CachePlace(
-        name=spec.name,
-        exchange=exchange,
-        snapshot=str(Path(spec.run_directory) / "cache" / f"{spec.name}.snapshot"),
-        fingerprint=f"tokenizer {digest}",
-    )
+    path = str(Path(spec.run_directory) / "cache" / f"{spec.name}.snapshot")
+    about = f"tokenizer {digest}"
+    return CachePlace(name=spec.name, exchange=exchange, snapshot=path, fingerprint=about)
 
 
 def _failure(spec: GeneratorSpec, error: BaseException) -> from_generator.Failure | None:

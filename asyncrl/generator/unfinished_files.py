@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.engine.errors import EngineError
@@ -21,37 +22,31 @@ from asyncrl.wire.messages.unfinished_samples import (
 logger = logging.getLogger("asyncrl.generator")
 
 
+@dataclass(eq=False)
 class UnfinishedFiles:
     """Saves and restores the tokens of undelivered samples.
 
-    Failures do not end the run: without a file, samples are generated again. `installs` copies the
-    tokens between two installations of weights; `tasks` write in the background; `forget` drops
-    samples; `here` maps the controller's path of a file to this node's (`GeneratorSpec.here`).
+    Failures do not end the run: without a file, samples are generated again. `_installs` copies the
+    tokens between two installations of weights; `_tasks` write in the background; `_forget` drops
+    samples; `_here` maps the controller's path of a file to this node's (`GeneratorSpec.here`).
     """
 
-    def __init__(
-        self,
-        installs: WeightInstalls,
-        tasks: BackgroundTasks,
-        controller: ControllerLine,
-        forget: Callable[[Sequence[SampleId]], None],
-        here: Callable[[str], Path] = Path,
-    ) -> None:
-        self._here = here
-        self._installs = installs
-        self._tasks = tasks
-        self._controller = controller
-        self._forget = forget
-        self._saving: asyncio.Task[None] | None = None
+    _installs: WeightInstalls
+    _tasks: BackgroundTasks
+    _controller: ControllerLine
+    _forget: Callable[[Sequence[SampleId]], None]
+    _here: Callable[[str], Path]
+    _saving: asyncio.Task[None] | None = field(default=None, init=False)
+    _first_group: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
         self._copied = asyncio.Event()
         self._copied.set()
-        self._first_group = 0
 
     def save(self, command: to_generator.SaveUnfinished) -> None:
         """Copy the tokens of all samples and write them, without blocking other commands.
 
-        An installation of weights may have to end first; deliveries then wait for the copy
-        (`copied`). Nothing is saved while an earlier file is unfinished.
+        Deliveries wait for the copy (`copied`). Nothing is saved while a file is being written.
         """
         if self._saving is not None and not self._saving.done():
             logger.warning("%s is not written: an earlier file is still incomplete", command.file)

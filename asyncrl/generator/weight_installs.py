@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 from asyncrl.engine.errors import WeightsSupersededError
 from asyncrl.engine.protocol import Engine
@@ -19,49 +20,40 @@ from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 logger = logging.getLogger("asyncrl.generator")
 
 
+@dataclass(eq=False)
 class WeightInstalls:
     """Stages published weights while the engine generates, then swaps them in and compares them.
 
     The comparison takes several times as long as the swap, so it runs while tokens are drawn with
     the new weights. No trajectory is delivered until it is done (`compared`).
 
-    `on_change` is called when the engine stops for an installation and when it resumes, `installed`
+    `_on_change` is called when the engine stops for an installation and resumes, `installed`
     with each version as soon as it is in use; `verify` requests the verification of samples. With
     `stops_on_wrong_policy` the process ends if the engine decodes with other weights than the
     trainer has: no token drawn with them can be delivered. The engine's first weights are the run's
     first policy if `starts_with_policy`: not with an initial adapter, which the first version has.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        samples: Samples,
-        controller: ControllerLine,
-        metrics: GeneratorMetrics,
-        on_change: Callable[[], None],
-        *,
-        verify: Callable[[to_generator.Verify], Awaitable[None]],
-        installed: Callable[[int], Awaitable[None]],
-        stops_on_wrong_policy: bool = True,
-        starts_with_policy: bool = True,
-    ) -> None:
-        self._engine = engine
-        self._samples = samples
-        self._controller = controller
-        self._metrics = metrics
-        self._on_change = on_change
-        self._request_verification = verify
-        self._installed = installed
-        self._stops_on_wrong_policy = stops_on_wrong_policy
+    _engine: Engine
+    _samples: Samples
+    _controller: ControllerLine
+    _metrics: GeneratorMetrics
+    _on_change: Callable[[], None]
+    verify: Callable[[to_generator.Verify], Awaitable[None]]
+    installed: Callable[[int], Awaitable[None]]
+    stops_on_wrong_policy: bool
+    starts_with_policy: bool
+    installing: int | None = field(default=None, init=False)
+    _lineage: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
         self._lock = asyncio.Lock()
-        self._lineage = 0
-        self._are_gone = not starts_with_policy
+        self._are_gone = not self.starts_with_policy
         """True if the engine's weights are not a policy of the run: nothing is generated."""
         if self._are_gone:
-            samples.interrupt_all()
+            self._samples.interrupt_all()
         self._compared = asyncio.Event()
         self._compared.set()
-        self.installing: int | None = None
 
     async def install(self, command: to_generator.InstallWeights) -> None:
         """Swap to these weights and report the version installed afterwards.
@@ -111,8 +103,8 @@ class WeightInstalls:
     async def _verify(self, command: to_generator.InstallWeights) -> None:
         for verification in command.verify:
             if verification.min_version <= self.version:
-                await self._request_verification(verification)
-        await self._installed(self.version)
+                await self.verify(verification)
+        await self.installed(self.version)
 
     async def compared(self) -> None:
         """Wait until the weights in use have been compared with the trainer's.
@@ -126,20 +118,16 @@ class WeightInstalls:
     ) -> WrongPolicy | None:
         if manifest.fingerprint is None:
             return None
-        return compare_weights(
-            self._controller.generator,
-            manifest.policy_version,
-            expected=manifest.fingerprint,
-            found=await self._engine.fingerprint(),
-            before=before,
-        )
+        name, version = self._controller.generator, manifest.policy_version
+        expected, found = manifest.fingerprint, await self._engine.fingerprint()
+        return compare_weights(name, version, expected=expected, found=found, before=before)
 
     async def _report(self, wrong: WrongPolicy | None) -> None:
         if wrong is None:
             return
         found = from_generator.WrongPolicyFound(self._controller.generator, wrong)
         await self._controller.send(found)
-        if self._stops_on_wrong_policy:
+        if self.stops_on_wrong_policy:
             self._are_gone = True
             raise WrongPolicyError(wrong.text)
 

@@ -12,8 +12,7 @@ from typing import Literal
 from asyncrl.rollout.trajectory import SampleId
 
 GoBack = Literal["restore", "replay", "start over"]
-"""The way in which an environment returns to before a turn that verification has changed: at once
-from a snapshot, by repeating the accepted turns, or not at all."""
+"""Return to before a changed turn: from a snapshot, by repeating accepted turns, or not at all."""
 _LONGEST = 100.0
 
 

@@ -44,8 +44,7 @@ class Fit:
     step_seconds: float
     steps: int
     drift: float | None
-    """Total variation per token at which the rule by blocks would reject as many tokens of whole
-    answers as verification did; None if nothing was verified."""
+    """Total variation per token by which `block` explains rejections; None: nothing verified."""
     outside: float
     """Share of tokens drawn outside the stored top K."""
     noise: float
@@ -231,12 +230,9 @@ def _message_seconds(generators: dict[str, list[Span]], trainer: Iterable[Span])
     """Return the seconds of a message. New weights take two, through the controller."""
     kind = SpanKind.TRANSFERRING_WEIGHTS
     published = {s.args.get("version"): s.end for s in trainer if s.kind == kind}
-    taken = [
-        s.start - published[s.args.get("version")]
-        for line in generators.values()
-        for s in line
-        if s.kind == kind and s.args.get("version") in published
-    ]
+    installs = [span for line in generators.values() for span in line if span.kind == kind]
+    starts = [(span.start, span.args.get("version")) for span in installs]
+    taken = [start - published[version] for start, version in starts if version in published]
     return max(1e-4, median(taken) / 2) if taken else 1e-3
 
 

@@ -39,8 +39,7 @@ REGIME_MODES = ("sync", "verify", "verify, k=1", "verify, k=2", "keep(4)")
 SESSIONS = 4
 """Default number of a generator's open environments, as a multiple of its slots."""
 BALANCE = 0.9
-"""Share of the time for which the trainer would be busy if generators were never idle; it
-determines the trainer's size if that is not given."""
+"""Share of the time that the trainer is busy if generators never idle; determines its size."""
 NEAR = 0.85
 """Share of the fastest staleness bound's speed that a stricter bound must reach."""
 
@@ -117,12 +116,8 @@ class Cluster(Conditions):
 
     def roofline(self) -> tuple[Cost, float]:
         """Return roofline costs, and the number of the trainer's devices. Raises UserError."""
-        costs = partial(
-            roofline,
-            known(self.model, MODELS),
-            known(self.device, DEVICES),
-            devices_per_generator=self.gpus_per_generator,
-        )
+        model, device = known(self.model, MODELS), known(self.device, DEVICES)
+        costs = partial(roofline, model, device, devices_per_generator=self.gpus_per_generator)
         devices = self.trainer_devices
         if devices is None:
             one = costs(trainer_devices=1)

@@ -51,11 +51,7 @@ def regime_table(places: Sequence[Place]) -> Table:
         result.add_column(mode, justify="right")
     result.add_column("right", justify="left")
     for place in places:
-        sync = place.outcomes["sync"].step_seconds
-        cells = [
-            f"{sync / place.outcomes[mode].step_seconds:.2f}x / "
-            f"{place.outcomes[mode].regenerated:.0%}"
-            for mode in modes
-        ]
+        sync, chosen = place.outcomes["sync"].step_seconds, [place.outcomes[mode] for mode in modes]
+        cells = [f"{sync / one.step_seconds:.2f}x / {one.regenerated:.0%}" for one in chosen]
         result.add_row(f"{place.median:.0f}", f"{place.drift:g}", *cells, right_choice(place))
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import prometheus_client
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T")
+Kind = Literal["counter", "gauge", "histogram"]
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 TOKENS = (8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
@@ -23,7 +25,7 @@ class MetricSpec:
     """The declaration of one metric."""
 
     name: str
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: Kind
     help: str
     """One sentence, shown by Prometheus."""
     labels: Mapping[str, tuple[str, ...] | None] = field(default_factory=dict)
@@ -34,19 +36,13 @@ class MetricSpec:
     """Reads a gauge's value from the step record that the role publishes."""
 
 
-def counter(name: str, text: str, **more: Any) -> Any:
-    """Declare a counter as a dataclass field; `more` as in `MetricSpec`."""
-    return field(metadata={"spec": MetricSpec(name, "counter", text, **more)})
+def _declared(kind: Kind, name: str, text: str, **more: Any) -> Any:
+    """Declare a metric as a dataclass field; `more` as in `MetricSpec`."""
+    return field(metadata={"spec": MetricSpec(name, kind, text, **more)})
 
 
-def gauge(name: str, text: str, **more: Any) -> Any:
-    """Declare a gauge as a dataclass field; `more` as in `MetricSpec`."""
-    return field(metadata={"spec": MetricSpec(name, "gauge", text, **more)})
-
-
-def histogram(name: str, text: str, **more: Any) -> Any:
-    """Declare a histogram as a dataclass field; `more` as in `MetricSpec`."""
-    return field(metadata={"spec": MetricSpec(name, "histogram", text, **more)})
+counter, gauge = partial(_declared, "counter"), partial(_declared, "gauge")
+histogram = partial(_declared, "histogram")
 
 
 def specs_of(role: type[DataclassInstance]) -> Iterator[tuple[str, MetricSpec]]:

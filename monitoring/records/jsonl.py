@@ -173,11 +173,8 @@ class RetryingJsonlWriter(Generic[T]):
 
     def _note_failure(self, why: str) -> None:
         if not self._failing:
-            logger.warning(
-                "cannot write %s: %s. Its lines are kept in memory and written when possible",
-                self.path,
-                why,
-            )
+            text = "cannot write %s: %s. Its lines are kept in memory and written when possible"
+            logger.warning(text, self.path, why)
         self._failing = True
 
     def _try(self, attempt: _Attempt) -> None:

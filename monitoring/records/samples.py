@@ -190,12 +190,9 @@ def with_recent(
 ) -> list[SampleRecord]:
     """Add samples of `recent/`, at most the last `most`, to those of samples.jsonl, by step."""
     known = {(one.step, one.sample_id) for one in spread}
-    recent = [
-        one
-        for path in recent_files(run)[:_NEWEST_FILES]
-        for one in read_tail(path, SampleRecord, _TAIL_BYTES)
-        if (one.step, one.sample_id) not in known
-    ]
+    files = recent_files(run)[:_NEWEST_FILES]
+    read = (one for path in files for one in read_tail(path, SampleRecord, _TAIL_BYTES))
+    recent = [one for one in read if (one.step, one.sample_id) not in known]
     recent.sort(key=lambda one: one.step)
     added = recent if most is None else _last(recent, most)
     return sorted([*spread, *added], key=lambda one: one.step)

@@ -67,11 +67,8 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def continues(first: Span, second: Span, gap: float) -> bool:
     """Return True if `second` is the same activity, at most `gap` seconds after `first`."""
-    return (
-        first.kind == second.kind
-        and first.args == second.args
-        and first.start <= second.start <= first.end + gap
-    )
+    is_same = first.kind == second.kind and first.args == second.args
+    return is_same and first.start <= second.start <= first.end + gap
 
 
 def join(first: Span, second: Span) -> Span:
@@ -96,11 +93,8 @@ def merge(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
 
 def clip(spans: Iterable[Span], start: float, end: float) -> list[Span]:
     """The parts of spans inside `[start, end)`."""
-    return [
-        Span(span.kind, max(span.start, start), min(span.end, end), span.args)
-        for span in spans
-        if span.end > start and span.start < end
-    ]
+    inside = [span for span in spans if span.end > start and span.start < end]
+    return [Span(one.kind, max(one.start, start), min(one.end, end), one.args) for one in inside]
 
 
 def flatten(spans: Iterable[Span]) -> list[Span]:

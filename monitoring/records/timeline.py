@@ -1,7 +1,6 @@
 """Records a process's activity over time, in `RUN/timeline/PROCESS.jsonl`.
 
-An open span is written up to the moment of a flush and continues as a new one, which readers join
-again, so a killed process loses at most one interval.
+Each flush also writes open spans, whose parts readers join: a killed process loses one interval.
 """
 
 import re
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from asyncrl.monitoring.records.jsonl import RetryingJsonlWriter
 from asyncrl.monitoring.records.spans import Span, SpanKind, continues, join
@@ -146,12 +145,6 @@ class Timeline:
         if self._observe is not None:
             for piece in pieces:
                 self._observe(piece)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()
 
 
 def _checked(kind: SpanKind | str, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:

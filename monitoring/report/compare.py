@@ -124,11 +124,8 @@ def _shown(value: Any) -> str:
 
 
 def _orders(run: RunData) -> str:
-    given = [
-        f"{one.arguments['key']}={one.arguments['value']} from step {one.step}"
-        for one in run.orders
-        if one.order == "set"
-    ]
+    orders = [(one.arguments, one.step) for one in run.orders if one.order == "set"]
+    given = [f"{what['key']}={what['value']} from step {step}" for what, step in orders]
     return ", ".join(given) or "none"
 
 

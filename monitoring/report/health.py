@@ -81,20 +81,14 @@ _INDICATORS = (
 
 def health(data: RunData) -> Markup | None:
     """A plot of each indicator that was recorded, if any."""
-    plots = []
-    for indicator in (*_INDICATORS, *_signals(data)):
-        values = data.column(indicator.value)
+    plots, steps = [], data.step_numbers()
+    for one in (*_INDICATORS, *_signals(data)):
+        values = data.column(one.value)
         if any(value is not None for value in values):
-            plots.append(
-                line_plot(
-                    indicator.title,
-                    data.step_numbers(),
-                    [Series(indicator.title.lower(), values, indicator.style)],
-                    note=indicator.note,
-                    y_label=indicator.unit,
-                    y_limits=(0.0 if indicator.from_zero else None, None),
-                )
-            )
+            line = Series(one.title.lower(), values, one.style)
+            ends = 0.0 if one.from_zero else None, None
+            about = {"note": one.note, "y_label": one.unit}
+            plots.append(line_plot(one.title, steps, [line], y_limits=ends, **about))
     if not plots:
         return None
     return section(

@@ -90,11 +90,8 @@ def slot_strip(
 
     def describe(index: int) -> str:
         uses = slices[index]
-        lines = [
-            f"{NAMES[use]}: {number(uses[use] * slots, 1)} of {slots} slots"
-            for use in STYLES
-            if uses.get(use, 0.0) > 0
-        ]
+        used = [use for use in STYLES if uses.get(use, 0.0) > 0]
+        lines = [f"{NAMES[use]}: {number(uses[use] * slots, 1)} of {slots} slots" for use in used]
         at = duration(start - origin + (end - start) * index / SLICES)
         empty = percent(max(0.0, 1 - sum(uses.values())))
         return "\n".join([*lines, f"empty: {empty}, at {at}"])
@@ -138,11 +135,9 @@ def lanes_drawing(
             y += 3 + STRIP
         y += GAP
     marks = [_axis(window, y), *marks, _finished_steps(window, y, steps)]
-    return element(
-        "div",
-        element("svg", marks, viewBox=f"0 0 {WIDTH} {y + AXIS}", role="img", aria_label=title),
-        class_="wide",
-    )
+    view = f"0 0 {WIDTH} {y + AXIS}"
+    drawing = element("svg", marks, viewBox=view, role="img", aria_label=title)
+    return element("div", drawing, class_="wide")
 
 
 def _box(y: float, height: float) -> Box:
@@ -178,16 +173,9 @@ def _lane(spans: Sequence[Span], window: Window, y: float) -> Markup:
 
 
 def _rectangle(span: Span, window: Window, y: float) -> Markup:
-    left = window.x(span.start)
-    return element(
-        "rect",
-        element("title", _description(span, window)),
-        x=left,
-        y=y,
-        width=max(0.35, window.x(span.end) - left),
-        height=LANE,
-        class_=_style(span.kind),
-    )
+    left, title = window.x(span.start), element("title", _description(span, window))
+    width = max(0.35, window.x(span.end) - left)
+    return element("rect", title, x=left, y=y, width=width, height=LANE, class_=_style(span.kind))
 
 
 def _style(kind: str) -> str:

@@ -53,32 +53,20 @@ def _reward(data: RunData) -> Markup:
     if not data.steps:
         return empty("Reward", "No step is finished yet.")
     rewards = data.column(lambda step: step.learning.reward_mean)
-    return line_plot(
-        "Reward",
-        data.step_numbers(),
-        [
-            Series("smoothed", smooth(rewards), "c1"),
-            Series("mean of the step", rewards, "c1", faint=True),
-        ],
-        note="Mean over each step's samples (thin) and its moving average (bold).",
-        y_label="reward",
-    )
+    smoothed = Series("smoothed", smooth(rewards), "c1")
+    mean = Series("mean of the step", rewards, "c1", faint=True)
+    note = "Mean over each step's samples (thin) and its moving average (bold)."
+    return line_plot("Reward", data.step_numbers(), [smoothed, mean], note=note, y_label="reward")
 
 
 def _terms(data: RunData) -> Markup | None:
     names = list({name: None for step in data.steps for name in step.rewards})
     if len(names) < 2:
         return None
-    return line_plot(
-        "Reward by function",
-        data.step_numbers(),
-        [
-            Series(name, data.column(_term(name)), f"c{1 + index % 6}")
-            for index, name in enumerate(names)
-        ],
-        note="Mean over each step's samples of what each function returned, without its weight.",
-        y_label="value",
-    )
+    terms = [(name, data.column(_term(name))) for name in names]
+    lines = [Series(*term, f"c{1 + index % 6}") for index, term in enumerate(terms)]
+    note = "Mean over each step's samples of what each function returned, without its weight."
+    return line_plot("Reward by function", data.step_numbers(), lines, note=note, y_label="value")
 
 
 def _term(name: str) -> Callable[[StepMetrics], Measured]:

@@ -127,15 +127,10 @@ def orders(data: RunData) -> Markup | None:
     """The user's changes while the run was active."""
     if not data.orders:
         return None
-    lines = [
-        element(
-            "li",
-            f"step {one.step}: ",
-            element("b", " ".join([one.order, *(f"{k}={v}" for k, v in one.arguments.items())])),
-            f" ({one.effect})",
-        )
-        for one in data.orders
-    ]
+    lines = []
+    for one in data.orders:
+        order = " ".join([one.order, *(f"{k}={v}" for k, v in one.arguments.items())])
+        lines.append(element("li", f"step {one.step}: ", element("b", order), f" ({one.effect})"))
     about = "Given while the run was active; each with the steps that were trained when it held."
     return section("Orders", about, element("ul", lines))
 

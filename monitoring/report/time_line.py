@@ -144,11 +144,8 @@ def _parts(shares: Mapping[str, float], styles: Mapping[str, str]) -> list[tuple
 
 
 def _in_words(shares: Mapping[str, float], names: Mapping[str, str]) -> str:
-    return ", ".join(
-        f"{names.get(name, name)} {percent(share, 1)}"
-        for name, share in shares.items()
-        if share >= 0.0005
-    )
+    known = [(names.get(name, name), share) for name, share in shares.items() if share >= 0.0005]
+    return ", ".join(f"{name} {percent(share, 1)}" for name, share in known)
 
 
 def _bar(parts: Sequence[tuple[str, float, str]]) -> Markup:

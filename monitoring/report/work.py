@@ -21,16 +21,10 @@ def work(data: RunData) -> Markup:
 def _tokens(data: RunData) -> Markup:
     generated = growth(data.column(lambda step: step.tokens.generated))
     accepted = growth(data.column(lambda step: step.tokens.accepted))
-    return bar_plot(
-        "Rollout tokens",
-        data.step_numbers(),
-        [
-            Series("accepted drafts", accepted, "c3"),
-            Series("sampled one by one", less(generated, accepted), "c6"),
-        ],
-        note="Response tokens generated between one finished step and the next.",
-        y_label="tokens",
-    )
+    drafts = Series("accepted drafts", accepted, "c3")
+    layers = [drafts, Series("sampled one by one", less(generated, accepted), "c6")]
+    note = "Response tokens generated between one finished step and the next."
+    return bar_plot("Rollout tokens", data.step_numbers(), layers, note=note, y_label="tokens")
 
 
 def _verification(data: RunData) -> Markup | None:
@@ -38,52 +32,31 @@ def _verification(data: RunData) -> Markup | None:
     rejected = growth(data.column(lambda step: step.tokens.rejected))
     if not any(kept) and not any(rejected):
         return None
-    return bar_plot(
-        "Verified tokens",
-        data.step_numbers(),
-        [Series("kept", kept, "c3"), Series("regenerated", rejected, "c2")],
-        note="Tokens that an older policy generated, and whether verification accepted them.",
-        y_label="tokens",
-    )
+    layers = [Series("kept", kept, "c3"), Series("regenerated", rejected, "c2")]
+    note = "Tokens that an older policy generated, and whether verification accepted them."
+    return bar_plot("Verified tokens", data.step_numbers(), layers, note=note, y_label="tokens")
 
 
 def _staleness(data: RunData) -> Markup:
-    return line_plot(
-        "Staleness",
-        data.step_numbers(),
-        [
-            Series("mean", data.column(lambda step: step.staleness.mean), "c1"),
-            Series("maximum", data.column(lambda step: step.staleness.max), "c2"),
-        ],
-        note="Age of the trained tokens: optimizer steps since the policy that they follow.",
-        y_label="steps",
-        y_limits=(0.0, None),
-    )
+    mean = Series("mean", data.column(lambda step: step.staleness.mean), "c1")
+    lines = [mean, Series("maximum", data.column(lambda step: step.staleness.max), "c2")]
+    note = "Age of the trained tokens: optimizer steps since the policy that they follow."
+    steps = data.step_numbers()
+    return line_plot("Staleness", steps, lines, note=note, y_label="steps", y_limits=(0.0, None))
 
 
 def _step_time(data: RunData) -> Markup:
     training = data.column(lambda step: step.times.train_seconds)
     waiting = data.column(lambda step: step.times.wait_seconds)
     whole = data.column(lambda step: step.step_seconds)
-    return bar_plot(
-        "Where the time of a step goes",
-        data.step_numbers(),
-        [
-            Series("training", training, "c2"),
-            Series("waiting for samples", waiting, "c6"),
-            Series("everything else", less(whole, training, waiting), "c4"),
-        ],
-        note="The trainer's time from one finished step to the next.",
-        y_label="seconds",
-    )
+    rest = Series("everything else", less(whole, training, waiting), "c4")
+    parts = [Series("training", training, "c2"), Series("waiting for samples", waiting, "c6"), rest]
+    note, steps = "The trainer's time from one finished step to the next.", data.step_numbers()
+    return bar_plot("Where the time of a step goes", steps, parts, note=note, y_label="seconds")
 
 
 def _throughput(data: RunData) -> Markup:
-    return line_plot(
-        "Throughput",
-        data.step_numbers(),
-        [Series("tokens per second", data.column(lambda step: step.tokens_per_second), "c1")],
-        note="Response tokens generated per second by all generators together.",
-        y_label="tokens per second",
-        y_limits=(0.0, None),
-    )
+    unit, steps = "tokens per second", data.step_numbers()
+    lines = [Series(unit, data.column(lambda step: step.tokens_per_second), "c1")]
+    note = "Response tokens generated per second by all generators together."
+    return line_plot("Throughput", steps, lines, note=note, y_label=unit, y_limits=(0.0, None))

@@ -81,11 +81,9 @@ def _wrong_policy(data: RunData) -> list[str]:
     if not found:
         return []
     more = " (not the only such finding: result.json lists more)" if len(found) > 1 else ""
-    what = (
-        "Its tokens were trained on, so the run is not on-policy"
-        if data.setting("run.on_wrong_policy") == "warn"
-        else "The run ended before it trained on such tokens"
-    )
+    what = "The run ended before it trained on such tokens"
+    if data.setting("run.on_wrong_policy") == "warn":
+        what = "Its tokens were trained on, so the run is not on-policy"
     return [f"Wrong policy: {found[0]}{more}. {what}."]
 
 
@@ -128,11 +126,8 @@ def _main_settings(data: RunData) -> list[Child]:
         ("learning rate", data.setting("trainer.learning_rate")),
         ("reuse", "lenient, biased" if data.lenient else None),
     )
-    return [
-        element("span", f"{name} ", element("b", str(value)))
-        for name, value in settings
-        if value is not None
-    ]
+    known = [(name, str(value)) for name, value in settings if value is not None]
+    return [element("span", f"{name} ", element("b", value)) for name, value in known]
 
 
 def _wall_seconds(data: RunData) -> float | None:
@@ -295,15 +290,7 @@ def write_report(run_dir: Path) -> Path:
 
 def render(data: RunData, written: datetime) -> str:
     """Render the report as HTML; its last line gives the time `written`."""
-    body = [
-        headline(data),
-        learning(data),
-        time_line(data),
-        work(data),
-        samples(data),
-        health(data),
-        orders(data),
-        settings(data),
-        element("footer", f"Written {written:%d %B %Y, %H:%M} UTC by asyncrl."),
-    ]
+    body: list[Child] = [headline(data), learning(data), time_line(data), work(data)]
+    body += [samples(data), health(data), orders(data), settings(data)]
+    body.append(element("footer", f"Written {written:%d %B %Y, %H:%M} UTC by asyncrl."))
     return page(f"{data.name} · asyncrl", body)

@@ -52,15 +52,8 @@ def table_of(sample: SampleRecord) -> str:
 
 def row_of(sample: SampleRecord) -> list[Any]:
     """A sample's row of the table, by `COLUMNS`."""
-    return [
-        sample.step,
-        sample.sample_id,
-        sample.prompt,
-        "".join(sample.tokens),
-        sample.reward,
-        sample.answer,
-        sample.finish_reason,
-    ]
+    texts = [sample.step, sample.sample_id, sample.prompt, "".join(sample.tokens)]
+    return [*texts, sample.reward, sample.answer, sample.finish_reason]
 
 
 def with_new(rows: list[list[Any]], new: Iterable[list[Any]]) -> list[list[Any]]:

@@ -68,11 +68,8 @@ def incomplete(record: EvaluationRecord | None) -> str | None:
     if record is None or record.is_complete:
         return None
     when = f"of step {record.step}" if record.when == "during" else f"{record.when} training"
-    lacks = [
-        f"{_too_few(one)}{'' if name == HELD_OUT else f' on {name}'}"
-        for name, one in record.sets.items()
-        if not one.is_complete
-    ]
+    few = [(name, one) for name, one in record.sets.items() if not one.is_complete]
+    lacks = [f"{_too_few(one)}{'' if name == HELD_OUT else f' on {name}'}" for name, one in few]
     return f"evaluation {when} is incomplete: {'; '.join(lacks)}"
 
 

@@ -25,8 +25,7 @@ def open_tracer(
 ) -> Tracer:
     """Open a tracer that sends to the configured collector; `closing` ends it.
 
-    `key` is the run's, see `TraceIds`; `metrics` count sent and dropped spans; `unix` as in
-    `Tracer`. Raises TracingError if the OpenTelemetry SDK is not installed.
+    `key` and `unix` as in `TraceIds` and `Tracer`. Raises TracingError if the SDK is missing.
     """
     try:
         from asyncrl.monitoring.tracing.export import SpanExport

@@ -1,8 +1,7 @@
 """Records what a process does with traced groups, as a tree: group, its samples, work on each.
 
-The traced groups, and the ids of their traces, follow from the run's trace key and the group's
-number, so all processes agree without messages. A trace is sampled as OpenTelemetry's
-`TraceIdRatioBased` would: by the low 64 bits of its id.
+The traced groups and the ids of their traces follow from the run's trace key and the group number,
+so all processes agree. The low 64 bits of an id decide, as in OpenTelemetry's `TraceIdRatioBased`.
 """
 
 import hashlib
@@ -139,16 +138,8 @@ class Tracer:
         own: int | None = None,
         failure: str = "",
     ) -> None:
-        self._sink.put(
-            TraceSpan(
-                name,
-                self._ids.trace(group),
-                parent,
-                self._unix(start),
-                self._unix(end),
-                {"asyncrl.group": group, **values},
-                tuple((what, self._unix(when), more) for what, when, more in events),
-                own,
-                failure,
-            )
-        )
+        about = {"asyncrl.group": group, **values}
+        moments = tuple((what, self._unix(when), more) for what, when, more in events)
+        trace, began, ended = self._ids.trace(group), self._unix(start), self._unix(end)
+        span = TraceSpan(name, trace, parent, began, ended, about, moments, own, failure)
+        self._sink.put(span)

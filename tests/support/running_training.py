@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 from fake_processes import FakeProgress, run_config, started_fleet, task, weights
 
 from asyncrl.controller.inbox import CheckpointRecord, Inbox
+from asyncrl.controller.live_settings import LiveSettings
 from asyncrl.controller.policy_watch import PolicyWatch
 from asyncrl.controller.trainer_restarts import TrainerRestarts
 from asyncrl.controller.training import Training
@@ -85,7 +87,8 @@ class Run:
             requests.starts_from(initial_weights)
         self.evaluation = evaluation(self, requests, path)
         self.directory = RunDirectory.create(self.config, resume=False, clean=False)
-        self.moves = SampleHandover(self.config, self.directory.path, requests, self.progress.say)
+        path, say = self.directory.path, self.progress.say
+        self.moves = SampleHandover(self.config, path, requests, say, self.fleet.files)
         self.training = Training(
             self.config, requests, self.fleet, self.progress, self.waiter, self.moves
         )
@@ -101,12 +104,11 @@ class Run:
             *controllers,
             self.waiter,
             self.restarts,
-            CheckpointRecord(self.directory.path / "checkpoints", self.progress.say),
-            UnfinishedWork(
-                self.config, self.directory.path, self.fleet, requests, self.progress.say
-            ),
+            CheckpointRecord(path / "checkpoints", say),
+            UnfinishedWork(self.config, path, self.fleet, requests, say),
             PolicyWatch(self.config.run.on_wrong_policy, self.fleet, self.progress, self.waiter),
             self.moves,
+            AsyncMock(spec=LiveSettings),
         )
 
     async def hear(self, name: str, message: Any) -> list[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -89,7 +90,9 @@ def _timelines(folder: Path, steps: int, generators: int, random_: random.Random
     wait = [0.5 + 0.7 * random_.random() for _ in range(steps)]
     ready, evaluated = 8.0, 19.0
     fake = FakeClock(100.0)
-    with Timeline(folder / "trainer.jsonl", "trainer", clock=fake.clock(START - 100.0)) as line:
+    with closing(
+        Timeline(folder / "trainer.jsonl", "trainer", clock=fake.clock(START - 100.0))
+    ) as line:
         line.record("starting", 100.0, 100.0 + ready)
         line.record("waiting", 100.0 + ready, 100.0 + evaluated, **{"for": "evaluation"})
         at = 100.0 + evaluated
@@ -117,7 +120,7 @@ def _generator(
     random_: random.Random,
 ) -> None:
     fake = FakeClock(100.0)
-    with Timeline(folder / f"{name}.jsonl", name, clock=fake.clock(START - 100.0)) as line:
+    with closing(Timeline(folder / f"{name}.jsonl", name, clock=fake.clock(START - 100.0))) as line:
         line.record("starting", 100.0, 100.0 + ready)
         line.record("evaluating", 100.0 + ready, 100.0 + evaluated - 0.4)
         at = 100.0 + evaluated - 0.3

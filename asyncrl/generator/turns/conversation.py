@@ -9,9 +9,8 @@ serves many samples at once, so its end alone does not show which of them caused
                                   starts over. So the one at fault ends a process alone
     none was                      no sample is known to be at fault
 
-An end is explained once a sample is known to be at fault for it, and then counts for no other
-sample. Each sample has a bound for its deaths, and one for ends that stay unexplained: an
-environment that ends its process between calls, or with a delay.
+An end is explained once a sample is known to be at fault for it, and then counts for no other one.
+A sample's deaths are bounded, and so are its unexplained ends (between calls, or with a delay).
 """
 
 from __future__ import annotations

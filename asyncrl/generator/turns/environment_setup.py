@@ -51,12 +51,9 @@ def episodes_with(
     stop_tokens: Sequence[int],
 ) -> Episodes:
     """Create the episodes of a generator whose environments run in this pool."""
-    return Episodes(
-        pool,
-        translation_of(config, tokenizer, decode, stop_tokens),
-        max_tokens=config.sampling.max_tokens,
-        max_model_len=config.engine.max_model_len,
-    )
+    translation = translation_of(config, tokenizer, decode, stop_tokens)
+    most, context = config.sampling.max_tokens, config.engine.max_model_len
+    return Episodes(pool, translation, max_tokens=most, max_model_len=context)
 
 
 def translation_of(

@@ -169,8 +169,7 @@ class Episodes:
     ) -> FinishReason | None:
         """Answer the policy's ended turn.
 
-        If it was cut off, `cut_off` is how the sample ends. Then only earlier turns are answered
-        again, if a resumed run does not know their rewards.
+        A sample cut off by `cut_off` ends so; only earlier turns with lost rewards are answered.
 
         Returns how the sample ends, or None: the observation was appended and another turn follows.
         Raises StartOver (see the class); EnvironmentFailed if `rewards.on_error` is `stop`.
@@ -368,13 +367,8 @@ def _lost(generation: SampleGeneration, count: int) -> EnvironmentCounts:
 
 
 def _not_deterministic(pool: EnvironmentPool, session: Session, method: str) -> EnvironmentFailed:
-    return pool.failure(
-        session,
-        "not_deterministic",
-        method,
-        "the same row, seed and actions were answered differently, although `replay` is "
-        '"deterministic"',
-    )
+    text = "the same row, seed and actions were answered differently, despite replay: deterministic"
+    return pool.failure(session, "not_deterministic", method, text)
 
 
 def _episode_of(generation: SampleGeneration) -> Episode:

@@ -201,7 +201,7 @@ def test_a_file_that_cannot_be_used_is_named_and_its_samples_come_again(
     if damage == "other file":
         write_unfinished(Path(release.file), 4, "other settings", [])
     answer = fg.Released("generator-1", release.file, "cannot write it" * (damage[:1] == "c"))
-    asyncio.run(moves.take("generator-1", answer))
+    asyncio.run(moves.take("generator-1", answer, is_lost=lambda: False))
     assert run.progress.said[-1].endswith("; its samples are generated again")
     assert run.requests.generate(SampleId(0, 0), 0).unfinished is None
 
@@ -214,7 +214,8 @@ def test_a_file_goes_when_its_last_group_is_settled(tmp_path: Path) -> None:
     file = Path(release.file)
     written = [UnfinishedSample.of(one, "p", KEPT) for one in samples]
     write_unfinished(file, 4, release.settings, written)
-    asyncio.run(run.moves.take("generator-1", fg.Released("generator-1", release.file)))
+    answer = fg.Released("generator-1", release.file)
+    asyncio.run(run.moves.take("generator-1", answer, is_lost=lambda: False))
     asyncio.run(run.moves.forget_before(2))
     assert file.exists()
     assert run.requests.generate(samples[0], 0).unfinished is None

@@ -79,7 +79,7 @@ def test_it_is_freed_when_the_sample_starts_over(lost: bool) -> None:
 
 def test_a_sample_without_an_environment_has_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(harness: GeneratorHarness, env: Any, pool: LocalPool) -> None:
-        monkeypatch.setattr(harness.generator, "_episodes", None)
+        monkeypatch.setattr(harness.generator, "episodes", None)
         await harness.send(tg.Generate(SAMPLE, tg.PromptPayload("p", b"\1\0\0\0", {}), 7))
         await until(lambda: harness.engine.requests)
         harness.engine.feed("train-5.1", [3], 1, end="stop")

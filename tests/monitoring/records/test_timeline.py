@@ -1,5 +1,6 @@
 import json
 import threading
+from contextlib import closing
 
 import pytest
 from fake_clock import FakeClock
@@ -15,7 +16,7 @@ def fake():
 
 def test_spans_are_on_wall_time_and_equal_ones_become_one(tmp_path, fake):
     path = tmp_path / "timeline" / "trainer.jsonl"
-    with Timeline(path, "trainer", clock=fake.clock(1000.0), flush_seconds=60) as line:
+    with closing(Timeline(path, "trainer", clock=fake.clock(1000.0), flush_seconds=60)) as line:
         for step in (1, 1, 1, 2):
             with line.span("training", step=step):
                 fake.now += 2.0
@@ -31,7 +32,7 @@ def test_spans_are_on_wall_time_and_equal_ones_become_one(tmp_path, fake):
 def test_a_correction_of_the_wall_clock_changes_nothing(tmp_path):
     wall, mono = [5000.0], [10.0]
     clock = Clock(monotonic=lambda: mono[0], wall=lambda: wall[0])
-    with Timeline(tmp_path / "a.jsonl", "a", clock=clock) as line:
+    with closing(Timeline(tmp_path / "a.jsonl", "a", clock=clock)) as line:
         wall[0] -= 100.0
         line.record("training", 10.0, 12.0)
     assert read_spans(tmp_path / "a.jsonl") == [Span("training", 5000.0, 5002.0)]
@@ -111,7 +112,7 @@ def test_process_names_are_file_names(name):
 
 def test_threads_may_share_it(tmp_path):
     path = tmp_path / "a.jsonl"
-    with Timeline(path, "a", merge_gap=0.0, flush_seconds=0.0) as line:
+    with closing(Timeline(path, "a", merge_gap=0.0, flush_seconds=0.0)) as line:
 
         def work(number):
             for index in range(100):
@@ -128,7 +129,7 @@ def test_threads_may_share_it(tmp_path):
 def test_a_restarted_process_appends_after_an_incomplete_line(tmp_path, fake):
     path = tmp_path / "trainer.jsonl"
     path.write_text('{"kind":"training","start":1.0,"end":2.0}\n{"kind":"trai')
-    with Timeline(path, "trainer", clock=fake.clock(1000.0)) as line:
+    with closing(Timeline(path, "trainer", clock=fake.clock(1000.0))) as line:
         line.record("training", 0.0, 1.0)
     assert read_timelines(tmp_path) == {
         "trainer": [Span("training", 1.0, 2.0), Span("training", 1000.0, 1001.0)]

@@ -1,6 +1,7 @@
 import html
 import re
 import xml.etree.ElementTree as ET
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -321,7 +322,7 @@ def hostile_run(folder, nasty):
     log = MetricsLog(folder / "metrics.jsonl")
     log.append(StepMetrics(step=0, time=1.0, algorithm={nasty: 1.0}))
     log.close()
-    with Timeline(folder / "timeline" / "trainer.jsonl", "trainer") as line:
+    with closing(Timeline(folder / "timeline" / "trainer.jsonl", "trainer")) as line:
         line.record("training", 0.0, 1.0, note=nasty)
         line.record("waiting", 1.0, 2.0, **{"for": nasty})
     with (folder / "timeline" / "trainer.jsonl").open("ab") as file:

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+from unittest.mock import AsyncMock
 
 import numpy as np
 
 from asyncrl.config.run_config import parse_config
 from asyncrl.controller.unfinished_work import SampleHandover
 from asyncrl.engine.protocol import Engine, SamplingParams
+from asyncrl.fleet.node_files import NodeFiles
 from asyncrl.generator.activity import Activity
 from asyncrl.generator.background import ControllerLine
 from asyncrl.generator.process import GeneratorProcess
@@ -155,7 +157,8 @@ class Turnover:
         self._rng = rng
         self._tell = tell
         config = parse_config({"scheduler": settings.scheduler.model_dump()}, source="the loop")
-        self._moves = SampleHandover(config, directory, requests, print)
+        files = AsyncMock(spec=NodeFiles)  # all see the same folder
+        self._moves = SampleHandover(config, directory, requests, print, files)
         self._joined = 0
 
     async def after(self, version: int, members: dict[str, Member]) -> None:
@@ -173,7 +176,7 @@ class Turnover:
 
     async def take(self, generator: str, answer: fg.Released) -> None:
         assert not answer.reason, answer.reason
-        await self._moves.take(generator, answer)
+        await self._moves.take(generator, answer, is_lost=lambda: False)
         self._tell(events.SamplesReleased(generator))
 
     async def next_name(self, left: str) -> str:
