@@ -66,16 +66,15 @@ def _run(spec: child_spec.ChildSpec, keys: bytes) -> None:
     import torch
 
     torch.set_num_threads(spec.threads)
+    decode = msgspec.msgpack.decode
     if isinstance(spec, child_spec.GeneratorSpec):
         from asyncrl.generator.setup import run_generator
 
-        asyncio.run(
-            run_generator(spec, msgspec.msgpack.decode(keys, type=child_spec.GeneratorKeys))
-        )
+        asyncio.run(run_generator(spec, decode(keys, type=child_spec.GeneratorKeys)))
     else:
         from asyncrl.trainer_process.setup import run_trainer
 
-        asyncio.run(run_trainer(spec, msgspec.msgpack.decode(keys, type=child_spec.TrainerKeys)))
+        asyncio.run(run_trainer(spec, decode(keys, type=child_spec.TrainerKeys)))
 
 
 def main() -> None:
@@ -85,9 +84,7 @@ def main() -> None:
     keys = _read_keys()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_on_signal)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logger = logging.getLogger(f"asyncrl.{spec.name}")
     with contextlib.suppress(OSError):  # on another machine its agent's umask may be open
         take_permissions_of(Path(spec.run_directory))

@@ -106,9 +106,7 @@ RULES: dict[str, Rule] = {
 }
 """Rules by key or section."""
 
-AT_A_STEP = tuple(
-    key for key, rule in RULES.items() if rule.when in ("next step", "first step not begun")
-)
+AT_A_STEP = tuple(key for key, rule in RULES.items() if "step" in rule.when)
 """Settings that change at a step: what `run.changes` may hold."""
 LIVE = (*AT_A_STEP, *(key for key, rule in RULES.items() if rule.when == "at once"))
 """Settings that `asyncrl set` changes."""

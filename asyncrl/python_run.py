@@ -202,9 +202,8 @@ class Run:
 
         with contextlib.ExitStack() as closing:
             if threading.current_thread() is threading.main_thread():
-                closing.callback(
-                    signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, pass_on)
-                )
+                before = signal.signal(signal.SIGINT, pass_on)
+                closing.callback(signal.signal, signal.SIGINT, before)
             yield
 
 

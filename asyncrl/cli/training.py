@@ -122,9 +122,7 @@ def run(
         typer.echo(memory_comment(config))
         return
     if continues and (resume or clean or resume_from is not None):
-        raise UserError(
-            "--continue resumes a run or begins it: give it without --resume and --clean"
-        )
+        raise UserError("--continue resumes or begins a run: give it without --resume and --clean")
     resume = resume or resume_from is not None
     if not resume:
         refuse_without_effect(config, str(config_file))

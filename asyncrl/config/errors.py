@@ -42,7 +42,7 @@ def mistakes(
     # Pydantic reads true and false as 1 and 0 where a number belongs.
     booleans = dict(_booleans(values, model, ()))
     found = [] if error is None else error.errors(include_url=False)
-    details = _one_for_each_value(found, values)
+    details = _one_each(found, values)
     places = {*booleans, *(detail["loc"] for detail in details)}
     lines = [
         _explain(detail, model)
@@ -59,9 +59,7 @@ def mistakes(
     return lines if more <= 0 else [*lines[:MAX_LINES], f"and {more:,} more"]
 
 
-def _one_for_each_value(
-    details: Sequence[ErrorDetails], values: Mapping[str, Any]
-) -> list[ErrorDetails]:
+def _one_each(details: Sequence[ErrorDetails], values: Mapping[str, Any]) -> list[ErrorDetails]:
     """Join the errors of a value that fits none of several types, which end in a type's name."""
     joined: dict[_Location, ErrorDetails] = {}
     for one in details:

@@ -15,6 +15,7 @@ from asyncrl.mutability import When, rule_of
 
 Schema = Mapping[str, Any]
 """JSON schema of one field or one model, as pydantic writes it."""
+Values = Mapping[str, Any]
 
 _WIDTH = 100
 _HUGE = 604_800
@@ -205,11 +206,8 @@ def _type(field: Schema) -> str:
 
 
 def _bounds(field: Schema, most: float) -> Iterator[str]:
-    lower, upper = (
-        {"minimum": "≥", "exclusiveMinimum": ">"},
-        {"maximum": "≤", "exclusiveMaximum": "<"},
-    )
-    for key, sign in (lower | upper).items():
+    lower = {"minimum": "≥", "exclusiveMinimum": ">"}
+    for key, sign in (lower | {"maximum": "≤", "exclusiveMaximum": "<"}).items():
         if key in field and abs(field[key]) < most:
             bound = field[key]
             yield f"{sign} {bound:,.0f}" if bound == int(bound) else f"{sign} {bound:g}"
@@ -227,16 +225,12 @@ class _Explained:
     idle: Mapping[Place, Idle]
     grey: Callable[[str], str]
 
-    def section(
-        self, path: str, values: Mapping[str, Any], at: Place, indent: str
-    ) -> Iterator[str]:
+    def section(self, path: str, values: Values, at: Place, indent: str) -> Iterator[str]:
         yield from _comment(self.known[path].meaning, indent)
         yield f"{indent}{at[-1]}:"
         yield from self.settings(path, values, at, indent + "  ")
 
-    def settings(
-        self, path: str, values: Mapping[str, Any], at: Place, indent: str
-    ) -> Iterator[str]:
+    def settings(self, path: str, values: Values, at: Place, indent: str) -> Iterator[str]:
         settings = {setting.name: setting for setting in self.known[path].settings}
         for name, value in values.items():
             if name not in settings:

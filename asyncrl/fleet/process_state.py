@@ -161,11 +161,7 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
             return "has left" + (f": {cause}" if cause else "")
         how = worker.handle.cause() or _how_it_ended(code)
         return how + (f": {worker.reason}" if worker.reason else "")
-    if (
-        isinstance(worker, GeneratorWorker)
-        and worker.leave_by is not None
-        and now > worker.leave_by
-    ):
+    if isinstance(worker, GeneratorWorker) and now > (worker.leave_by or now):
         worker.handle.end(by_force=True)
         worker.was_overdue = True
         return (

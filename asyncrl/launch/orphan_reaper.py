@@ -86,9 +86,7 @@ def remove(folder: Path, pattern: str) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def keep(
-    agent_end: int | None, child_end: int | None, child: int, mark: str, *, grace: float
-) -> None:
+def keep(agent_end: int | None, child_end: int | None, child: int, mark: str, grace: float) -> None:
     """Wait for the end of agent or child, then end the rest.
 
     Each of the two descriptors is readable when its process has ended, and None if it had before.

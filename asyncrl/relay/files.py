@@ -39,9 +39,7 @@ _REQUEST_BYTES = 4096
 class FileServer:
     """Serves one folder; with `may_remove` others may remove unfinished samples they copied."""
 
-    def __init__(
-        self, root: Path, address: str, keys: HubKeys, *, may_remove: bool = False
-    ) -> None:
+    def __init__(self, root: Path, address: str, keys: HubKeys, may_remove: bool = False) -> None:
         self._root = root
         self._may_remove = may_remove
         self._hub: Hub[files.ToServer] = Hub(

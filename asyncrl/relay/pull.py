@@ -208,9 +208,7 @@ async def fetch_whole(client: FileClient, mirror: Mirror, file: files.FileInfo, 
             if not done:  # it may have been replaced since it was listed
                 file = files.FileInfo(file.path, part.size, part.changed)
             if (part.size, part.changed) != (file.size, file.changed) or not part.data:
-                raise FileUnavailable(
-                    f"{client.server.name}: {file.path} was replaced during the copy"
-                )
+                raise FileUnavailable(f"{client.server.name}: {file.path} changed during the copy")
             await asyncio.to_thread(_append, copy, part.data)
             done += len(part.data)
         await asyncio.to_thread(mirror.replace, file, copy)

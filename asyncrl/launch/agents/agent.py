@@ -350,17 +350,15 @@ class Agent:
 
     async def _hear(self, seconds: float) -> to_agent.ToAgent | None:
         """Return the next message, or None after this long, or as soon as something has changed."""
-        receiving = asyncio.create_task(self._line.receive())
-        changing = asyncio.create_task(self._changed.wait())
+        order = asyncio.create_task(self._line.receive())
+        news = asyncio.create_task(self._changed.wait())
         try:
-            await asyncio.wait(
-                (receiving, changing), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait((order, news), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             self._changed.clear()
-            return receiving.result() if receiving.done() else None
+            return order.result() if order.done() else None
         finally:
-            receiving.cancel()
-            changing.cancel()
+            order.cancel()
+            news.cancel()
 
     async def _welcomed(self, message: to_agent.Welcome) -> None:
         self._session, self._run = message.session, message.run
@@ -416,9 +414,8 @@ class Agent:
 
     async def _tell(self) -> None:
         left = None if self._leave_at is None else max(0.0, self._leave_at - time.monotonic())
-        await self._line.send(
-            from_agent.State(self._session, self._facts, self._hosting.processes, left)
-        )
+        hosted = self._hosting.processes
+        await self._line.send(from_agent.State(self._session, self._facts, hosted, left))
 
     async def _last_files(self) -> None:
         """Wait while a relay here serves the last lines of its departed child's files."""

@@ -146,7 +146,7 @@ class AgentRegistry:
             self._say(f"agent {agent} leaves, within {state.leaves_in:.0f} s")
         for hosted in state.processes:
             process = agent.processes.get(hosted.name)
-            if process is None or self._may_be_its_machines(process, hosted, now):
+            if process is None or self._may_be_lost(process, hosted, now):
                 continue
             process.reported = hosted
             if hosted.code is not None:
@@ -157,9 +157,7 @@ class AgentRegistry:
             del self.agents[name]  # it has left the run
         return True
 
-    def _may_be_its_machines(
-        self, process: AgentProcess, hosted: from_agent.Hosted, now: float
-    ) -> bool:
+    def _may_be_lost(self, process: AgentProcess, hosted: from_agent.Hosted, now: float) -> bool:
         """Return True while a process that ended may have ended with its machine."""
         agent = process.agent
         asked_for = process.ending or agent is None or agent.leaves_at is not None
@@ -297,11 +295,9 @@ class AgentRegistry:
         for agent in list(self.agents.values()):
             if missed > _LATE_SECONDS:
                 agent.heard = min(now, agent.heard + missed)
-            silent = now - agent.heard
+            silent, key = now - agent.heard, self._needs.silence_setting
             if silent > self.silence_seconds:
-                self.lose(
-                    agent, f"it was silent for {silent:.0f} s ({self._needs.silence_setting})"
-                )
+                self.lose(agent, f"it was silent for {silent:.0f} s ({key})")
         self.place()
 
     def lose(self, agent: Agent, why: str, *, with_machine: bool = True) -> None:

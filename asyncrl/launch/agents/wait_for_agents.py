@@ -177,13 +177,11 @@ def _check_ranks(launcher: AgentsLauncher, config: RunConfig) -> None:
 
 
 def _missing(config: RunConfig, ranks: int, generators: int) -> str:
-    parts, wanted = [], config.launcher.generators
-    if config.trainer.ranks == 1 > ranks:
+    parts, wanted, needed = [], config.launcher.generators, config.trainer.ranks
+    if needed == 1 > ranks:
         parts.append("an agent for the trainer")
-    elif ranks < config.trainer.ranks:
-        parts.append(
-            f"{config.trainer.ranks - ranks} of {config.trainer.ranks} agents for trainer ranks"
-        )
+    elif ranks < needed:
+        parts.append(f"{needed - ranks} of {needed} agents for trainer ranks")
     if generators < wanted:
         parts.append(f"{wanted - max(0, generators)} of {wanted} agents for generators")
     return " and ".join(parts)

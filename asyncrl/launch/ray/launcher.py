@@ -232,9 +232,7 @@ class RayLauncher(AgentsLauncher):
         cause = f"the Ray driver ended: {self._driver.last_line()}; see {self._log}"
         self._cluster_lost(cause, agents_too=True)
 
-    def _agents_lost(
-        self, cause: str, which: Callable[[Agent], bool], *, node: bool = False
-    ) -> None:
+    def _agents_lost(self, cause: str, which: Callable[[Agent], bool], node: bool = False) -> None:
         for agent in [one for one in self.roster.agents.values() if which(one)]:
             self.roster.lose(agent, cause, with_machine=node)
 

@@ -354,7 +354,7 @@ def test_ports_come_from_the_range_and_go_back_to_it() -> None:
     ports = Ports("5910-5914")
     assert ports.give("trainer", "trainer") == (5910,)
     assert ports.give("relay-0", "relay") == (5911, 5912, 5913)
-    with pytest.raises(UserError, match="needs 3 ports, and --ports has 1"):
+    with pytest.raises(UserError, match="needs 3 ports; --ports has 1"):
         ports.give("relay-1", "relay")
     ports.take_back("trainer")
     assert ports.give("trainer.1", "trainer") == (5910,)
