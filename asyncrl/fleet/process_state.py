@@ -155,7 +155,9 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
     """Return how a process ended, if it did. Kills one that was silent for too long."""
     code = worker.handle.exit_code()
     if code is not None:
-        if _was_to_end(worker) and code in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
+        gives_way = isinstance(worker, TrainerRank) and worker.gives_way
+        was_to_end = worker.is_leaving or gives_way or worker.handle.lost_with_machine
+        if was_to_end and code in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
             worker.has_left = True
             cause = worker.handle.cause()
             return "has left" + (f": {cause}" if cause else "")
@@ -188,11 +190,6 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
         f"was not ready after {silent:.0f} s (launcher.startup_seconds) and was killed; its log "
         f"ends with: {worker.handle.log_tail(1)}"
     )
-
-
-def _was_to_end(worker: Worker) -> bool:
-    gives_way = isinstance(worker, TrainerRank) and worker.gives_way
-    return worker.is_leaving or gives_way or worker.handle.lost_with_machine
 
 
 def left_early(worker: Worker, ranks: Sequence[TrainerRank]) -> bool:

@@ -87,12 +87,12 @@ async def _open_agents(
     config, path = prepared.config, prepared.model_path
     model_path = os.path.realpath(path) if os.path.isdir(path) else path  # noqa: PTH112, ASYNC240 - or an id
     needs = needs_of(config, any_gpu=True)
-    generators_may = all(engine.device == "auto" for engine in config.engines)
-    trainer_may = config.trainer.device == "auto"
+    auto = {"generator": all(engine.device == "auto" for engine in config.engines)}
+    auto["trainer"] = config.trainer.device == "auto"
     asked = needs_of_run(
         config,
-        gpus=(needs.trainer // config.trainer.ranks, needs.per_generator),
-        optional_gpus=frozenset([*["trainer"] * trainer_may, *["generator"] * generators_may]),
+        gpus={"trainer": needs.trainer // config.trainer.ranks, "generator": needs.per_generator},
+        optional_gpus=frozenset(role for role, is_auto in auto.items() if is_auto),
         run_directory=Path(os.path.realpath(run)),  # noqa: ASYNC240 - fast enough
         model_path=model_path,
         records=records,

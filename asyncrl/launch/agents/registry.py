@@ -65,8 +65,8 @@ class Needs:
     ours: NodeInfo
     model: str
     run_directory: str
-    trainer_gpus: int
-    generator_gpus: int
+    gpus: dict[str, int]
+    """GPUs of each trainer rank and of each generator, by role."""
     optional_gpus: frozenset[str]
     """Roles that run on the CPU if the first agents lack GPUs for them (`device: auto`)."""
     mark: str
@@ -90,23 +90,17 @@ class AgentRegistry:
         self.agents: dict[str, Agent] = {}
         """Agents that are not lost, by name, in order of arrival."""
         self.waiting: list[AgentProcess] = []
-        self._machines = Machines(needs.ours.memory, (), always=needs.relay_per_node)
+        self.machines = Machines(needs.ours.memory, (), always=needs.relay_per_node)
         self._looked: float | None = None
-        wanted = {"trainer": needs.trainer_gpus, "generator": needs.generator_gpus}
         self.silence_seconds = needs.silence_seconds
         """An agent that is silent for this long is lost."""
         self.hold_seconds = 0.0
         """Delay before a process's end counts, so that a loss of its machine is known first."""
         self.may_host: Callable[[ChildSpec, Agent], bool] = lambda _spec, _agent: True
         """Returns True if a process may be started by an agent that has room for it."""
-        self.gpus = NeededGpus(wanted, needs.optional_gpus, self.agents, say)
+        self.gpus = NeededGpus(dict(needs.gpus), needs.optional_gpus, self.agents, say)
         self.is_ready: Callable[[str], bool] = lambda _name: False
         """Returns True if a process has reported that it can take work."""
-
-    @property
-    def are_several(self) -> bool:
-        """True if the agents, and the controller, are on several machines."""
-        return self._machines.are_several
 
     def hello(
         self, name: str, hello: from_agent.Hello, now: float
@@ -137,7 +131,7 @@ class AgentRegistry:
         agent.heard = now
         if agent.info is None and state.facts:
             agent.info = info_of(agent, state.facts)
-            self._machines.note(agent.info)
+            self.machines.note(agent.info)
             unfit = self.unfit(agent, "trainer" if agent.hello.role == "trainer" else "generator")
             why_idle = "" if unfit is None else f", but cannot be used: {unfit}"
             self._say(f"agent {agent} has joined{why_idle}")
@@ -268,7 +262,7 @@ class AgentRegistry:
 
     def _node_of(self, agent: Agent) -> str:
         assert agent.info is not None  # noqa: S101 - it has a process
-        return self._machines.name_of(agent.info)
+        return self.machines.name_of(agent.info)
 
     def orders(self, agent: Agent) -> to_agent.Orders:
         """Return all orders for an agent."""

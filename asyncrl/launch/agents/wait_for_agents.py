@@ -34,7 +34,7 @@ _SAY_SECONDS = 30.0
 def needs_of_run(
     config: RunConfig,
     *,
-    gpus: tuple[int, int],
+    gpus: dict[str, int],
     optional_gpus: frozenset[str],
     run_directory: Path,
     model_path: str,
@@ -60,8 +60,7 @@ def needs_of_run(
         ours=replace(ours, memory=f"{ours.memory} {ours.disk}"),
         model=model_path,
         run_directory=str(run_directory),
-        trainer_gpus=gpus[0],
-        generator_gpus=gpus[1],
+        gpus=gpus,
         optional_gpus=optional_gpus,
         mark=records.mark,
         silence_seconds=(launcher.agents if own_silence else launcher).silence_seconds,
