@@ -104,7 +104,6 @@ RULES: dict[str, Rule] = {
     "monitoring": Rule("resume", "the processes read it when they start"),
     "monitoring.log_level": _LIVE,
 }
-"""Rules by key or section."""
 
 AT_A_STEP = tuple(key for key, rule in RULES.items() if "step" in rule.when)
 """Settings that change at a step: what `run.changes` may hold."""

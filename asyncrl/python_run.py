@@ -95,7 +95,6 @@ class Run:
         self.config = _checked_config(config)
         self._cwd = Path.cwd()
         self.folder = self._cwd / self.config.directory
-        """The run's folder."""
         self._callbacks = [_checked_callback(one) for one in callbacks]
         self._texts: dict[str, str] = {}
         if functions := [self._entry(one) for one in rewards]:

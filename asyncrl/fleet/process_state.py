@@ -204,8 +204,8 @@ def _without_room(worker: Worker, now: float, limits: LauncherConfig) -> str | N
     if waited <= limits.cluster.place_seconds:
         return None
     worker.handle.end(by_force=True)
-    where = "agent" if limits.kind == "agents" else "room on the cluster"
-    return f"found no {where} for {waited:.0f} s ({limits.cluster_key}.place_seconds)"
+    why = "no agent is free" if limits.kind == "agents" else "the cluster has no free resources"
+    return f"was not placed within {waited:.0f} s ({limits.cluster_key}.place_seconds): {why}"
 
 
 def _how_it_ended(code: int) -> str:

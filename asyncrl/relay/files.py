@@ -47,7 +47,6 @@ class FileServer:
         )
         self._disk = ThreadPoolExecutor(1, "file-server")
         self.sent_bytes = 0
-        """Bytes of files served so far."""
         self.fetched: dict[str, int] = {}
         """Files that came from other nodes, by the time of their last change: not listed."""
 
@@ -191,7 +190,7 @@ class RelayFiles:
             try:
                 found = [one for one in await client.list() if one.path == order.path]
                 if not found:
-                    raise FileUnavailable(f"{server.name} has no {order.path}")
+                    raise FileUnavailable(f"{server.name} does not have {order.path}")
                 if not self._shares:
                     self.server.fetched[order.path] = found[0].changed
                 await pull.fetch_whole(client, Mirror(self._root, "fetched"), found[0], self._pace)

@@ -230,7 +230,6 @@ class Puller:
         self._pace = Pace(BYTES_PER_SECOND)
         self._nodes: dict[files.Server, _Node] = {}
         self.pulled_bytes = 0
-        """Bytes of other nodes' files copied so far."""
 
     def follow(self, sources: tuple[FileSource, ...]) -> None:
         """Copy the files of these nodes, and of no others, from now on."""

@@ -109,8 +109,8 @@ def compiler(which: Callable[[str], str | None], *, on_gpu: bool) -> Finding:
         )
     if on_gpu:
         return Finding(
-            "a C compiler, with which Triton builds the launchers of GPU kernels: no engine draws "
-            "a token without it",
+            "a C compiler, with which Triton builds the launchers of GPU kernels: no engine can "
+            "sample without it",
             "Install one: apt-get install gcc libc6-dev (Debian, Ubuntu), dnf install gcc (Fedora)",
         )
     return Finding(
@@ -186,7 +186,7 @@ def triton_kernel(run: Callable[..., subprocess.CompletedProcess[str]]) -> Findi
     # A compiler's own message precedes Python's, which only says that it failed.
     why = next((line for line in lines if "fatal error:" in line), lines[-1] if lines else "")
     return Finding(
-        f"a Triton kernel that runs on a GPU, as drawing needs: {why or 'no reason was printed'}",
+        f"a Triton kernel that runs on a GPU, as sampling needs: {why or 'no reason was printed'}",
         "Fix the other findings first; then try "
         '`python -c "import torch; print(torch.zeros(1).cuda())"`',
     )
@@ -209,7 +209,7 @@ def gpus_are_usable(gpus: list[Gpu] | None, build: TorchBuild, *, has_driver: bo
     """Check for GPUs that torch cannot use, the most frequent reason for a slow run."""
     if gpus and build.cuda is None:
         return Finding(
-            f"a torch for its {len(gpus)} GPU(s): torch {build.version} is built for the CPU",
+            f"a torch for {len(gpus)} GPU(s): torch {build.version} is built for the CPU",
             "Install a CUDA build: "
             "`pip install torch --index-url https://download.pytorch.org/whl/cu130`",
         )
@@ -256,7 +256,7 @@ def ports(config: RunConfig) -> Finding:
     several = [name for name, _, port in wanted if named.count(port) > 1]
     if several:
         return Finding(
-            f"a port for each: {' and '.join(dict.fromkeys(several))} name the same one",
+            f"separate ports: {' and '.join(dict.fromkeys(several))} name the same one",
             "Choose another monitoring.web.port, or 0 for any free one",
         )
     taken = {port: name for name, host, port in wanted if not is_free(host, port)}
@@ -363,7 +363,7 @@ def clock(folder: Path, now: float) -> Finding:
     """Check the clock: records from several machines are drawn on one time line."""
     day = datetime.fromtimestamp(now, UTC).date()
     if day.year < _FIRST_YEAR:
-        return Finding(f"the time: the clock says {day}", "Set it: timedatectl set-ntp true")
+        return Finding(f"the right time: the clock says {day}", "Set it: timedatectl set-ntp true")
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             apart = os.fstat(file.fileno()).st_mtime - time.time()  # noqa: TID251 - judged
@@ -372,7 +372,7 @@ def clock(folder: Path, now: float) -> Finding:
     if abs(apart) <= _CLOCK_SECONDS:
         return Finding("clock: that of this machine and that of the run's disk agree")
     return Finding(
-        f"one time: the disk of {folder} is {abs(apart):.0f} s "
+        f"synchronised clocks: the disk of {folder} is {abs(apart):.0f} s "
         f"{'ahead' if apart > 0 else 'behind'}",
         "Run NTP on both machines (timedatectl set-ntp true), or time lines will not fit together",
     )

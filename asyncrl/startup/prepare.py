@@ -16,8 +16,6 @@ Both engines also check a share of the memory at their start:
 so vLLM receives the share of its part, and SGLang the share of everything but its process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading
@@ -25,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
@@ -74,7 +73,7 @@ class EngineNeeds:
     process: int
 
     @classmethod
-    def of(cls, shape: ModelShape, engine: EngineConfig, drafts: int) -> EngineNeeds:
+    def of(cls, shape: ModelShape, engine: EngineConfig, drafts: int) -> Self:
         """Compute the needs of one generator; `drafts` is the number of draft tokens per row."""
         width = 4 if engine.weights_dtype(on_cpu=False) == "float32" else 2
         copies = 2 if engine.weight_staging == "device" else 1

@@ -8,8 +8,6 @@ leave     after SIGTERM: the controller takes its child out of the run, within t
 An agent that is unknown to a controller ends its children and says hello again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -132,7 +130,7 @@ class AgentLine(Line[to_agent.ToAgent]):
             if writer is not None:
                 writer.transport.abort()
 
-    def connected_again(self) -> AgentLine:
+    def connected_again(self) -> "AgentLine":
         """Replace this line by a new one to the same controller; the counts are kept."""
         self.close()
         line = AgentLine(*self._made_with)

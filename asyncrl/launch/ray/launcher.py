@@ -7,8 +7,6 @@ The driver, and all processes that Ray has started for it, end when its pipe is 
 closes the pipe if the controller is killed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -19,6 +17,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from msgspec.structs import replace
 
@@ -71,7 +70,7 @@ class DriverProcess:
     log: Path
 
     @classmethod
-    async def start(cls, log: Path) -> DriverProcess:
+    async def start(cls, log: Path) -> Self:
         """Start a driver that appends its errors to `log`."""
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
@@ -183,7 +182,6 @@ class RayLauncher(AgentsLauncher):
         )
         self._log, self._driver = driver.log, driver
         self._slot = slots[-1]
-        """The slot of each generator."""
         self._joiners: set[str] = set()
         """Names of the slots of generators that have joined."""
         self._reserving: dict[str, asyncio.Future[str]] = {}
