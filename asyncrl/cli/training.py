@@ -208,14 +208,9 @@ def sft(
     if not resume:
         refuse_without_effect(config, str(config_file), "sft")
     with no_transformers_bars():
-        train(
-            config,
-            TerminalConsole(markup=False),
-            resume=resume,
-            clean=clean,
-            dry_run=dry_run,
-            command=resume_command(Path(), config_file, overrides or [], verb="sft"),
-        )
+        command = resume_command(Path(), config_file, overrides or [], verb="sft")
+        console = TerminalConsole(markup=False)
+        train(config, console, resume=resume, clean=clean, dry_run=dry_run, command=command)
 
 
 @app.command(
@@ -242,12 +237,9 @@ def evaluate(
     with no_transformers_bars():
         config, model = resolve_target(target, config_file, overrides or [], runs, console)
         record = evaluate_model(config, model, console)
+    say = partial(console.print, highlight=False, soft_wrap=True)
     for name, one in record.sets.items():
-        console.print(
-            f"{model}: {name}: accuracy {estimates(one)}; {one.tokens:.0f} tokens a response",
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(f"{model}: {name}: accuracy {estimates(one)}; {one.tokens:.0f} tokens a response")
     if not record.sets:
         raise UserError("there are no held-out prompts; see task.evaluation_size")
     if not record.is_complete:

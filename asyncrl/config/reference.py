@@ -266,15 +266,12 @@ class _Explained:
 
 
 def _comment(text: str, indent: str) -> Iterator[str]:
+    start = f"{indent}# "
+    wrap = textwrap.TextWrapper(
+        _WIDTH, start, start, break_long_words=False, break_on_hyphens=False
+    )
     for paragraph in text.split("\n\n"):
-        yield from textwrap.wrap(
-            paragraph,
-            width=_WIDTH,
-            initial_indent=f"{indent}# ",
-            subsequent_indent=f"{indent}# ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        yield from wrap.wrap(paragraph)
 
 
 def _yaml(value: Any) -> str:

@@ -36,7 +36,7 @@ class Launching:
     """The trainer's address; empty: that of its node, which the trainer reports."""
     model_path: str
     engine_device: Literal["cpu", "cuda"] | None
-    on_lost: Callable[[Callable[[AsyncrlError], None]], None]
+    on_lost: Callable[[Callable[[AsyncrlError], None]], None] = lambda _tell: None
     """Registers a callback for the loss of the cluster; another thread may call it."""
     use: Callable[[RunConfig], None] = lambda _config: None
     """Sets the configuration of processes that are started later."""
@@ -67,14 +67,8 @@ async def open_launcher(
         pin_cores=config.launcher.pin_cores,
         gpus=prepared.gpus,
     )
-    return Launching(
-        local,
-        runtime.address("control"),
-        runtime.address("data"),
-        prepared.model_path,
-        engine_device(prepared.gpus),
-        lambda _tell: None,
-    )
+    control, data = runtime.address("control"), runtime.address("data")
+    return Launching(local, control, data, prepared.model_path, engine_device(prepared.gpus))
 
 
 async def _open_agents(
@@ -106,16 +100,9 @@ async def _open_agents(
     else:
         found = await open_agents(config, asked, closing, say)
         control = config.launcher.agents.control
-    return Launching(
-        found,
-        f"tcp://{control}",
-        "",
-        model_path,
-        "cuda" if found.roster.gpus.of("generator") else "cpu",
-        found.on_lost,
-        found.use,
-        None if by_ray else found,
-    )
+    device: Literal["cpu", "cuda"] = "cuda" if found.roster.gpus.of("generator") else "cpu"
+    address, agents = f"tcp://{control}", None if by_ray else found
+    return Launching(found, address, "", model_path, device, found.on_lost, found.use, agents)
 
 
 def slots_of(config: RunConfig) -> tuple[Slot, ...]:

@@ -302,14 +302,9 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
         say(line)
     dated = gpu_defaults.with_date(config)
     with _telling(console, "reading and tokenising the data"):
-        task = load_task(
-            dated.task,
-            model_path,
-            config.run.seed,
-            config.evaluation.sets,
-            whole_rows=config.environment.name is not None,
-            room=_room(config),
-        )
+        seed, sets = config.run.seed, config.evaluation.sets
+        whole = config.environment.name is not None
+        task = load_task(dated.task, model_path, seed, sets, whole_rows=whole, room=_room(config))
     config = dated if names_the_date(task.tokenizer) else config
     config = with_adapter(model_checks.with_critic(config, model_path, task.tokenizer), model)
     epochs, config = config.run.epochs, gpu_defaults.with_steps(config, len(task.train))

@@ -422,15 +422,9 @@ class Agent:
 
 
 def _hello(settings: Settings, ip: str, code: str, beginning: str) -> from_agent.Hello:
-    return from_agent.Hello(
-        settings.role,
-        socket.gethostname(),
-        settings.advertise or ip,
-        settings.gpus,
-        f"{sys.version_info.major}.{sys.version_info.minor}",
-        code,
-        beginning,
-    )
+    python, address = "{}.{}".format(*sys.version_info), settings.advertise or ip
+    host = socket.gethostname()
+    return from_agent.Hello(settings.role, host, address, settings.gpus, python, code, beginning)
 
 
 def _own_address(controller: str) -> str:

@@ -81,24 +81,15 @@ async def open_agents(
     assert settings.key_file is not None  # noqa: S101 - the configuration is checked
     _check_control(settings.control)
     secret = read_secret(Path(settings.key_file), "launcher.agents.key_file")
-    launcher = AgentsLauncher(
-        config,
-        needs,
-        secret,
-        say,
-        listen=settings.listen,
-        advice="HOST of launcher.agents.listen must be one of its addresses (0.0.0.0: all), and no "
-        "other program may have the port, nor another run's controller",
+    advice = (
+        "HOST of launcher.agents.listen must be one of its addresses (0.0.0.0: all), and no other "
+        "program may have the port, nor another run's controller"
     )
+    launcher = AgentsLauncher(config, needs, secret, say, listen=settings.listen, advice=advice)
     closing.push_async_callback(launcher.close)
-    await gather(
-        launcher,
-        config,
-        say,
-        place=f"at {settings.listen}",
-        advice="start `asyncrl agent --controller HOST:PORT --key-file FILE --role ROLE`, and read "
-        "its output",
-    )
+    start = "start `asyncrl agent --controller HOST:PORT --key-file FILE --role ROLE`"
+    advice = f"{start}, and read its output"
+    await gather(launcher, config, say, place=f"at {settings.listen}", advice=advice)
     return launcher
 
 

@@ -171,15 +171,9 @@ class RayLauncher(AgentsLauncher):
     ) -> None:
         self.node_ip = config.launcher.ray.bind_address or opened.node_ip
         """Address of this machine for the other nodes."""
-        super().__init__(
-            config,
-            dataclasses.replace(needs, ours=replace(needs.ours, ip=self.node_ip)),
-            secret,
-            say,
-            listen=f"{self.node_ip}:*",
-            advice="launcher.ray.bind_address must be an address of this machine that the other "
-            "nodes can reach",
-        )
+        needs = dataclasses.replace(needs, ours=replace(needs.ours, ip=self.node_ip))
+        advice = "launcher.ray.bind_address must be an address that the other nodes can reach"
+        super().__init__(config, needs, secret, say, listen=f"{self.node_ip}:*", advice=advice)
         self._log, self._driver = driver.log, driver
         self._slot = slots[-1]
         self._joiners: set[str] = set()
@@ -310,14 +304,9 @@ async def open_ray(
     check_ray()
     settings = config.launcher.ray
     image = {} if settings.image is None else {"image_uri": settings.image}
-    asked = messages.Open(
-        settings.address,
-        slots,
-        settings.strategy,
-        settings.runtime_env | image,
-        settings.connect_seconds,
-        settings.place_seconds,
-    )
+    environment = settings.runtime_env | image
+    limits = settings.connect_seconds, settings.place_seconds
+    asked = messages.Open(settings.address, slots, settings.strategy, environment, *limits)
     driver = await DriverProcess.start(logs / "ray.log")
     records.add("ray", driver.process.pid)  # a resumed run ends what is left of this one
     try:
@@ -330,12 +319,7 @@ async def open_ray(
         await driver.close()
         raise
     closing.push_async_callback(launcher.close)
-    await gather(
-        launcher,
-        config,
-        say,
-        place=f"on the Ray cluster {opened.address}",
-        advice=f"look at {driver.log}, and at the logs of the nodes' workers",
-        hopeless=launcher.why_hopeless,
-    )
+    place = f"on the Ray cluster {opened.address}"
+    advice = f"look at {driver.log}, and at the logs of the nodes' workers"
+    await gather(launcher, config, say, place=place, advice=advice, hopeless=launcher.why_hopeless)
     return launcher
