@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec import Struct
 
 from asyncrl.relay import pull
 from asyncrl.relay.mirror import UNFINISHED, Mirror, PathRefused, files_of, open_below
@@ -141,13 +141,7 @@ class RelayFiles:
     """
 
     def __init__(
-        self,
-        root: Path,
-        *,
-        shares: bool,
-        address: str,
-        keys: HubKeys,
-        say: Callable[[msgspec.Struct], None],
+        self, root: Path, shares: bool, address: str, keys: HubKeys, say: Callable[[Struct], None]
     ) -> None:
         self._root = root
         self._shares = shares

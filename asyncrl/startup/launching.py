@@ -15,7 +15,7 @@ from asyncrl.errors import AsyncrlError
 from asyncrl.launch.agents.launcher import AgentsLauncher
 from asyncrl.launch.agents.wait_for_agents import needs_of_run, open_agents
 from asyncrl.launch.child_spec import remove_meetings
-from asyncrl.launch.interface import Launcher
+from asyncrl.launch.interface import Launcher, Say
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.ray.launcher import open_ray
 from asyncrl.launch.ray.messages import Slot
@@ -50,7 +50,7 @@ async def open_launcher(
     records: ProcessRecords,
     runtime: RuntimeDirectory,
     closing: AsyncExitStack,
-    say: Callable[[str], None],
+    say: Say,
 ) -> Launching:
     """Open the launcher, ended by `closing`. Raises UserError if it cannot carry the run."""
     config = prepared.config
@@ -72,11 +72,7 @@ async def open_launcher(
 
 
 async def _open_agents(
-    prepared: Prepared,
-    run: Path,
-    records: ProcessRecords,
-    closing: AsyncExitStack,
-    say: Callable[[str], None],
+    prepared: Prepared, run: Path, records: ProcessRecords, closing: AsyncExitStack, say: Say
 ) -> Launching:
     config, path = prepared.config, prepared.model_path
     model_path = os.path.realpath(path) if os.path.isdir(path) else path  # noqa: PTH112, ASYNC240 - or an id

@@ -21,7 +21,7 @@ from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.launch.agents.registry import AgentRegistry, Needs
 from asyncrl.launch.agents.secret import HUB
 from asyncrl.launch.child_spec import ChildKeys, ChildSpec, Role
-from asyncrl.launch.interface import ProcessHandle
+from asyncrl.launch.interface import ProcessHandle, Say
 from asyncrl.launch.start_order import inline_config
 from asyncrl.wire import Hub, RunKey
 from asyncrl.wire.messages import from_agent, to_agent
@@ -42,14 +42,7 @@ class AgentsLauncher:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        needs: Needs,
-        secret: RunKey,
-        say: Callable[[str], None],
-        *,
-        listen: str,
-        advice: str,
+        self, config: RunConfig, needs: Needs, secret: RunKey, say: Say, listen: str, advice: str
     ) -> None:
         self._config = config
         letters = "".join(secrets.choice(ascii_lowercase) for _ in range(8))  # unlike a process id
