@@ -103,23 +103,17 @@ def answer_to(
 
 
 def _part(root: Path, request: files.ReadFile) -> files.FilePart:
-    file = open_below(root, request.path)
-    try:
-        data = os.pread(file, request.size, request.offset)
-        found = os.fstat(file)
-    finally:
-        os.close(file)
+    with os.fdopen(open_below(root, request.path), "rb") as opened:
+        data = os.pread(opened.fileno(), request.size, request.offset)
+        found = os.fstat(opened.fileno())
     return files.FilePart(request.number, data, found.st_size, found.st_mtime_ns)
 
 
 def _removed(root: Path, request: files.RemoveFile) -> files.FileRemoved:
     if not request.path.startswith(UNFINISHED):
         raise PathRefused(f"relays do not remove {request.path}")
-    file = open_below(root, request.path)  # so it is a file, behind no link
-    try:
-        found = os.fstat(file)
-    finally:
-        os.close(file)
+    with os.fdopen(open_below(root, request.path), "rb") as opened:  # a file, behind no link
+        found = os.fstat(opened.fileno())
     if (found.st_size, found.st_mtime_ns) != (request.size, request.changed):
         raise PathRefused(f"{request.path} was replaced since it was copied")
     (root / request.path).unlink()

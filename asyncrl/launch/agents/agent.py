@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -183,6 +183,20 @@ class Settings:
     once: bool = False
 
 
+@contextlib.contextmanager
+def signals_handled(handle: Callable[[], object]) -> Iterator[None]:
+    """Call `handle` at SIGTERM and SIGINT inside the block."""
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, handle)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
 class Agent:
     """One agent. Use once: `await agent.run()`."""
 
@@ -232,7 +246,7 @@ class Agent:
         self._line = AgentLine(settings.controller, self._keys)
         end_beat = beat_of(health, lambda: self._hosting.is_ready)
         try:
-            with self._signals_handled():
+            with signals_handled(self._told_to_end):
                 while not self._is_leaving or self._hosting.work:
                     if not await self._join():
                         break
@@ -265,18 +279,6 @@ class Agent:
     @property
     def _is_leaving(self) -> bool:
         return self._leave_at is not None
-
-    @contextlib.contextmanager
-    def _signals_handled(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        for number in numbers:
-            loop.add_signal_handler(number, self._told_to_end)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
 
     def _told_to_end(self) -> None:
         """Let the child leave at the first signal, end it at once at the second."""

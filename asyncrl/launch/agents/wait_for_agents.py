@@ -3,7 +3,6 @@
 import asyncio
 import json
 import secrets
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from msgspec.structs import replace
 from asyncrl.config.launcher import host_and_port
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.launch.agents.agent import signals_handled
 from asyncrl.launch.agents.launcher import AgentsLauncher
 from asyncrl.launch.agents.registry import Needs
 from asyncrl.launch.agents.secret import read_secret
@@ -94,9 +94,8 @@ async def open_agents(
 
 
 def _check_control(address: str) -> None:
-    host, port = host_and_port(address)
     try:
-        socket.create_server((host, port)).close()
+        socket.create_server(host_and_port(address)).close()
     except OSError as error:
         raise UserError(
             f"launcher.agents.control_port: this machine cannot listen at {address} "
@@ -118,16 +117,16 @@ async def gather(
 
     `place` and `advice` are parts of messages; `hopeless` returns why agents cannot come, if so.
     """
-    loop, settings = asyncio.get_running_loop(), config.launcher.cluster
-    ended = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+    settings, ended = config.launcher.cluster, asyncio.Event()
     until, said = time.monotonic() + settings.place_seconds, float("-inf")
-    try:
+    with signals_handled(ended.set):
         while True:
             ranks, generators = launcher.roster.could_begin_with(config.trainer.ranks)
             if ranks == config.trainer.ranks and generators >= config.launcher.generators:
-                _check_ranks(launcher, config)
+                agents = launcher.roster.free("trainer")[:ranks]
+                found = [agent.info for agent in agents if agent.info is not None]
+                if (reason := ranks_apart(found, config.trainer.rank_network)) is not None:
+                    raise UserError(reason)
                 launcher.roster.gpus.settle()  # only now: a machine with GPUs may have been late
                 return
             if (reason := hopeless()) is not None:
@@ -154,16 +153,6 @@ async def gather(
             finally:
                 for wait in waits:
                     wait.cancel()
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-
-
-def _check_ranks(launcher: AgentsLauncher, config: RunConfig) -> None:
-    agents = launcher.roster.free("trainer")[: config.trainer.ranks]
-    found = [agent.info for agent in agents if agent.info is not None]
-    if (reason := ranks_apart(found, config.trainer.rank_network)) is not None:
-        raise UserError(reason)
 
 
 def _missing(config: RunConfig, ranks: int, generators: int) -> str:
