@@ -14,9 +14,7 @@ from asyncrl.config.former import refusal
 from asyncrl.suggestions import nearest, shortened, written
 
 MAX_LINES = 20
-
 _SHOWN = 80
-
 _MESSAGES = {
     "model_type": "must be a mapping of settings (lines of `key: value`)",
     "dict_type": "must be a mapping (lines of `key: value`)",
@@ -26,12 +24,10 @@ _MESSAGES = {
     "missing": "is missing",
     "finite_number": "must be a finite number",
 }
-
 _OUT_OF_BOUNDS = (
     *("greater_than", "greater_than_equal", "less_than", "less_than_equal"),
     *("finite_number", "string_pattern_mismatch", "union"),
 )
-
 _Location = tuple[int | str, ...]
 
 

@@ -49,7 +49,6 @@ The column *may change* says when a run that has begun may have another value:
 | never | that is another run |
 """
 
-
 _MAY_CHANGE: dict[When, str] = {
     "next step": "at a step",
     "first step not begun": "at a step",

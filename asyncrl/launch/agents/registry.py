@@ -164,11 +164,8 @@ class AgentRegistry:
         """Return why a process of this role cannot run on an agent's machine; None if it can."""
         if agent.info is None:
             return "it has not described its machine yet"
-        needs, ours = self._needs, self._needs.ours
-        reason = unfit(
-            f"the {role}", agent.info, python=ours.python, asyncrl=ours.asyncrl, model=needs.model
-        )
-        if reason is not None:
+        needs = self._needs
+        if (reason := unfit(f"the {role}", agent.info, needs.ours, needs.model)) is not None:
             return reason
         if role == "trainer" and not agent.info.shares_run_directory:
             return (
