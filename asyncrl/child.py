@@ -31,22 +31,6 @@ SHUTDOWN_SECONDS = 10
 """Longest time that a child may take to clean up after SIGTERM."""
 
 
-def _read_keys() -> bytes:
-    """Read the keys from standard input and put an empty file in its place."""
-    keys = sys.stdin.buffer.read()
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.close(empty)
-    return keys
-
-
-def _end_process_group() -> None:
-    """End the processes of this child's group, which it leads; they must not outlive it."""
-    if os.getpgrp() == os.getpid():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.killpg(0, signal.SIGTERM)
-
-
 def _exit_on_signal(number: int, _frame: object) -> None:
     """Exit with clean-up; if that takes over SHUTDOWN_SECONDS, SIGALRM ends the process."""
     signal.alarm(SHUTDOWN_SECONDS)
@@ -66,28 +50,28 @@ def _run(spec: child_spec.ChildSpec, keys: bytes) -> None:
     import torch
 
     torch.set_num_threads(spec.threads)
+    decode = msgspec.msgpack.decode
     if isinstance(spec, child_spec.GeneratorSpec):
         from asyncrl.generator.setup import run_generator
 
-        asyncio.run(
-            run_generator(spec, msgspec.msgpack.decode(keys, type=child_spec.GeneratorKeys))
-        )
+        asyncio.run(run_generator(spec, decode(keys, type=child_spec.GeneratorKeys)))
     else:
         from asyncrl.trainer_process.setup import run_trainer
 
-        asyncio.run(run_trainer(spec, msgspec.msgpack.decode(keys, type=child_spec.TrainerKeys)))
+        asyncio.run(run_trainer(spec, decode(keys, type=child_spec.TrainerKeys)))
 
 
 def main() -> None:
     """Run the process that the command line describes; exit with 1 or 2 if it fails."""
     spec = child_spec.read_spec(sys.argv[1], os.environ)
     end_with_parent(spec.parent, signal.SIGTERM)
-    keys = _read_keys()
+    keys = sys.stdin.buffer.read()
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_on_signal)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logger = logging.getLogger(f"asyncrl.{spec.name}")
     with contextlib.suppress(OSError):  # on another machine its agent's umask may be open
         take_permissions_of(Path(spec.run_directory))
@@ -102,7 +86,9 @@ def main() -> None:
     finally:
         # Send the last messages, with the reason of this process's end.
         zmq.asyncio.Context.instance().destroy(linger=1000)
-        _end_process_group()
+        if os.getpgrp() == os.getpid():  # processes of the group that it leads must not outlive it
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.killpg(0, signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -116,9 +116,7 @@ def divide_machine(
     return threads, plan_cores(available, generators=generators, threads=threads, ranks=ranks)
 
 
-def plan_cores(
-    available: Sequence[int], *, generators: int, threads: int, ranks: int = 1
-) -> CorePlan:
+def plan_cores(available: Sequence[int], generators: int, threads: int, ranks: int = 1) -> CorePlan:
     """Give each generator and each trainer rank separate cores. Raises UserError if too few."""
     needed = (generators + ranks) * threads
     if needed > len(available):

@@ -26,7 +26,6 @@ class AsyncrlError(Exception):
     """Base of asyncrl's own errors."""
 
     exit_code: ClassVar[int] = 1
-    """Exit code of the command line."""
 
 
 class UserError(AsyncrlError):

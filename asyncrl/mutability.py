@@ -28,7 +28,7 @@ class Rule(NamedTuple):
     reason: str = ""
     """The obstacle while the run is active; empty if it can change."""
     instead: str = ""
-    """The alternative; empty: the usual one of `instead_of`."""
+    """The alternative, if it is not the usual one: a resume, or for `never` another run."""
 
 
 _STEP, _BEGUN, _LIVE = Rule("next step"), Rule("first step not begun"), Rule("at once")
@@ -104,11 +104,8 @@ RULES: dict[str, Rule] = {
     "monitoring": Rule("resume", "the processes read it when they start"),
     "monitoring.log_level": _LIVE,
 }
-"""Rules by key or section."""
 
-AT_A_STEP = tuple(
-    key for key, rule in RULES.items() if rule.when in ("next step", "first step not begun")
-)
+AT_A_STEP = tuple(key for key, rule in RULES.items() if "step" in rule.when)
 """Settings that change at a step: what `run.changes` may hold."""
 LIVE = (*AT_A_STEP, *(key for key, rule in RULES.items() if rule.when == "at once"))
 """Settings that `asyncrl set` changes."""
@@ -121,15 +118,6 @@ def rule_of(key: str) -> Rule:
         if not dot:
             raise KeyError(f"no rule says when {key or 'it'} may change")
     return RULES[key]
-
-
-def instead_of(key: str, rule: Rule) -> str:
-    """Return the alternative for a setting that cannot change in a live run."""
-    if rule.instead:
-        return rule.instead
-    if rule.when == "never":
-        return "Start a new run under another name"
-    return f"Stop the run and continue it with `--resume --set {key}=VALUE`"
 
 
 def fixed_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

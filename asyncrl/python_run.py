@@ -95,7 +95,6 @@ class Run:
         self.config = _checked_config(config)
         self._cwd = Path.cwd()
         self.folder = self._cwd / self.config.directory
-        """The run's folder."""
         self._callbacks = [_checked_callback(one) for one in callbacks]
         self._texts: dict[str, str] = {}
         if functions := [self._entry(one) for one in rewards]:
@@ -202,9 +201,8 @@ class Run:
 
         with contextlib.ExitStack() as closing:
             if threading.current_thread() is threading.main_thread():
-                closing.callback(
-                    signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, pass_on)
-                )
+                before = signal.signal(signal.SIGINT, pass_on)
+                closing.callback(signal.signal, signal.SIGINT, before)
             yield
 
 

@@ -65,10 +65,7 @@ def agent(
     from asyncrl.launch.agents.secret import read_secret
 
     logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(message)s",
-        stream=sys.stdout,
-        force=True,
+        level="INFO", format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout, force=True
     )
     try:
         host_and_port(controller)

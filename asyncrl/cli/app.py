@@ -31,9 +31,7 @@ TRAINING, WATCHING, STEERING, MACHINE = "Train", "Watch", "Steer an active run",
 def _names_of_runs(context: typer.Context, incomplete: str) -> list[str]:
     runs = Path(context.params.get("runs") or DEFAULT_RUNS)
     return sorted(
-        path.parent.name
-        for path in runs.glob("*/run.json")
-        if path.parent.name.startswith(incomplete)
+        one.parent.name for one in runs.glob("*/run.json") if one.parent.name.startswith(incomplete)
     )
 
 

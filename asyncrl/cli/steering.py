@@ -85,9 +85,8 @@ def set_setting(
     name, assignment = (None, words[0]) if len(words) == 1 else (words[0], words[1])
     key, separator, value = assignment.partition("=")
     if len(words) > 2 or not separator or not key.strip():
-        raise UserError(
-            f"write it as asyncrl set [RUN] KEY=VALUE, not as {shortened(' '.join(words))!r}"
-        )
+        given = shortened(" ".join(words))
+        raise UserError(f"write it as asyncrl set [RUN] KEY=VALUE, not as {given!r}")
     _request(name, runs, lambda control: control.SetRequest(key.strip(), value))
 
 

@@ -122,9 +122,7 @@ def run(
         typer.echo(memory_comment(config))
         return
     if continues and (resume or clean or resume_from is not None):
-        raise UserError(
-            "--continue resumes a run or begins it: give it without --resume and --clean"
-        )
+        raise UserError("--continue resumes or begins a run: give it without --resume and --clean")
     resume = resume or resume_from is not None
     if not resume:
         refuse_without_effect(config, str(config_file))
@@ -173,14 +171,8 @@ def run(
         accept_changes=changed_data,
         health=None if health_port is None else Health(health_host, health_port),
     )
-    _print_result(
-        console,
-        config.directory,
-        result,
-        planned=config.run.steps,
-        at_start=config.evaluation.at_start,
-        to_continue=resume_command(config.directory, config_file, overrides or []),
-    )
+    again = resume_command(config.directory, config_file, overrides or [])
+    _print_result(console, config, result, again)
 
 
 @app.command(
@@ -210,14 +202,9 @@ def sft(
     if not resume:
         refuse_without_effect(config, str(config_file), "sft")
     with no_transformers_bars():
-        train(
-            config,
-            TerminalConsole(markup=False),
-            resume=resume,
-            clean=clean,
-            dry_run=dry_run,
-            command=resume_command(Path(), config_file, overrides or [], verb="sft"),
-        )
+        command = resume_command(Path(), config_file, overrides or [], verb="sft")
+        console = TerminalConsole(markup=False)
+        train(config, console, resume=resume, clean=clean, dry_run=dry_run, command=command)
 
 
 @app.command(
@@ -244,12 +231,9 @@ def evaluate(
     with no_transformers_bars():
         config, model = resolve_target(target, config_file, overrides or [], runs, console)
         record = evaluate_model(config, model, console)
+    say = partial(console.print, highlight=False, soft_wrap=True)
     for name, one in record.sets.items():
-        console.print(
-            f"{model}: {name}: accuracy {estimates(one)}; {one.tokens:.0f} tokens a response",
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(f"{model}: {name}: accuracy {estimates(one)}; {one.tokens:.0f} tokens a response")
     if not record.sets:
         raise UserError("there are no held-out prompts; see task.evaluation_size")
     if not record.is_complete:
@@ -381,20 +365,12 @@ def _evaluations(directory: Path) -> list[EvaluationRecord]:
     return []
 
 
-def _print_result(
-    console: Console,
-    directory: Path,
-    result: RunResult,
-    *,
-    planned: int,
-    at_start: bool,
-    to_continue: str,
-) -> None:
+def _print_result(console: Console, config: RunConfig, result: RunResult, to_continue: str) -> None:
     from asyncrl.monitoring.terminal.evaluation_text import course
     from asyncrl.monitoring.terminal.formatting import counted, number
     from asyncrl.wire.records.evaluations import newest_of
 
-    say = partial(console.print, highlight=False, soft_wrap=True)
+    say, directory = partial(console.print, highlight=False, soft_wrap=True), config.directory
     before, after = result.accuracy_before, result.accuracy_after
     if before is not None and after is not None:
         accuracy = (f"held-out accuracy {before:.3f} → {after:.3f}", "bold")
@@ -403,12 +379,12 @@ def _print_result(
         if result.reward_before is not None and result.reward_after is not None:
             rest += f"; mean reward {result.reward_before:.3f} → {result.reward_after:.3f}"
         say(Text.assemble(accuracy, rest))
-    elif result.steps >= planned:
+    elif result.steps >= config.run.steps:
         lacks = _lacks(directory)
         shown = "no held-out prompts, so no accuracy"
         if after is not None and not lacks:
             changed = "rows or functions changed since the first start"
-            why = changed if at_start else "evaluation.at_start is false"
+            why = changed if config.evaluation.at_start else "evaluation.at_start is false"
             shown = (
                 f"held-out accuracy {after:.3f}; {why}, so there is no earlier accuracy to compare "
                 "it with"

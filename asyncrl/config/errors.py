@@ -14,9 +14,7 @@ from asyncrl.config.former import refusal
 from asyncrl.suggestions import nearest, shortened, written
 
 MAX_LINES = 20
-
 _SHOWN = 80
-
 _MESSAGES = {
     "model_type": "must be a mapping of settings (lines of `key: value`)",
     "dict_type": "must be a mapping (lines of `key: value`)",
@@ -26,12 +24,10 @@ _MESSAGES = {
     "missing": "is missing",
     "finite_number": "must be a finite number",
 }
-
 _OUT_OF_BOUNDS = (
     *("greater_than", "greater_than_equal", "less_than", "less_than_equal"),
     *("finite_number", "string_pattern_mismatch", "union"),
 )
-
 _Location = tuple[int | str, ...]
 
 
@@ -42,7 +38,7 @@ def mistakes(
     # Pydantic reads true and false as 1 and 0 where a number belongs.
     booleans = dict(_booleans(values, model, ()))
     found = [] if error is None else error.errors(include_url=False)
-    details = _one_for_each_value(found, values)
+    details = _one_each(found, values)
     places = {*booleans, *(detail["loc"] for detail in details)}
     lines = [
         _explain(detail, model)
@@ -59,9 +55,7 @@ def mistakes(
     return lines if more <= 0 else [*lines[:MAX_LINES], f"and {more:,} more"]
 
 
-def _one_for_each_value(
-    details: Sequence[ErrorDetails], values: Mapping[str, Any]
-) -> list[ErrorDetails]:
+def _one_each(details: Sequence[ErrorDetails], values: Mapping[str, Any]) -> list[ErrorDetails]:
     """Join the errors of a value that fits none of several types, which end in a type's name."""
     joined: dict[_Location, ErrorDetails] = {}
     for one in details:

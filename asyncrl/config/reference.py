@@ -15,6 +15,7 @@ from asyncrl.mutability import When, rule_of
 
 Schema = Mapping[str, Any]
 """JSON schema of one field or one model, as pydantic writes it."""
+Values = Mapping[str, Any]
 
 _WIDTH = 100
 _HUGE = 604_800
@@ -47,7 +48,6 @@ The column *may change* says when a run that has begun may have another value:
 | live | `asyncrl set`, at once |
 | never | that is another run |
 """
-
 
 _MAY_CHANGE: dict[When, str] = {
     "next step": "at a step",
@@ -205,11 +205,8 @@ def _type(field: Schema) -> str:
 
 
 def _bounds(field: Schema, most: float) -> Iterator[str]:
-    lower, upper = (
-        {"minimum": "≥", "exclusiveMinimum": ">"},
-        {"maximum": "≤", "exclusiveMaximum": "<"},
-    )
-    for key, sign in (lower | upper).items():
+    lower = {"minimum": "≥", "exclusiveMinimum": ">"}
+    for key, sign in (lower | {"maximum": "≤", "exclusiveMaximum": "<"}).items():
         if key in field and abs(field[key]) < most:
             bound = field[key]
             yield f"{sign} {bound:,.0f}" if bound == int(bound) else f"{sign} {bound:g}"
@@ -227,16 +224,12 @@ class _Explained:
     idle: Mapping[Place, Idle]
     grey: Callable[[str], str]
 
-    def section(
-        self, path: str, values: Mapping[str, Any], at: Place, indent: str
-    ) -> Iterator[str]:
+    def section(self, path: str, values: Values, at: Place, indent: str) -> Iterator[str]:
         yield from _comment(self.known[path].meaning, indent)
         yield f"{indent}{at[-1]}:"
         yield from self.settings(path, values, at, indent + "  ")
 
-    def settings(
-        self, path: str, values: Mapping[str, Any], at: Place, indent: str
-    ) -> Iterator[str]:
+    def settings(self, path: str, values: Values, at: Place, indent: str) -> Iterator[str]:
         settings = {setting.name: setting for setting in self.known[path].settings}
         for name, value in values.items():
             if name not in settings:
@@ -272,15 +265,12 @@ class _Explained:
 
 
 def _comment(text: str, indent: str) -> Iterator[str]:
+    start = f"{indent}# "
+    wrap = textwrap.TextWrapper(
+        _WIDTH, start, start, break_long_words=False, break_on_hyphens=False
+    )
     for paragraph in text.split("\n\n"):
-        yield from textwrap.wrap(
-            paragraph,
-            width=_WIDTH,
-            initial_indent=f"{indent}# ",
-            subsequent_indent=f"{indent}# ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        yield from wrap.wrap(paragraph)
 
 
 def _yaml(value: Any) -> str:

@@ -5,8 +5,6 @@ impossible combinations are refused with the path of the key and the remedy. A f
 its documentation for users: see `asyncrl.config.reference`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -40,7 +38,7 @@ from asyncrl.trainer.base.rank_network import is_loopback
 from asyncrl.wire.transport.paths import FOLDER
 
 
-def clock_dependencies(config: RunConfig) -> Iterator[str]:
+def clock_dependencies(config: "RunConfig") -> Iterator[str]:
     """Yield each setting that makes a run depend on the clock: the setting, why, and a remedy."""
     scheduler, engine, trainer = config.scheduler, config.engine, config.trainer
     if scheduler.on_update == "verify":
@@ -282,12 +280,12 @@ class RunConfig(BaseModel):
                 raise ValueError(f"run.changes, step {step}: {wrong}") from error
         return self
 
-    def with_values(self, section: str, **values: object) -> RunConfig:
+    def with_values(self, section: str, **values: object) -> Self:
         """Return a copy with other values in a section; they are not validated."""
         part = getattr(self, section).model_copy(update=values)
         return self.model_copy(update={section: part})
 
-    def at(self, step: int) -> RunConfig:
+    def at(self, step: int) -> Self:
         """Return the configuration of a step, with the changes (`run.changes`) up to it only."""
         if not self.run.changes:
             return self

@@ -20,12 +20,9 @@ MAX_BYTES = 256 * 1024
 """Largest size of a file. A configuration with every key set has about 5 KiB."""
 MAX_VALUES = 20_000
 """Maximum number of values, with aliases expanded."""
-
 MAX_DEPTH = 100
 """Maximum nesting of brackets: PyYAML's time grows with the square of the depth."""
-
 _TOO_MANY = f"more than {MAX_VALUES:,} values, aliases written out"
-
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]*[0-9][0-9_]*")
 """`010`, which YAML 1.1 reads as 8, and `08`, which it reads as text."""
 _UNREADABLE = (ValueError, OverflowError, LookupError, AttributeError)

@@ -77,7 +77,7 @@ class NodeFiles:
         if not self._seen or seconds <= 0:
             return ""
         gone = [source for source in self._seen.values() if source not in sources]
-        left = {source.server.name: "its node has no relay" for source in gone}
+        left = {source.server.name: "its node lacks a relay" for source in gone}
         if sources:
             self._send(copier, to_relay.FinishPull(seconds))
             finished = await _wait_for_the_end(hub, seconds + 5.0)
@@ -106,7 +106,7 @@ class NodeFiles:
         theirs = ready.get(of or "")
         having = [one for one in ([theirs] if theirs else []) + homes if one is not target]
         if target is None or not having:
-            return "" if target is not None and _sees_the_run(target) else "its node has no relay"
+            return "" if target is not None and _sees_the_run(target) else "its node lacks a relay"
         attempt = self._attempt = self._attempt + 1
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._attempts[attempt] = answer

@@ -49,20 +49,16 @@ class WeightFetching:
     _run_key: RunKey
     _send: Callable[[str, Struct], None]
     _cut_off: Callable[[str, str], None]
-    _routes: WeightRoutes = field(default_factory=WeightRoutes)
+    routes: WeightRoutes = field(default_factory=WeightRoutes)
     _published: tuple[WeightManifest, str] | None = None
     _ready: dict[str, str] = field(default_factory=dict)
-
-    def manifest_at(self, node: str) -> WeightManifest | None:
-        """`WeightRoutes.manifest_at`."""
-        return self._routes.manifest_at(node)
 
     def note_trainer(self, weights: WeightManifest | None, node: str | None) -> None:
         """Note the newest weights and the trainer's node; None without a trainer, or unplaced."""
         now = None if weights is None or node is None else (weights, node)
         if now != self._published:
             self._published = now
-            routes = self._routes
+            routes = self.routes
             self._obey(routes.trainer_lost() if now is None else routes.published(*now))
 
     def note_relays(self, nodes: set[str | None]) -> set[str]:
@@ -72,13 +68,13 @@ class WeightFetching:
         lost = {node for node, name in self._ready.items() if names.get(node) != name}
         for node in lost:
             del self._ready[node]
-            self._routes.relay_lost(node)
+            self.routes.relay_lost(node)
         for node, worker in ready.items():
             said = worker.ready_message
             if node not in self._ready and said is not None:
                 self._ready[node] = worker.name
                 place = weight_routes.RelayPlace(worker.name, said.source, said.node)
-                self._obey(self._routes.relay_ready(node, place))
+                self._obey(self.routes.relay_ready(node, place))
         return lost
 
     def arrived(self, relay: RelayWorker, message: from_relay.WeightsHere) -> None:
@@ -86,18 +82,18 @@ class WeightFetching:
         for name, why in message.left.items():
             logger.info("%s stopped fetching from %s: %s", relay.name, name, why)
         left = set(message.left)
-        self._obey(self._routes.arrived(relay.name, message.attempt, message.manifest, left))
+        self._obey(self.routes.arrived(relay.name, message.attempt, message.manifest, left))
 
     def failed(self, relay: RelayWorker, message: from_relay.WeightsFailed) -> None:
         """Note that a relay cannot serve or fetch a version."""
         level = logging.INFO if message.superseded else logging.WARNING
         logger.log(level, "%s: %s", relay.name, message.reason)
         reason, superseded = message.reason, message.superseded
-        self._obey(self._routes.failed(relay.name, message.attempt, reason, superseded=superseded))
+        self._obey(self.routes.failed(relay.name, message.attempt, reason, superseded=superseded))
 
     def again(self) -> None:
         """Retry after some time."""
-        self._obey(self._routes.again())
+        self._obey(self.routes.again())
 
     def _obey(self, orders: list[weight_routes.Order]) -> None:
         for order in orders:
@@ -290,7 +286,7 @@ class Installations:
         if node is not None:
             self._checked.discard(node)
         if not message.exists and node is not None:
-            here, trainer = self._fetching.manifest_at(node), self._trainer
+            here, trainer = self._fetching.routes.manifest_at(node), self._trainer
             if here is not None and here.path == message.path:
                 is_its_own = trainer is not None and trainer.weights == here
                 name = trainer.worker.name if trainer is not None and is_its_own else relay.name
@@ -307,7 +303,7 @@ class Installations:
         node = request.worker.node
         if node is None or node in self._checked:
             return
-        here = self._fetching.manifest_at(node)
+        here = self._fetching.routes.manifest_at(node)
         if here is None or here.policy_version < request.version:
             return
         self._tell(request, here)
@@ -321,7 +317,7 @@ class Installations:
         """Handle an unreadable file: unless another has replaced it, ask the relay for it."""
         node = request.worker.node
         relay = None if node is None else self.relays.on(node)
-        if node is None or relay is None or self._fetching.manifest_at(node) != told:
+        if node is None or relay is None or self._fetching.routes.manifest_at(node) != told:
             return
         request.failures += 1
         if request.failures > MAX_TRIES:

@@ -155,17 +155,15 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
     """Return how a process ended, if it did. Kills one that was silent for too long."""
     code = worker.handle.exit_code()
     if code is not None:
-        if _was_to_end(worker) and code in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
+        gives_way = isinstance(worker, TrainerRank) and worker.gives_way
+        was_to_end = worker.is_leaving or gives_way or worker.handle.lost_with_machine
+        if was_to_end and code in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
             worker.has_left = True
             cause = worker.handle.cause()
             return "has left" + (f": {cause}" if cause else "")
         how = worker.handle.cause() or _how_it_ended(code)
         return how + (f": {worker.reason}" if worker.reason else "")
-    if (
-        isinstance(worker, GeneratorWorker)
-        and worker.leave_by is not None
-        and now > worker.leave_by
-    ):
+    if isinstance(worker, GeneratorWorker) and now > (worker.leave_by or now):
         worker.handle.end(by_force=True)
         worker.was_overdue = True
         return (
@@ -194,11 +192,6 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
     )
 
 
-def _was_to_end(worker: Worker) -> bool:
-    gives_way = isinstance(worker, TrainerRank) and worker.gives_way
-    return worker.is_leaving or gives_way or worker.handle.lost_with_machine
-
-
 def left_early(worker: Worker, ranks: Sequence[TrainerRank]) -> bool:
     """Return True if a rank left and others, which complete the checkpoint of all, have not."""
     is_rank = any(worker is one for one in ranks)
@@ -211,8 +204,8 @@ def _without_room(worker: Worker, now: float, limits: LauncherConfig) -> str | N
     if waited <= limits.cluster.place_seconds:
         return None
     worker.handle.end(by_force=True)
-    where = "agent" if limits.kind == "agents" else "room on the cluster"
-    return f"found no {where} for {waited:.0f} s ({limits.cluster_key}.place_seconds)"
+    why = "no agent is free" if limits.kind == "agents" else "the cluster has no free resources"
+    return f"was not placed within {waited:.0f} s ({limits.cluster_key}.place_seconds): {why}"
 
 
 def _how_it_ended(code: int) -> str:

@@ -22,7 +22,6 @@ KILL_SECONDS = 10.0
 _ATTEND_SECONDS = 0.2
 _POLL_SECONDS = 0.02
 
-
 _SHUTDOWN: dict[Role, Struct] = {
     "trainer": to_trainer.Shutdown(checkpoint=True),
     "generator": to_generator.Shutdown(),

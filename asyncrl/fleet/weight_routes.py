@@ -16,6 +16,8 @@ The nodes form a row, each behind those that it asks: the nearest first, the tra
   announcement of a newer one may be on its way.
 """
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from asyncrl.wire.weights.chunks import name_of, trainer_of
@@ -103,7 +105,7 @@ class WeightRoutes:
     _row: list[str] = field(default_factory=list)
     _left: set[str] = field(default_factory=set)
     _failures: dict[str, int] = field(default_factory=dict)
-    _attempts: int = 0
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def manifest_at(self, node: str) -> WeightManifest | None:
         """Return the current trainer's newest weights that processes of a node can read, if any."""
@@ -200,7 +202,7 @@ class WeightRoutes:
         home = self._nodes.get(self._home) if self._home is not None else None
         if home is None or self._newest is None:
             return []
-        home.attempt = self._number()
+        home.attempt = next(self._numbers)
         return [Serve(home.relay.name, self._newest, home.attempt)]
 
     def _fetch_all(self) -> list[Order]:
@@ -218,7 +220,7 @@ class WeightRoutes:
         parents = self._parents(node)
         if one.version == self._name or not parents:
             return []
-        one.fetching, one.attempt = self._name, self._number()
+        one.fetching, one.attempt = self._name, next(self._numbers)
         return [Fetch(one.relay.name, self._newest, parents, one.attempt)]
 
     def _parents(self, node: str) -> tuple[tuple[str, str], ...]:
@@ -240,7 +242,3 @@ class WeightRoutes:
         if source is not None:
             parents.append((source.relay.name, source.relay.source))
         return tuple(parents)
-
-    def _number(self) -> int:
-        self._attempts += 1
-        return self._attempts

@@ -230,7 +230,6 @@ ChildKeys = GeneratorKeys | TrainerKeys | RelayKeys
 """The keys of a child process, as MessagePack on its standard input. Other users can read a command
 line and an environment, and a file could outlive the run."""
 
-
 _RELAYS = "relays"
 """Name, for `RunKey`, of the sockets at which the processes of a node meet their relay."""
 

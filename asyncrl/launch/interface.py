@@ -1,9 +1,12 @@
 """The interface of a launcher. `LocalLauncher` starts processes on this machine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from asyncrl.launch.child_spec import ChildKeys, ChildSpec
+
+Say = Callable[[str], None]
+"""Prints a line for the user."""
 
 
 class ProcessHandle(Protocol):

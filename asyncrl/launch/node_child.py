@@ -141,9 +141,8 @@ class NodeChild:
         environment = os.environ | asked["environment"] | {MARK_VARIABLE: mark}
         environment[CONFIG_VARIABLE] = spec.pop("config_json")  # no command line for secrets
         cwd = asked["cwd"] if Path(asked["cwd"]).is_dir() else None
-        threading.Thread(
-            target=self._run, args=(spec, keys, environment, cwd, mark), daemon=True
-        ).start()
+        arguments = spec, keys, environment, cwd, mark
+        threading.Thread(target=self._run, args=arguments, daemon=True).start()
         if not self._started.wait(_START_SECONDS):
             raise TimeoutError(f"{asked['name']} was not started within {_START_SECONDS:.0f} s")
         if self._failure:

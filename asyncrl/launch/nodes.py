@@ -67,18 +67,18 @@ def ranks_apart(nodes: Sequence[NodeInfo], network: str) -> str | None:
     return apart(where, network)
 
 
-def unfit(process: str, node: NodeInfo, *, python: str, asyncrl: str, model: str) -> str | None:
-    """Say why a process cannot run on a node; None if it can. Versions are the controller's."""
-    if node.python != python:
+def unfit(process: str, node: NodeInfo, ours: NodeInfo, model: str) -> str | None:
+    """Say why a process cannot run on a node; None if it can. `ours` is the controller's."""
+    if node.python != ours.python:
         return (
-            f"{process} would run on node {node} with Python {node.python}, and this is "
-            f"Python {python}; install the same on every node"
+            f"{process} would run on node {node} with Python {node.python}, and the controller "
+            f"has Python {ours.python}; install the same on every node"
         )
-    if node.asyncrl != asyncrl:
-        has = f"asyncrl {node.asyncrl}" if node.asyncrl else "no asyncrl"
+    if node.asyncrl != ours.asyncrl:
         return (
-            f"{process} would run on node {node}, which has {has}, and this is asyncrl "
-            f"{asyncrl}; install the same on every node, or use one image for all"
+            f"{process} would run on node {node}, which has asyncrl {node.asyncrl or '(none)'}, "
+            f"and the controller has asyncrl {ours.asyncrl}; install the same on every node, or "
+            "use one image for all"
         )
     if not node.has_model:
         return (

@@ -40,7 +40,7 @@ def main() -> None:
     agent_end, child_end = pidfd_of(agent), pidfd_of(child)
     if keeper := os.fork():
         print(keeper, flush=True)  # for the agent, which starts another when this one ends
-        os._exit(0)  # so that it is no child of the agent, which may be killed with its children
+        os._exit(0)  # so that it is not a child of the agent, which may be killed with its children
     with Path(os.devnull).open("wb") as nothing:
         os.dup2(nothing.fileno(), 1)
     kept = Path(folder) / f"asyncrl-{run_id}-kept"
@@ -86,9 +86,7 @@ def remove(folder: Path, pattern: str) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def keep(
-    agent_end: int | None, child_end: int | None, child: int, mark: str, *, grace: float
-) -> None:
+def keep(agent_end: int | None, child_end: int | None, child: int, mark: str, grace: float) -> None:
     """Wait for the end of agent or child, then end the rest.
 
     Each of the two descriptors is readable when its process has ended, and None if it had before.

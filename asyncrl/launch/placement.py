@@ -9,10 +9,9 @@ generator's (`asyncrl.startup.prepare` divides it). A replacement gets its prede
 sees its own GPUs only: CUDA_VISIBLE_DEVICES names them as the user's did.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from asyncrl.cores import rank_of
 from asyncrl.engine.config import EngineKind
@@ -38,7 +37,7 @@ class GpuNeeds:
     engine: EngineKind = "vllm"
     """The engine whose settings errors name."""
 
-    def on(self, count: int) -> GpuNeeds:
+    def on(self, count: int) -> Self:
         """Return these needs with `colocate` decided for `count` usable GPUs."""
         if self.colocate is not None:
             return self
@@ -73,7 +72,7 @@ class GpuPlan:
             return self.trainer[rank_of(name) : rank_of(name) + 1]
         return self.generators[int(name.removeprefix("generator-").split(".")[0])]
 
-    def with_generators(self, count: int) -> GpuPlan:
+    def with_generators(self, count: int) -> Self:
         """Return a plan for this many generators; others keep their GPUs. Raises UserError."""
         size, more = len(self.generators[0]), count - len(self.generators)
         wanted = more * size

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import secrets
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -81,8 +80,3 @@ def inline_config(config: RunConfig) -> str:
     """Return the configuration as JSON without `runtime_env`, which may hold passwords."""
     ray = config.launcher.ray.model_copy(update={"runtime_env": {}})
     return config.with_values("launcher", ray=ray).model_dump_json()
-
-
-def random_letters() -> str:
-    """Return the end of a run's id on several machines: letters, unlike a process id."""
-    return "".join(chr(ord("a") + byte % 26) for byte in secrets.token_bytes(8))

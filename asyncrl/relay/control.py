@@ -13,8 +13,6 @@ counted and logged. The controller, not the relay, checks passes and decodes mes
 The relay itself also has a session (`line`), as one of its children.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -55,7 +53,7 @@ _TURN = 64
 class RelayLine(Generic[In]):
     """Messages of the relay's own process to the controller and back; used like a `wire.Line`."""
 
-    def __init__(self, relay: ControlRelay, keys: LineKeys, incoming: Any) -> None:
+    def __init__(self, relay: "ControlRelay", keys: LineKeys, incoming: Any) -> None:
         transmit = partial(relay.gather, keys.identity)
         self.session = SessionEnd[In](incoming, max_bytes=LINE_BYTES, transmit=transmit)
         self._ready: deque[In] = deque()

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec import Struct
 
 from asyncrl.relay import pull
 from asyncrl.relay.mirror import UNFINISHED, Mirror, PathRefused, files_of, open_below
@@ -39,9 +39,7 @@ _REQUEST_BYTES = 4096
 class FileServer:
     """Serves one folder; with `may_remove` others may remove unfinished samples they copied."""
 
-    def __init__(
-        self, root: Path, address: str, keys: HubKeys, *, may_remove: bool = False
-    ) -> None:
+    def __init__(self, root: Path, address: str, keys: HubKeys, may_remove: bool = False) -> None:
         self._root = root
         self._may_remove = may_remove
         self._hub: Hub[files.ToServer] = Hub(
@@ -49,7 +47,6 @@ class FileServer:
         )
         self._disk = ThreadPoolExecutor(1, "file-server")
         self.sent_bytes = 0
-        """Bytes of files served so far."""
         self.fetched: dict[str, int] = {}
         """Files that came from other nodes, by the time of their last change: not listed."""
 
@@ -106,23 +103,17 @@ def answer_to(
 
 
 def _part(root: Path, request: files.ReadFile) -> files.FilePart:
-    file = open_below(root, request.path)
-    try:
-        data = os.pread(file, request.size, request.offset)
-        found = os.fstat(file)
-    finally:
-        os.close(file)
+    with os.fdopen(open_below(root, request.path), "rb") as opened:
+        data = os.pread(opened.fileno(), request.size, request.offset)
+        found = os.fstat(opened.fileno())
     return files.FilePart(request.number, data, found.st_size, found.st_mtime_ns)
 
 
 def _removed(root: Path, request: files.RemoveFile) -> files.FileRemoved:
     if not request.path.startswith(UNFINISHED):
         raise PathRefused(f"relays do not remove {request.path}")
-    file = open_below(root, request.path)  # so it is a file, behind no link
-    try:
-        found = os.fstat(file)
-    finally:
-        os.close(file)
+    with os.fdopen(open_below(root, request.path), "rb") as opened:  # a file, behind no link
+        found = os.fstat(opened.fileno())
     if (found.st_size, found.st_mtime_ns) != (request.size, request.changed):
         raise PathRefused(f"{request.path} was replaced since it was copied")
     (root / request.path).unlink()
@@ -144,13 +135,7 @@ class RelayFiles:
     """
 
     def __init__(
-        self,
-        root: Path,
-        *,
-        shares: bool,
-        address: str,
-        keys: HubKeys,
-        say: Callable[[msgspec.Struct], None],
+        self, root: Path, shares: bool, address: str, keys: HubKeys, say: Callable[[Struct], None]
     ) -> None:
         self._root = root
         self._shares = shares
@@ -193,7 +178,7 @@ class RelayFiles:
             try:
                 found = [one for one in await client.list() if one.path == order.path]
                 if not found:
-                    raise FileUnavailable(f"{server.name} has no {order.path}")
+                    raise FileUnavailable(f"{server.name} does not have {order.path}")
                 if not self._shares:
                     self.server.fetched[order.path] = found[0].changed
                 await pull.fetch_whole(client, Mirror(self._root, "fetched"), found[0], self._pace)

@@ -11,6 +11,7 @@ continues where the last one ended, even in another relay process.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from pathlib import Path
@@ -41,25 +42,23 @@ class FileClient:
     def __init__(self, server: files.Server) -> None:
         self.server = server
         self._line: Line[files.FromServer] = Line(server.address, server.keys, files.FromServer)
-        self._number = 0
+        self._numbers = itertools.count(1)
         self._one_at_a_time = asyncio.Lock()
 
     async def list(self) -> tuple[files.FileInfo, ...]:
         """List the served files. Raises FileUnavailable."""
-        return (await self._ask(files.ListFiles(self._next()), files.FileList)).files
+        return (await self._ask(files.ListFiles(next(self._numbers)), files.FileList)).files
 
     async def read(self, path: str, offset: int, size: int = files.PART_BYTES) -> files.FilePart:
         """Read a part of a file. Raises FileUnavailable."""
-        return await self._ask(files.ReadFile(self._next(), path, offset, size), files.FilePart)
+        return await self._ask(
+            files.ReadFile(next(self._numbers), path, offset, size), files.FilePart
+        )
 
     async def remove(self, file: files.FileInfo) -> None:
         """Remove a copied file at its source. Raises FileUnavailable."""
-        request = files.RemoveFile(self._next(), file.path, file.size, file.changed)
+        request = files.RemoveFile(next(self._numbers), file.path, file.size, file.changed)
         await self._ask(request, files.FileRemoved)
-
-    def _next(self) -> int:
-        self._number += 1
-        return self._number
 
     async def _ask(self, request: files.ToServer, kind: type[T]) -> T:
         name = self.server.name
@@ -208,9 +207,7 @@ async def fetch_whole(client: FileClient, mirror: Mirror, file: files.FileInfo, 
             if not done:  # it may have been replaced since it was listed
                 file = files.FileInfo(file.path, part.size, part.changed)
             if (part.size, part.changed) != (file.size, file.changed) or not part.data:
-                raise FileUnavailable(
-                    f"{client.server.name}: {file.path} was replaced during the copy"
-                )
+                raise FileUnavailable(f"{client.server.name}: {file.path} changed during the copy")
             await asyncio.to_thread(_append, copy, part.data)
             done += len(part.data)
         await asyncio.to_thread(mirror.replace, file, copy)
@@ -232,7 +229,6 @@ class Puller:
         self._pace = Pace(BYTES_PER_SECOND)
         self._nodes: dict[files.Server, _Node] = {}
         self.pulled_bytes = 0
-        """Bytes of other nodes' files copied so far."""
 
     def follow(self, sources: tuple[FileSource, ...]) -> None:
         """Copy the files of these nodes, and of no others, from now on."""

@@ -255,12 +255,9 @@ async def run_relay(spec: RelaySpec, keys: RelayKeys) -> None:
                 metrics=metrics,
             )
             closing.callback(weights.close)
+            run, shares, address = spec.run_directory, spec.shares_run_directory, bind_to(spec, 2)
             files = RelayFiles(
-                Path(spec.run_directory),
-                shares=spec.shares_run_directory,
-                address=bind_to(spec, 2),
-                keys=keys.files,
-                say=control.send_soon,
+                Path(run), shares=shares, address=address, keys=keys.files, say=control.send_soon
             )
             closing.callback(files.close)
             port = None if exporter is None else exporter.port

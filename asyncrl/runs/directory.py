@@ -24,8 +24,6 @@ result.json       the result, for scripts
 report.html       the result, for people
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets
@@ -34,7 +32,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, Self
 
 import msgspec
 
@@ -138,7 +136,7 @@ class RunDirectory:
         clean: bool,
         resume_from: int | None = None,
         say: Callable[[str], None] = logger.warning,
-    ) -> RunDirectory:
+    ) -> Self:
         """Make the folder of a new run, or open the one of a run to resume.
 
         Leftovers of a killed controller of the run are ended and removed first, with a message by

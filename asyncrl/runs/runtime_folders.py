@@ -13,15 +13,13 @@ removes the folder of sockets and the files in shared memory. The kernel has rel
 the run's folder.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from asyncrl.errors import AsyncrlError, Interrupted, RunFailed
 from asyncrl.launch.records import end_leftovers
@@ -61,7 +59,7 @@ class Folder:
     """The command that continues the run."""
 
     @classmethod
-    def at(cls, path: Path) -> Folder:
+    def at(cls, path: Path) -> Self:
         """Return the folder that the path leads to now. Raises OSError."""
         found = path.stat()
         return cls(path.absolute(), found.st_dev, found.st_ino)

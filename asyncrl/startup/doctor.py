@@ -15,7 +15,7 @@ from asyncrl.launch.gpus import Gpu, find_gpus, torch_build
 from asyncrl.launch.placement import VISIBLE
 from asyncrl.startup.devices import needs_of
 from asyncrl.startup.launching import slots_of
-from asyncrl.startup.machine_checks import check_everything, version_of
+from asyncrl.startup.machine_checks import check_all, version_of
 from asyncrl.startup.preflight import check_machine
 from asyncrl.wire.weights.layout import SHARED_MEMORY
 
@@ -34,7 +34,7 @@ def diagnose(config: RunConfig, say: Callable[[str], None]) -> None:
     for line in _machine(shown):
         say(line)
     say("")
-    findings = list(check_everything(config, gpus, torch_build()))
+    findings = list(check_all(config, gpus, torch_build()))
     for line in (*map(str, sorted(findings, key=lambda one: not one.fix)), "", _limits(config)):
         say(line)
     sglang, python = config.engine.sglang, config.environment.python

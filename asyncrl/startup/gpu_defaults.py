@@ -105,9 +105,7 @@ def visits_of(config: RunConfig, prompts: int) -> float:
     return config.run.steps * config.scheduler.groups_per_step / max(1, prompts)
 
 
-def with_drafts_that_pay(
-    config: RunConfig, *, on_gpu: bool, visits: float
-) -> tuple[RunConfig, str]:
+def with_drafts_that_pay(config: RunConfig, on_gpu: bool, visits: float) -> tuple[RunConfig, str]:
     """Resolve `cache.max_draft_tokens: auto`.
 
     With a drafter vLLM does not schedule asynchronously, which costs a quarter of its speed or

@@ -15,7 +15,7 @@ from asyncrl.errors import AsyncrlError
 from asyncrl.launch.agents.launcher import AgentsLauncher
 from asyncrl.launch.agents.wait_for_agents import needs_of_run, open_agents
 from asyncrl.launch.child_spec import remove_meetings
-from asyncrl.launch.interface import Launcher
+from asyncrl.launch.interface import Launcher, Say
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.ray.launcher import open_ray
 from asyncrl.launch.ray.messages import Slot
@@ -36,7 +36,7 @@ class Launching:
     """The trainer's address; empty: that of its node, which the trainer reports."""
     model_path: str
     engine_device: Literal["cpu", "cuda"] | None
-    on_lost: Callable[[Callable[[AsyncrlError], None]], None]
+    on_lost: Callable[[Callable[[AsyncrlError], None]], None] = lambda _tell: None
     """Registers a callback for the loss of the cluster; another thread may call it."""
     use: Callable[[RunConfig], None] = lambda _config: None
     """Sets the configuration of processes that are started later."""
@@ -50,7 +50,7 @@ async def open_launcher(
     records: ProcessRecords,
     runtime: RuntimeDirectory,
     closing: AsyncExitStack,
-    say: Callable[[str], None],
+    say: Say,
 ) -> Launching:
     """Open the launcher, ended by `closing`. Raises UserError if it cannot carry the run."""
     config = prepared.config
@@ -67,32 +67,22 @@ async def open_launcher(
         pin_cores=config.launcher.pin_cores,
         gpus=prepared.gpus,
     )
-    return Launching(
-        local,
-        runtime.address("control"),
-        runtime.address("data"),
-        prepared.model_path,
-        engine_device(prepared.gpus),
-        lambda _tell: None,
-    )
+    control, data = runtime.address("control"), runtime.address("data")
+    return Launching(local, control, data, prepared.model_path, engine_device(prepared.gpus))
 
 
 async def _open_agents(
-    prepared: Prepared,
-    run: Path,
-    records: ProcessRecords,
-    closing: AsyncExitStack,
-    say: Callable[[str], None],
+    prepared: Prepared, run: Path, records: ProcessRecords, closing: AsyncExitStack, say: Say
 ) -> Launching:
     config, path = prepared.config, prepared.model_path
     model_path = os.path.realpath(path) if os.path.isdir(path) else path  # noqa: PTH112, ASYNC240 - or an id
     needs = needs_of(config, any_gpu=True)
-    generators_may = all(engine.device == "auto" for engine in config.engines)
-    trainer_may = config.trainer.device == "auto"
+    auto = {"generator": all(engine.device == "auto" for engine in config.engines)}
+    auto["trainer"] = config.trainer.device == "auto"
     asked = needs_of_run(
         config,
-        gpus=(needs.trainer // config.trainer.ranks, needs.per_generator),
-        optional_gpus=frozenset([*["trainer"] * trainer_may, *["generator"] * generators_may]),
+        gpus={"trainer": needs.trainer // config.trainer.ranks, "generator": needs.per_generator},
+        optional_gpus=frozenset(role for role, is_auto in auto.items() if is_auto),
         run_directory=Path(os.path.realpath(run)),  # noqa: ASYNC240 - fast enough
         model_path=model_path,
         records=records,
@@ -106,16 +96,9 @@ async def _open_agents(
     else:
         found = await open_agents(config, asked, closing, say)
         control = config.launcher.agents.control
-    return Launching(
-        found,
-        f"tcp://{control}",
-        "",
-        model_path,
-        "cuda" if found.roster.gpus.of("generator") else "cpu",
-        found.on_lost,
-        found.use,
-        None if by_ray else found,
-    )
+    device: Literal["cpu", "cuda"] = "cuda" if found.roster.gpus.of("generator") else "cpu"
+    address, agents = f"tcp://{control}", None if by_ray else found
+    return Launching(found, address, "", model_path, device, found.on_lost, found.use, agents)
 
 
 def slots_of(config: RunConfig) -> tuple[Slot, ...]:

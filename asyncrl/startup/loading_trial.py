@@ -76,13 +76,9 @@ def load(folder: Path) -> Loaded:
             )
             for name, one in headers.items()
         }
+        reports = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, found = kind.from_pretrained(
-            None,
-            config=config,
-            state_dict=tensors,
-            device_map="meta",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
+            None, config=config, state_dict=tensors, device_map="meta", **reports
         )
     except Exception as error:  # noqa: BLE001 - of files that can hold anything
         return Loaded(error=_sentence(error, described))

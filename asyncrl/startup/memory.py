@@ -153,12 +153,9 @@ def refuse_too_large(config: RunConfig, shape: ModelShape, device: Device) -> No
     room, least = device.room, needs.device if device.on_gpu else needs.least
     if device.bytes is None or room is None or least <= room:
         return
+    trainer = config.trainer.for_device(BFLOAT16_CAPABILITY if device.on_gpu else None)
     settings, with_them = memory_estimate.remedies(
-        shape,
-        config.trainer.for_device(BFLOAT16_CAPABILITY if device.on_gpu else None),
-        samples_of(config),
-        room,
-        on_gpu=device.on_gpu,
+        shape, trainer, samples_of(config), room, on_gpu=device.on_gpu
     )
     if with_them <= room:
         what = f"Set {' and '.join(settings)}: then it is about {size(with_them)}"

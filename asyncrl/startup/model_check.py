@@ -22,7 +22,7 @@ from asyncrl.rollout.trajectory import IntArray
 from asyncrl.startup.loading_trial import Loaded
 from asyncrl.tasks import model_files
 from asyncrl.tasks.model import default_cache_dir
-from asyncrl.tasks.model_files import INDEX, WHOLE, weight_files
+from asyncrl.tasks.model_files import INDEX, WHOLE, weight_files, why_no_tensor
 from asyncrl.tasks.model_tokenizer import POINTER_ADVICE, is_pointer, read_settings
 from asyncrl.tasks.prompts import Task, held_out_sets
 from asyncrl.wire.transport.atomic_files import write_atomically
@@ -99,11 +99,8 @@ def check_numbers(model: Path) -> None:
 
 def unexpected_line(model: Path, found: Loaded) -> str | None:
     """Return a sentence about tensors that the model does not use, or None."""
-    if not found.unexpected:
-        return None
-    return (
-        f"weights:    {len(found.unexpected)} of {model} are not used: {_listed(found.unexpected)}"
-    )
+    names = found.unexpected
+    return f"weights:    {len(names)} of {model} are not used: {_listed(names)}" if names else None
 
 
 def prompts_of(task: Task) -> Iterator[tuple[str, IntArray]]:
@@ -143,9 +140,7 @@ def _check_weight_files(model: Path, setting: str) -> None:
         raise ModelError(f"{setting}: {model} has neither {WHOLE} nor {INDEX}{_instead_of(model)}")
     for file in files:
         if not file.is_file():
-            raise ModelError(
-                f"{setting}: {model / INDEX} names {file.name}, which is not there{_AGAIN}"
-            )
+            raise ModelError(f"{setting}: {model / INDEX} names the missing {file.name}{_AGAIN}")
         if (why := why_not_whole(file)) is not None:
             raise ModelError(f"{setting}: {file} {why}{_AGAIN}")
 
@@ -209,9 +204,7 @@ def tried(model: Path) -> Loaded:
     """Run `loading_trial` in a separate process and return its result."""
     command = [sys.executable, "-P", "-m", "asyncrl.startup.loading_trial", str(model)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TRIAL_SECONDS, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TRIAL_SECONDS)
     except subprocess.TimeoutExpired:
         return Loaded(error=f"transformers did not answer within {_TRIAL_SECONDS:.0f} s")
     try:
@@ -229,9 +222,7 @@ def why_not_whole(file: Path) -> str | None:
         header = model_files.header_of(file)
         with file.open("rb") as opened:
             begin = 8 + int.from_bytes(opened.read(8), "little")
-        wrong = next(
-            (why for one in header.items() if (why := model_files.why_no_tensor(*one))), None
-        )
+        wrong = next((why for one in header.items() if (why := why_no_tensor(*one))), None)
     except model_files.DAMAGED:
         return "is not a safetensors file, or is damaged"
     if wrong is not None:

@@ -171,7 +171,12 @@ def with_critic(config: RunConfig, model_path: str, tokenizer: Any) -> RunConfig
     check_directory(directory, _SETTING)
     check_files(directory, _SETTING, needs_head=False)
     described = description_of(directory)
-    _check_vocabulary(described, directory, model_path)
+    theirs, own = description_of(Path(model_path)).get("vocab_size"), described.get("vocab_size")
+    if isinstance(own, int) and isinstance(theirs, int) and own < theirs:
+        raise UserError(
+            f"{_SETTING}: {directory} has a vocabulary of {own:,} tokens, the policy one of "
+            f"{theirs:,}; the value model must know every token that the policy may draw"
+        )
     expected, found = tokenizer_digest(tokenizer), tokenizer_digest(load_tokenizer(str(directory)))
     if expected.vocabulary != found.vocabulary:
         raise UserError(
@@ -186,13 +191,3 @@ def with_critic(config: RunConfig, model_path: str, tokenizer: Any) -> RunConfig
         )
     critic = config.trainer.critic.model_copy(update={"model": str(directory.resolve())})
     return config.with_values("trainer", critic=critic)
-
-
-def _check_vocabulary(critic: dict[str, Any], directory: Path, model_path: str) -> None:
-    theirs = description_of(Path(model_path)).get("vocab_size")
-    own = critic.get("vocab_size")
-    if isinstance(own, int) and isinstance(theirs, int) and own < theirs:
-        raise UserError(
-            f"{_SETTING}: {directory} has a vocabulary of {own:,} tokens, the policy one of "
-            f"{theirs:,}; the value model must know every token that the policy may draw"
-        )

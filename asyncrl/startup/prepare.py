@@ -16,8 +16,6 @@ Both engines also check a share of the memory at their start:
 so vLLM receives the share of its part, and SGLang the share of everything but its process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading
@@ -25,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
@@ -74,7 +73,7 @@ class EngineNeeds:
     process: int
 
     @classmethod
-    def of(cls, shape: ModelShape, engine: EngineConfig, drafts: int) -> EngineNeeds:
+    def of(cls, shape: ModelShape, engine: EngineConfig, drafts: int) -> Self:
         """Compute the needs of one generator; `drafts` is the number of draft tokens per row."""
         width = 4 if engine.weights_dtype(on_cpu=False) == "float32" else 2
         copies = 2 if engine.weight_staging == "device" else 1
@@ -294,32 +293,26 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
         model_checks.check_algorithm(config)
     with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
         model_path = resolve_model(config.model, bar)
-    loaded = check_files(Path(model_path))
-    model_checks.check_positions(config, Path(model_path))
+    model = Path(model_path)
+    loaded = check_files(model)
+    model_checks.check_positions(config, model)
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
-    unused = unexpected_line(Path(model_path), loaded)
+    unused = unexpected_line(model, loaded)
     for line in filter(None, (startup_summary.model_line(config, model_path), unused)):
         say(line)
     dated = gpu_defaults.with_date(config)
     with _telling(console, "reading and tokenising the data"):
-        task = load_task(
-            dated.task,
-            model_path,
-            config.run.seed,
-            config.evaluation.sets,
-            whole_rows=config.environment.name is not None,
-            room=_room(config),
-        )
+        seed, sets = config.run.seed, config.evaluation.sets
+        whole = config.environment.name is not None
+        task = load_task(dated.task, model_path, seed, sets, whole_rows=whole, room=_room(config))
     config = dated if names_the_date(task.tokenizer) else config
-    config = with_adapter(
-        model_checks.with_critic(config, model_path, task.tokenizer), Path(model_path)
-    )
+    config = with_adapter(model_checks.with_critic(config, model_path, task.tokenizer), model)
     epochs, config = config.run.epochs, gpu_defaults.with_steps(config, len(task.train))
     say(startup_summary.data_line(config, task, epochs))
     for line in startup_summary.not_reached(config, task) + startup_summary.shared_prompts(task):
         say(line)
     _check_prompts(config, task)
-    check_vocabulary(Path(model_path), task.tokenizer, prompts_of(task))
+    check_vocabulary(model, task.tokenizer, prompts_of(task))
     for line in model_checks.check_rows(config, task):
         say(line)
     if config.sampling.stop:
@@ -337,16 +330,14 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
             say(line)
     drafts = ""
     if config.launcher.kind == "local":
-        on_gpu, visits = (
-            engine_device(gpus) == "cuda",
-            gpu_defaults.visits_of(config, len(task.train)),
-        )
+        on_gpu = engine_device(gpus) == "cuda"
+        visits = gpu_defaults.visits_of(config, len(task.train))
         config, drafts = gpu_defaults.with_drafts_that_pay(config, on_gpu=on_gpu, visits=visits)
-    count = parameters(Path(model_path))
+    count = parameters(model)
     processes = startup_summary.processes_line(config, gpus, count)
     for line in filter(None, (compute, drafts, processes)):
         say(line)
-    shape = memory.shape_of(config, Path(model_path), count, loaded.sizes)
+    shape = memory.shape_of(config, model, count, loaded.sizes)
     say(startup_summary.memory_line(*_memory(config, gpus, shape)))
     config, shared = with_shared_gpu(config, gpus, shape)
     for line in filter(None, (shared, startup_summary.results_line(config))):

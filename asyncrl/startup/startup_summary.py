@@ -122,7 +122,7 @@ def training_line(config: RunConfig) -> str:
     what = f"gradient biased by {', '.join(biases)}" if biases else "an unbiased gradient"
     what += _USUAL_COST if tuple(biases) == _USUAL else ""
     if is_own(trainer.algorithm):
-        what = "an algorithm of your own"
+        what = "your own algorithm"
     correction = "on-policy, nothing to correct"
     if trainer.updates_per_step > 1:
         correction = f"on-policy, nothing to correct in the first of {trainer.updates_per_step:,}"

@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import ConfigError, UserError
-from asyncrl.mutability import LIVE, RULES, When, instead_of, rule_of
+from asyncrl.mutability import LIVE, RULES, When, rule_of
 from asyncrl.suggestions import command_for, nearest, shortened
 
 
@@ -27,7 +27,10 @@ def check_is_safe(key: str, config: RunConfig) -> When:
         raise ConfigError(f"{key} is a section; name one of its settings, such as {key}.KEY")
     rule = rule_of(key)
     stop = command_for("stop", config.directory)
-    instead = instead_of(key, rule).replace("Stop the run", f"Stop the run (`{stop}`)")
+    usual = f"Stop the run and continue it with `--resume --set {key}=VALUE`"
+    if rule.when == "never":
+        usual = "Start a new run under another name"
+    instead = (rule.instead or usual).replace("Stop the run", f"Stop the run (`{stop}`)")
     instead = instead.replace("RUN/", f"{config.directory}/")
     raise UserError(
         f"{key} cannot be changed while the run is active: {rule.reason}. {instead}. "

@@ -43,7 +43,7 @@ def test_the_example_of_the_page_is_an_algorithm(here: Path, name: str) -> None:
     load_own_algorithm(name)
     got = make(found.trainer).advantages(np.array([0.0, 1.0, 1.0, 0.0]))
     assert (got > 0).tolist() == [False, True, True, False]
-    assert "an algorithm of your own" in training_line(found)
+    assert "your own algorithm" in training_line(found)
 
 
 @pytest.mark.parametrize(

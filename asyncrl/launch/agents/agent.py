@@ -8,8 +8,6 @@ leave     after SIGTERM: the controller takes its child out of the run, within t
 An agent that is unknown to a controller ends its children and says hello again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -20,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,7 +130,7 @@ class AgentLine(Line[to_agent.ToAgent]):
             if writer is not None:
                 writer.transport.abort()
 
-    def connected_again(self) -> AgentLine:
+    def connected_again(self) -> "AgentLine":
         """Replace this line by a new one to the same controller; the counts are kept."""
         self.close()
         line = AgentLine(*self._made_with)
@@ -185,6 +183,20 @@ class Settings:
     once: bool = False
 
 
+@contextlib.contextmanager
+def signals_handled(handle: Callable[[], object]) -> Iterator[None]:
+    """Call `handle` at SIGTERM and SIGINT inside the block."""
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, handle)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
 class Agent:
     """One agent. Use once: `await agent.run()`."""
 
@@ -234,7 +246,7 @@ class Agent:
         self._line = AgentLine(settings.controller, self._keys)
         end_beat = beat_of(health, lambda: self._hosting.is_ready)
         try:
-            with self._signals_handled():
+            with signals_handled(self._told_to_end):
                 while not self._is_leaving or self._hosting.work:
                     if not await self._join():
                         break
@@ -267,18 +279,6 @@ class Agent:
     @property
     def _is_leaving(self) -> bool:
         return self._leave_at is not None
-
-    @contextlib.contextmanager
-    def _signals_handled(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        for number in numbers:
-            loop.add_signal_handler(number, self._told_to_end)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
 
     def _told_to_end(self) -> None:
         """Let the child leave at the first signal, end it at once at the second."""
@@ -350,17 +350,15 @@ class Agent:
 
     async def _hear(self, seconds: float) -> to_agent.ToAgent | None:
         """Return the next message, or None after this long, or as soon as something has changed."""
-        receiving = asyncio.create_task(self._line.receive())
-        changing = asyncio.create_task(self._changed.wait())
+        order = asyncio.create_task(self._line.receive())
+        news = asyncio.create_task(self._changed.wait())
         try:
-            await asyncio.wait(
-                (receiving, changing), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait((order, news), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             self._changed.clear()
-            return receiving.result() if receiving.done() else None
+            return order.result() if order.done() else None
         finally:
-            receiving.cancel()
-            changing.cancel()
+            order.cancel()
+            news.cancel()
 
     async def _welcomed(self, message: to_agent.Welcome) -> None:
         self._session, self._run = message.session, message.run
@@ -416,9 +414,8 @@ class Agent:
 
     async def _tell(self) -> None:
         left = None if self._leave_at is None else max(0.0, self._leave_at - time.monotonic())
-        await self._line.send(
-            from_agent.State(self._session, self._facts, self._hosting.processes, left)
-        )
+        hosted = self._hosting.processes
+        await self._line.send(from_agent.State(self._session, self._facts, hosted, left))
 
     async def _last_files(self) -> None:
         """Wait while a relay here serves the last lines of its departed child's files."""
@@ -427,15 +424,9 @@ class Agent:
 
 
 def _hello(settings: Settings, ip: str, code: str, beginning: str) -> from_agent.Hello:
-    return from_agent.Hello(
-        settings.role,
-        socket.gethostname(),
-        settings.advertise or ip,
-        settings.gpus,
-        f"{sys.version_info.major}.{sys.version_info.minor}",
-        code,
-        beginning,
-    )
+    python, address = "{}.{}".format(*sys.version_info), settings.advertise or ip
+    host = socket.gethostname()
+    return from_agent.Hello(settings.role, host, address, settings.gpus, python, code, beginning)
 
 
 def _own_address(controller: str) -> str:

@@ -1,7 +1,5 @@
 """The controller's view of an agent and of a process on its machine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -23,14 +21,13 @@ class AgentProcess:
 
     spec: ChildSpec
     keys: ChildKeys
-    _node_of: Callable[[Agent], str]
+    _node_of: Callable[["Agent"], str]
     _wake: Callable[[], None]
     """Sends orders to agents; any thread or signal handler may call it."""
-    agent: Agent | None = field(default=None, init=False)
+    agent: "Agent | None" = field(default=None, init=False)
     ending: bool = field(default=False, init=False)
     by_force: bool = field(default=False, init=False)
     reported: from_agent.Hosted | None = field(default=None, init=False)
-    """Its agent's last report of it."""
     ended: float | None = field(default=None, init=False)
     """Time of its agent's first report of an end that was not ordered (monotonic seconds)."""
     _lost: str = field(default="", init=False)

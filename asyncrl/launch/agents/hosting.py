@@ -40,9 +40,7 @@ class Ports:
             return ()
         count = NEEDED[role]
         if count > len(self._free):
-            raise UserError(
-                f"{process} needs {count} ports, and --ports has {len(self._free)} left over"
-            )
+            raise UserError(f"{process} needs {count} ports; --ports has {len(self._free)} left")
         self._given[process] = self._free[:count]
         del self._free[:count]
         return tuple(self._given[process])

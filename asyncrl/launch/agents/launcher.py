@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from string import ascii_lowercase
 
 import zmq
 from msgspec.structs import replace
@@ -20,8 +21,8 @@ from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.launch.agents.registry import AgentRegistry, Needs
 from asyncrl.launch.agents.secret import HUB
 from asyncrl.launch.child_spec import ChildKeys, ChildSpec, Role
-from asyncrl.launch.interface import ProcessHandle
-from asyncrl.launch.start_order import inline_config, random_letters
+from asyncrl.launch.interface import ProcessHandle, Say
+from asyncrl.launch.start_order import inline_config
 from asyncrl.wire import Hub, RunKey
 from asyncrl.wire.messages import from_agent, to_agent
 from asyncrl.wire.transport.refusals import Refusals
@@ -41,17 +42,11 @@ class AgentsLauncher:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        needs: Needs,
-        secret: RunKey,
-        say: Callable[[str], None],
-        *,
-        listen: str,
-        advice: str,
+        self, config: RunConfig, needs: Needs, secret: RunKey, say: Say, listen: str, advice: str
     ) -> None:
         self._config = config
-        self.run_id = f"{config.run.name}-{random_letters()}"
+        letters = "".join(secrets.choice(ascii_lowercase) for _ in range(8))  # unlike a process id
+        self.run_id = f"{config.run.name}-{letters}"
         self._loop = asyncio.get_running_loop()
         self.roster = AgentRegistry(needs, secrets.token_hex(8), self._wake, say)
         self._woken = False
@@ -129,7 +124,7 @@ class AgentsLauncher:
     @property
     def uses_relays(self) -> bool:
         """True if the run is on several machines, or `relays` is `always`."""
-        return self.roster.are_several
+        return self.roster.machines.are_several
 
     async def make_room(self, generators: Sequence[int]) -> None:
         """Check that agents have room. Raises UserError if there are too few."""

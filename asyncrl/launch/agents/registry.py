@@ -65,8 +65,8 @@ class Needs:
     ours: NodeInfo
     model: str
     run_directory: str
-    trainer_gpus: int
-    generator_gpus: int
+    gpus: dict[str, int]
+    """GPUs of each trainer rank and of each generator, by role."""
     optional_gpus: frozenset[str]
     """Roles that run on the CPU if the first agents lack GPUs for them (`device: auto`)."""
     mark: str
@@ -90,23 +90,17 @@ class AgentRegistry:
         self.agents: dict[str, Agent] = {}
         """Agents that are not lost, by name, in order of arrival."""
         self.waiting: list[AgentProcess] = []
-        self._machines = Machines(needs.ours.memory, (), always=needs.relay_per_node)
+        self.machines = Machines(needs.ours.memory, (), always=needs.relay_per_node)
         self._looked: float | None = None
-        wanted = {"trainer": needs.trainer_gpus, "generator": needs.generator_gpus}
         self.silence_seconds = needs.silence_seconds
         """An agent that is silent for this long is lost."""
         self.hold_seconds = 0.0
         """Delay before a process's end counts, so that a loss of its machine is known first."""
         self.may_host: Callable[[ChildSpec, Agent], bool] = lambda _spec, _agent: True
         """Returns True if a process may be started by an agent that has room for it."""
-        self.gpus = NeededGpus(wanted, needs.optional_gpus, self.agents, say)
+        self.gpus = NeededGpus(dict(needs.gpus), needs.optional_gpus, self.agents, say)
         self.is_ready: Callable[[str], bool] = lambda _name: False
         """Returns True if a process has reported that it can take work."""
-
-    @property
-    def are_several(self) -> bool:
-        """True if the agents, and the controller, are on several machines."""
-        return self._machines.are_several
 
     def hello(
         self, name: str, hello: from_agent.Hello, now: float
@@ -137,7 +131,7 @@ class AgentRegistry:
         agent.heard = now
         if agent.info is None and state.facts:
             agent.info = info_of(agent, state.facts)
-            self._machines.note(agent.info)
+            self.machines.note(agent.info)
             unfit = self.unfit(agent, "trainer" if agent.hello.role == "trainer" else "generator")
             why_idle = "" if unfit is None else f", but cannot be used: {unfit}"
             self._say(f"agent {agent} has joined{why_idle}")
@@ -146,7 +140,7 @@ class AgentRegistry:
             self._say(f"agent {agent} leaves, within {state.leaves_in:.0f} s")
         for hosted in state.processes:
             process = agent.processes.get(hosted.name)
-            if process is None or self._may_be_its_machines(process, hosted, now):
+            if process is None or self._may_be_lost(process, hosted, now):
                 continue
             process.reported = hosted
             if hosted.code is not None:
@@ -157,9 +151,7 @@ class AgentRegistry:
             del self.agents[name]  # it has left the run
         return True
 
-    def _may_be_its_machines(
-        self, process: AgentProcess, hosted: from_agent.Hosted, now: float
-    ) -> bool:
+    def _may_be_lost(self, process: AgentProcess, hosted: from_agent.Hosted, now: float) -> bool:
         """Return True while a process that ended may have ended with its machine."""
         agent = process.agent
         asked_for = process.ending or agent is None or agent.leaves_at is not None
@@ -172,11 +164,8 @@ class AgentRegistry:
         """Return why a process of this role cannot run on an agent's machine; None if it can."""
         if agent.info is None:
             return "it has not described its machine yet"
-        needs, ours = self._needs, self._needs.ours
-        reason = unfit(
-            f"the {role}", agent.info, python=ours.python, asyncrl=ours.asyncrl, model=needs.model
-        )
-        if reason is not None:
+        needs = self._needs
+        if (reason := unfit(f"the {role}", agent.info, needs.ours, needs.model)) is not None:
             return reason
         if role == "trainer" and not agent.info.shares_run_directory:
             return (
@@ -270,7 +259,7 @@ class AgentRegistry:
 
     def _node_of(self, agent: Agent) -> str:
         assert agent.info is not None  # noqa: S101 - it has a process
-        return self._machines.name_of(agent.info)
+        return self.machines.name_of(agent.info)
 
     def orders(self, agent: Agent) -> to_agent.Orders:
         """Return all orders for an agent."""
@@ -297,11 +286,9 @@ class AgentRegistry:
         for agent in list(self.agents.values()):
             if missed > _LATE_SECONDS:
                 agent.heard = min(now, agent.heard + missed)
-            silent = now - agent.heard
+            silent, key = now - agent.heard, self._needs.silence_setting
             if silent > self.silence_seconds:
-                self.lose(
-                    agent, f"it was silent for {silent:.0f} s ({self._needs.silence_setting})"
-                )
+                self.lose(agent, f"it was silent for {silent:.0f} s ({key})")
         self.place()
 
     def lose(self, agent: Agent, why: str, *, with_machine: bool = True) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import secrets
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from msgspec.structs import replace
 from asyncrl.config.launcher import host_and_port
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.launch.agents.agent import signals_handled
 from asyncrl.launch.agents.launcher import AgentsLauncher
 from asyncrl.launch.agents.registry import Needs
 from asyncrl.launch.agents.secret import read_secret
@@ -34,7 +34,7 @@ _SAY_SECONDS = 30.0
 def needs_of_run(
     config: RunConfig,
     *,
-    gpus: tuple[int, int],
+    gpus: dict[str, int],
     optional_gpus: frozenset[str],
     run_directory: Path,
     model_path: str,
@@ -60,8 +60,7 @@ def needs_of_run(
         ours=replace(ours, memory=f"{ours.memory} {ours.disk}"),
         model=model_path,
         run_directory=str(run_directory),
-        trainer_gpus=gpus[0],
-        generator_gpus=gpus[1],
+        gpus=gpus,
         optional_gpus=optional_gpus,
         mark=records.mark,
         silence_seconds=(launcher.agents if own_silence else launcher).silence_seconds,
@@ -82,31 +81,21 @@ async def open_agents(
     assert settings.key_file is not None  # noqa: S101 - the configuration is checked
     _check_control(settings.control)
     secret = read_secret(Path(settings.key_file), "launcher.agents.key_file")
-    launcher = AgentsLauncher(
-        config,
-        needs,
-        secret,
-        say,
-        listen=settings.listen,
-        advice="HOST of launcher.agents.listen must be one of its addresses (0.0.0.0: all), and no "
-        "other program may have the port, nor another run's controller",
+    advice = (
+        "HOST of launcher.agents.listen must be one of its addresses (0.0.0.0: all), and no other "
+        "program may have the port, nor another run's controller"
     )
+    launcher = AgentsLauncher(config, needs, secret, say, listen=settings.listen, advice=advice)
     closing.push_async_callback(launcher.close)
-    await gather(
-        launcher,
-        config,
-        say,
-        place=f"at {settings.listen}",
-        advice="start `asyncrl agent --controller HOST:PORT --key-file FILE --role ROLE`, and read "
-        "its output",
-    )
+    start = "start `asyncrl agent --controller HOST:PORT --key-file FILE --role ROLE`"
+    advice = f"{start}, and read its output"
+    await gather(launcher, config, say, place=f"at {settings.listen}", advice=advice)
     return launcher
 
 
 def _check_control(address: str) -> None:
-    host, port = host_and_port(address)
     try:
-        socket.create_server((host, port)).close()
+        socket.create_server(host_and_port(address)).close()
     except OSError as error:
         raise UserError(
             f"launcher.agents.control_port: this machine cannot listen at {address} "
@@ -128,16 +117,16 @@ async def gather(
 
     `place` and `advice` are parts of messages; `hopeless` returns why agents cannot come, if so.
     """
-    loop, settings = asyncio.get_running_loop(), config.launcher.cluster
-    ended = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+    settings, ended = config.launcher.cluster, asyncio.Event()
     until, said = time.monotonic() + settings.place_seconds, float("-inf")
-    try:
+    with signals_handled(ended.set):
         while True:
             ranks, generators = launcher.roster.could_begin_with(config.trainer.ranks)
             if ranks == config.trainer.ranks and generators >= config.launcher.generators:
-                _check_ranks(launcher, config)
+                agents = launcher.roster.free("trainer")[:ranks]
+                found = [agent.info for agent in agents if agent.info is not None]
+                if (reason := ranks_apart(found, config.trainer.rank_network)) is not None:
+                    raise UserError(reason)
                 launcher.roster.gpus.settle()  # only now: a machine with GPUs may have been late
                 return
             if (reason := hopeless()) is not None:
@@ -164,26 +153,14 @@ async def gather(
             finally:
                 for wait in waits:
                     wait.cancel()
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-
-
-def _check_ranks(launcher: AgentsLauncher, config: RunConfig) -> None:
-    agents = launcher.roster.free("trainer")[: config.trainer.ranks]
-    found = [agent.info for agent in agents if agent.info is not None]
-    if (reason := ranks_apart(found, config.trainer.rank_network)) is not None:
-        raise UserError(reason)
 
 
 def _missing(config: RunConfig, ranks: int, generators: int) -> str:
-    parts, wanted = [], config.launcher.generators
-    if config.trainer.ranks == 1 > ranks:
+    parts, wanted, needed = [], config.launcher.generators, config.trainer.ranks
+    if needed == 1 > ranks:
         parts.append("an agent for the trainer")
-    elif ranks < config.trainer.ranks:
-        parts.append(
-            f"{config.trainer.ranks - ranks} of {config.trainer.ranks} agents for trainer ranks"
-        )
+    elif ranks < needed:
+        parts.append(f"{needed - ranks} of {needed} agents for trainer ranks")
     if generators < wanted:
         parts.append(f"{wanted - max(0, generators)} of {wanted} agents for generators")
     return " and ".join(parts)

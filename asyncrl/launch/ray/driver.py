@@ -75,7 +75,6 @@ class Driver:
         self._actors: dict[str, Any] = {}
         """The last actor of each slot."""
         self._serving: set[str] = set()
-        """Slots whose agents run."""
         check_runtime_env(asked.runtime_env)
         self._connect()
         self._address = str(ray.get_runtime_context().gcs_address)

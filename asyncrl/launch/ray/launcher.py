@@ -7,8 +7,6 @@ The driver, and all processes that Ray has started for it, end when its pipe is 
 closes the pipe if the controller is killed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -19,6 +17,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from msgspec.structs import replace
 
@@ -71,7 +70,7 @@ class DriverProcess:
     log: Path
 
     @classmethod
-    async def start(cls, log: Path) -> DriverProcess:
+    async def start(cls, log: Path) -> Self:
         """Start a driver that appends its errors to `log`."""
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
@@ -172,18 +171,11 @@ class RayLauncher(AgentsLauncher):
     ) -> None:
         self.node_ip = config.launcher.ray.bind_address or opened.node_ip
         """Address of this machine for the other nodes."""
-        super().__init__(
-            config,
-            dataclasses.replace(needs, ours=replace(needs.ours, ip=self.node_ip)),
-            secret,
-            say,
-            listen=f"{self.node_ip}:*",
-            advice="launcher.ray.bind_address must be an address of this machine that the other "
-            "nodes can reach",
-        )
+        needs = dataclasses.replace(needs, ours=replace(needs.ours, ip=self.node_ip))
+        advice = "launcher.ray.bind_address must be an address that the other nodes can reach"
+        super().__init__(config, needs, secret, say, listen=f"{self.node_ip}:*", advice=advice)
         self._log, self._driver = driver.log, driver
         self._slot = slots[-1]
-        """The slot of each generator."""
         self._joiners: set[str] = set()
         """Names of the slots of generators that have joined."""
         self._reserving: dict[str, asyncio.Future[str]] = {}
@@ -232,9 +224,7 @@ class RayLauncher(AgentsLauncher):
         cause = f"the Ray driver ended: {self._driver.last_line()}; see {self._log}"
         self._cluster_lost(cause, agents_too=True)
 
-    def _agents_lost(
-        self, cause: str, which: Callable[[Agent], bool], *, node: bool = False
-    ) -> None:
+    def _agents_lost(self, cause: str, which: Callable[[Agent], bool], node: bool = False) -> None:
         for agent in [one for one in self.roster.agents.values() if which(one)]:
             self.roster.lose(agent, cause, with_machine=node)
 
@@ -314,14 +304,9 @@ async def open_ray(
     check_ray()
     settings = config.launcher.ray
     image = {} if settings.image is None else {"image_uri": settings.image}
-    asked = messages.Open(
-        settings.address,
-        slots,
-        settings.strategy,
-        settings.runtime_env | image,
-        settings.connect_seconds,
-        settings.place_seconds,
-    )
+    environment = settings.runtime_env | image
+    limits = settings.connect_seconds, settings.place_seconds
+    asked = messages.Open(settings.address, slots, settings.strategy, environment, *limits)
     driver = await DriverProcess.start(logs / "ray.log")
     records.add("ray", driver.process.pid)  # a resumed run ends what is left of this one
     try:
@@ -334,12 +319,7 @@ async def open_ray(
         await driver.close()
         raise
     closing.push_async_callback(launcher.close)
-    await gather(
-        launcher,
-        config,
-        say,
-        place=f"on the Ray cluster {opened.address}",
-        advice=f"look at {driver.log}, and at the logs of the nodes' workers",
-        hopeless=launcher.why_hopeless,
-    )
+    place = f"on the Ray cluster {opened.address}"
+    advice = f"look at {driver.log}, and at the logs of the nodes' workers"
+    await gather(launcher, config, say, place=place, advice=advice, hopeless=launcher.why_hopeless)
     return launcher

@@ -58,7 +58,6 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
 
     slot: Slot
     seconds: float
-    """Longest wait for the room."""
 
 
 class GiveBack(msgspec.Struct, frozen=True, tag=True):

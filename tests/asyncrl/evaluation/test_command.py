@@ -167,7 +167,9 @@ def test_a_run_says_at_its_end_which_evaluation_is_incomplete(tmp_path: Path) ->
     def said(planned: int = 4, **more: Any) -> str:
         console, again = Console(record=True, width=300), "asyncrl run --resume"
         one = msgspec.structs.replace(result, **more)
-        _print_result(console, tmp_path, one, planned=planned, at_start=not more, to_continue=again)
+        folder = [f"run.directory={tmp_path.parent}", f"run.name={tmp_path.name}"]
+        values = [f"run.steps={planned}", f"evaluation.at_start={'false' if more else 'true'}"]
+        _print_result(console, load_config(None, [*folder, *values]), one, again)
         return console.export_text().splitlines()[0]
 
     assert said(accuracy_before=None, accuracy_after=0.5) == (

@@ -128,7 +128,7 @@ def test_the_last_copy_is_waited_for_and_what_is_missing_is_named() -> None:
     del nodes.ready["node-1"]  # its machine is gone
     nodes.update()
     text = finish(nodes, {})
-    assert "(relay-2: its node has no relay)" in text
+    assert "(relay-2: its node lacks a relay)" in text
     assert nodes.sent == [
         ("relay-0", to_relay.FinishPull(9.0)),
         ("relay-1", to_relay.RemoveFiles()),
@@ -169,7 +169,7 @@ def test_a_file_is_brought_from_its_node_or_from_the_runs_folder() -> None:
         for name, order in nodes.sent:
             nodes.files.answered(from_relay.FileMissing(order.attempt, path, f"{name}: none"))
         assert await everywhere == ["relay-1: none", "relay-2: none"]
-        assert await nodes.files.bring(path, to="nowhere", of="node-0") == "its node has no relay"
+        assert await nodes.files.bring(path, to="nowhere", of="node-0") == "its node lacks a relay"
 
     asyncio.run(check())
 

@@ -65,7 +65,8 @@ def launcher(port: int, run: Path, *, lost_seconds: float = 60.0, **changes: Any
     facts = node_child.node_facts(question) | {"id": "controller", "ip": ""}
     ours = replace(NodeInfo(**facts), **changes)
     needs = Needs(
-        "test", json.dumps(question), ours, str(run), str(run), 0, 0, frozenset(), "mark",
+        "test", json.dumps(question), ours, str(run), str(run),
+        {"trainer": 0, "generator": 0}, frozenset(), "mark",
         silence_seconds=20.0, silence_setting="s", lost_seconds=lost_seconds, relay_per_node=False,
     )  # fmt: skip
     return AgentsLauncher(

@@ -31,7 +31,8 @@ FACTS: dict[str, Any] = {
 }  # fmt: skip
 OURS = NodeInfo("controller", "", "h", "m d", "3.11", "1 (a)", True, True)
 NEEDS = Needs(
-    "test", "{}", OURS, "/model", "/runs/test", 0, 0, frozenset(), "mark",
+    "test", "{}", OURS, "/model", "/runs/test",
+    {"trainer": 0, "generator": 0}, frozenset(), "mark",
     silence_seconds=20.0, silence_setting="s", lost_seconds=60.0, relay_per_node=False,
 )  # fmt: skip
 
@@ -217,7 +218,9 @@ def test_ranks_of_a_trainer_are_placed_together_or_not_at_all() -> None:
 
 def test_gpus_are_given_up_where_they_are_optional_only() -> None:
     for optional, fits in ((frozenset({"trainer"}), True), (frozenset[str](), False)):
-        world = World(dataclasses.replace(NEEDS, trainer_gpus=1, optional_gpus=optional))
+        world = World(
+            dataclasses.replace(NEEDS, gpus={"trainer": 1, "generator": 0}, optional_gpus=optional)
+        )
         world.join("a")
         world.roster.gpus.settle()
         assert bool(world.roster.free("trainer")) == fits
@@ -225,7 +228,7 @@ def test_gpus_are_given_up_where_they_are_optional_only() -> None:
 
 def test_a_machine_with_gpus_that_comes_a_second_later_is_not_wasted() -> None:
     optional = frozenset({"trainer", "generator"})
-    needs = dataclasses.replace(NEEDS, trainer_gpus=1, generator_gpus=1, optional_gpus=optional)
+    needs = dataclasses.replace(NEEDS, gpus={"trainer": 1, "generator": 1}, optional_gpus=optional)
     world = World(needs)
     world.join("cpu", "trainer")
     assert world.roster.could_begin_with() == (True, 0), "if no other comes"
@@ -251,7 +254,7 @@ def test_a_relay_goes_to_its_node_and_takes_no_room() -> None:
     world = World()
     world.join("a", "generator")
     world.join("b", "generator", memory="elsewhere")
-    assert world.roster.are_several
+    assert world.roster.machines.are_several
     relay = world.start("relay-0", "relay", "b")
     assert relay.node == "b"
     assert world.roster.offered() == 2
@@ -354,7 +357,7 @@ def test_ports_come_from_the_range_and_go_back_to_it() -> None:
     ports = Ports("5910-5914")
     assert ports.give("trainer", "trainer") == (5910,)
     assert ports.give("relay-0", "relay") == (5911, 5912, 5913)
-    with pytest.raises(UserError, match="needs 3 ports, and --ports has 1"):
+    with pytest.raises(UserError, match="needs 3 ports; --ports has 1"):
         ports.give("relay-1", "relay")
     ports.take_back("trainer")
     assert ports.give("trainer.1", "trainer") == (5910,)

@@ -111,7 +111,7 @@ class Opened:
 def needs(config: RunConfig, run: Path, records: ProcessRecords) -> Any:
     return needs_of_run(
         config,
-        gpus=(0, 0),
+        gpus={"trainer": 0, "generator": 0},
         optional_gpus=frozenset(),
         run_directory=run,
         model_path=str(run),

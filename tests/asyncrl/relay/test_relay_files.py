@@ -145,7 +145,7 @@ def test_a_named_file_is_fetched_from_whoever_has_it(tmp_path: Path) -> None:
         await until(lambda: relays.said[1:] == [from_relay.FileHere(7, path)])  # it has it already
         relays.other.fetch(to_relay.FetchFile(8, "unfinished/leaving/none.bin", (home,)))
         missing = await relays.hear(from_relay.FileMissing)
-        assert missing.reason == "relay-0 has no unfinished/leaving/none.bin"
+        assert missing.reason == "relay-0 does not have unfinished/leaving/none.bin"
         relays.other.fetch(to_relay.FetchFile(9, "../run/control.key", (home,)))
         await until(lambda: relays.said[-1].attempt == 9)
         assert isinstance(relays.said[-1], from_relay.FileMissing)

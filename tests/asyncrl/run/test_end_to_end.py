@@ -91,7 +91,7 @@ def test_two_ranks_one_of_which_is_killed_train_each_group_once_and_ctrl_c_twice
         sampling__stop='["e"]', sampling__top_k=20,
     )  # fmt: skip
     command_line.wait_for_steps(3)
-    assert "AboveMean: an algorithm of your own" in terminal.text
+    assert "AboveMean: your own algorithm" in terminal.text
     command_line.phase("a rank is killed")
     (last,) = [pid for pid in command_line.children("trainer") if _rank(pid) == 1]
     os.kill(last, signal.SIGKILL)

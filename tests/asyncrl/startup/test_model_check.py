@@ -85,7 +85,7 @@ def test_weights_that_are_not_all_there_are_named(model: Path) -> None:
     check_files(model)
     names = {"a": "model-1.safetensors", "c": "model-2.safetensors"}
     index.write_text(json.dumps({"weight_map": names}))
-    assert f"{index} names model-2.safetensors, which is not there" in refused(model)
+    assert f"{index} names the missing model-2.safetensors" in refused(model)
     index.write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
     assert "names a file of another folder" in refused(model)
     index.write_text("[")
