@@ -18,6 +18,7 @@ import gc
 import json
 import os
 import runpy
+import shlex
 import signal
 import socket
 import subprocess
@@ -31,11 +32,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
+import forking_server
 from forking_server import Forked, serve, start
 
 from asyncrl.user_code.process_tree import end_process
 
-CONTROLLERS = {"asyncrl run", "benchmarks.hostile.victim", "benchmarks.paced.command run"}
+CONTROLLERS = {
+    "asyncrl run",
+    "asyncrl agent",
+    "benchmarks.hostile.victim",
+    "benchmarks.paced.command run",
+}
 PARTS = {
     "asyncrl.gpu_check.two_ranks",
     "benchmarks.controller.peers",
@@ -115,6 +122,16 @@ class Popen(subprocess.Popen[Any]):
             finally:
                 self._waitpid_lock.release()  # type: ignore[attr-defined]
         return self.returncode
+
+
+def shell_command() -> str:
+    """A program that shells find as `asyncrl`: what is `FORKED` is, unless it may use a GPU."""
+    import torch
+
+    python = shlex.quote(sys.executable)
+    client = f"{python} -I -S {shlex.quote(forking_server.__file__)} {_server()[0]} asyncrl"
+    forked = "" if torch.cuda.is_available() else f'case $1 in run|agent) exec {client} "$@";; esac'
+    return f'#!/bin/bash\n{forked}\nexec {python} -m asyncrl "$@"\n'
 
 
 @contextlib.contextmanager

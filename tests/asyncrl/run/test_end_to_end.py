@@ -279,6 +279,7 @@ def suspend_and_continue(pid: int) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.usefixtures("_forked_runs")
 def test_a_program_with_the_openai_client_trains_as_the_page_starts_it(
     command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
