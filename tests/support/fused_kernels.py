@@ -338,12 +338,12 @@ def count() -> None:
 
 
 def compile_for(wanted: list[str]) -> None:
-    """With truncation; what does not depend on K only where K is 64."""
-    compiled = []
+    """With truncation; what does not depend on K once for each of the GPUs."""
+    compiled = list[Compiled]()
     for one in wanted:
         sm, k = map(int, one.split(":"))
         compiled += [_compiled(name, sm, k) for name in ("summarise_kernel", "draw_kernel")]
-        if k == engine_logits.MAX_FUSED_K:
+        if sm not in {one.sm for one in compiled if one.kernel == "cut_kernel"}:
             compiled += [_compiled(name, sm, k) for name in ("look_up_kernel", "cut_kernel")]
     print(json.dumps([one._asdict() for one in compiled]))
 
