@@ -76,7 +76,7 @@ def start(
 
 def stand_for(address: str, words: Sequence[str]) -> NoReturn:
     """Be a process that a server forks, for a shell: signals and the exit code are passed on."""
-    request = json.dumps([words, os.getcwd(), dict(os.environ), False])  # noqa: PTH109 - light
+    request = json.dumps([words, os.getcwd(), dict(os.environ), False, False])  # noqa: PTH109 - light
     forked = Forked(address, request.encode(errors="surrogateescape"), (0, 1, 2))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda one, _frame: os.kill(forked.pid, one))
