@@ -17,7 +17,9 @@ import functools
 import gc
 import json
 import os
+import re
 import runpy
+import shlex
 import signal
 import socket
 import subprocess
@@ -31,13 +33,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
+import forking_server
 from forking_server import Forked, serve, start
 
 from asyncrl.user_code.process_tree import end_process
 
-CONTROLLERS = {"asyncrl run", "benchmarks.hostile.victim", "benchmarks.paced.command run"}
+CONTROLLERS = {
+    "asyncrl run",
+    "asyncrl agent",
+    "benchmarks.hostile.victim",
+    "benchmarks.paced.command run",
+}
 PARTS = {
     "asyncrl.gpu_check.two_ranks",
+    "asyncrl.sft.training",
     "benchmarks.controller.peers",
     "benchmarks.pipeline.costs",
     "benchmarks.pipeline.overlap",
@@ -70,7 +79,7 @@ _FIRST_OF_MEMORY = 47
 def _module_of(command: object) -> list[str]:
     """A module and its arguments, if this interpreter is to run one; else nothing."""
     if isinstance(command, list) and command[:1] == [sys.executable] and "-m" in command[1:3]:
-        return list(command[command.index("-m") + 1 :])
+        return list(map(os.fsdecode, command[command.index("-m") + 1 :]))
     return []
 
 
@@ -89,10 +98,11 @@ class Popen(subprocess.Popen[Any]):
         fds = [own if one == -1 else one for own, one in enumerate((read, out, error))]
         address, server = _server()
         # It ends with its parent, which is the server, which ends with this process.
-        words = [str(server) if word == str(os.getpid()) else word for word in words]
+        own = re.compile(rf'^{os.getpid()}$|(?<="parent":){os.getpid()}\b')
+        words = [own.sub(str(server), word) for word in words]
         leads, folder = given[-2], os.fspath(given[4] or ".")
-        assert leads == (given[1] is not None), "what is done before is to take a terminal"
-        request = json.dumps([words, folder, dict(given[5] or os.environ), leads])
+        takes_terminal = given[1] is not None  # nothing else is done before
+        request = json.dumps([words, folder, dict(given[5] or os.environ), leads, takes_terminal])
         self._forked = Forked(address, request.encode(errors="surrogateescape"), fds)
         self.pid = self._forked.pid
         self._child_created = True
@@ -115,6 +125,16 @@ class Popen(subprocess.Popen[Any]):
             finally:
                 self._waitpid_lock.release()  # type: ignore[attr-defined]
         return self.returncode
+
+
+def shell_command() -> str:
+    """A program that shells find as `asyncrl`: what is `FORKED` is, unless it may use a GPU."""
+    import torch
+
+    python = shlex.quote(sys.executable)
+    client = f"{python} -I -S {shlex.quote(forking_server.__file__)} {_server()[0]} asyncrl"
+    forked = "" if torch.cuda.is_available() else f'case $1 in run|agent) exec {client} "$@";; esac'
+    return f'#!/bin/bash\n{forked}\nexec {python} -m asyncrl "$@"\n'
 
 
 @contextlib.contextmanager
@@ -167,10 +187,11 @@ def _serve(listener: socket.socket) -> None:
 
 
 def _become_controller(request: bytes, fds: Sequence[int]) -> NoReturn:
-    words, folder, variables, leads = json.loads(request)
+    words, folder, variables, leads, takes_terminal = json.loads(request)
     subprocess.Popen = _ChildPopen  # type: ignore[misc]
     if leads:
         os.setsid()
+    if takes_terminal:
         fcntl.ioctl(fds[0], termios.TIOCSCTTY, 0)
     _become(words, folder, variables, fds)
 

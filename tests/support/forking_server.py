@@ -6,11 +6,14 @@ process id and later its status (as `os.waitpid` gives it) the other.
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
+import signal
 import socket
 import struct
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -71,6 +74,16 @@ def start(
         )
 
 
+def stand_for(address: str, words: Sequence[str]) -> NoReturn:
+    """Be a process that a server forks, for a shell: signals and the exit code are passed on."""
+    request = json.dumps([words, os.getcwd(), dict(os.environ), False, False])  # noqa: PTH109 - light
+    forked = Forked(address, request.encode(errors="surrogateescape"), (0, 1, 2))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda one, _frame: os.kill(forked.pid, one))
+    code = os.waitstatus_to_exitcode(forked.status() or 0)
+    sys.exit(128 - code if code < 0 else code)
+
+
 def serve(listener: socket.socket, become: Callable[[bytes, list[int]], NoReturn]) -> list[int]:
     """Fork a process for each connection until standard input is closed.
 
@@ -114,3 +127,7 @@ def _fork(client: socket.socket, become: Callable[[bytes, list[int]], NoReturn])
     for file in files:
         os.close(file)
     return pid
+
+
+if __name__ == "__main__":
+    stand_for(sys.argv[1], sys.argv[2:])

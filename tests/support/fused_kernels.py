@@ -3,7 +3,7 @@
 python fused_kernels.py compile SM:K ...        compiles them for GPUs of these compute
                                                 capabilities (90 is 9.0) and these K: prints JSON,
                                                 a `Compiled` for each
-python fused_kernels.py interpreted [PART ...]  the other parts, in Triton's interpreter: prints a
+python fused_kernels.py interpreted             the other parts, in Triton's interpreter: prints a
                                                 JSON object of what each of them says, or its
                                                 traceback
 
@@ -338,12 +338,12 @@ def count() -> None:
 
 
 def compile_for(wanted: list[str]) -> None:
-    """With truncation; what does not depend on K only where K is 64."""
-    compiled = []
+    """With truncation; what does not depend on K once for each of the GPUs."""
+    compiled = list[Compiled]()
     for one in wanted:
         sm, k = map(int, one.split(":"))
         compiled += [_compiled(name, sm, k) for name in ("summarise_kernel", "draw_kernel")]
-        if k == engine_logits.MAX_FUSED_K:
+        if sm not in {one.sm for one in compiled if one.kernel == "cut_kernel"}:
             compiled += [_compiled(name, sm, k) for name in ("look_up_kernel", "cut_kernel")]
     print(json.dumps([one._asdict() for one in compiled]))
 
@@ -414,15 +414,13 @@ def patched_once() -> Callable[[Any], _Nothing]:
     return patch_lang
 
 
-def interpreted(wanted: list[str]) -> None:
+def interpreted() -> None:
     """Each part; one that fails does not stop the others."""
     from triton.runtime import interpreter
 
     interpreter._patch_lang = patched_once()
     said = {}
     for part, sizes in ((count, {}), (names, {}), (compare, SMALL), (engine, SMALL)):
-        if wanted and part.__name__ not in wanted:
-            continue
         with (
             contextlib.redirect_stdout(io.StringIO()) as out,
             patch.multiple(logits_triton, **sizes) if sizes else contextlib.nullcontext(),
@@ -437,4 +435,4 @@ def interpreted(wanted: list[str]) -> None:
 
 if __name__ == "__main__":
     with patch.object(engine_logits, "fused", lambda _logits, k: 0 < k <= 64):
-        (compile_for if sys.argv[1] == "compile" else interpreted)(sys.argv[2:])
+        compile_for(sys.argv[2:]) if sys.argv[1] == "compile" else interpreted()

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
+import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from reward_models import own_score, save_classifier
 
+from asyncrl.engine.vllm.client.fork_server import ForkContext, start_server
 from asyncrl.rewards.reward_model import reward_model, try_once
 from asyncrl.rewards.services.client import close_clients
 from asyncrl.rewards.values import NoRewardError
@@ -33,34 +36,46 @@ SETTINGS = {
 }
 
 
+def _serve(arguments: list[str], log: Path) -> None:
+    """Be `python -m vllm.entrypoints.openai.api_server`, in a process that has imported vLLM.
+
+    Its core is forked from it, and so of its session.
+    """
+    os.setsid()
+    with log.open("wb") as written:
+        for number in (1, 2):
+            os.dup2(written.fileno(), number)
+    os.environ.update(SETTINGS)
+    engine: Any = import_module("vllm.v1.engine.utils")
+    engine.get_mp_context = lambda: multiprocessing.get_context("fork")
+    sys.argv = ["api_server", *arguments]
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
+
 @contextmanager
 def _serving(folder: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url, log = f"http://127.0.0.1:{port}", folder / "server.log"
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
-        *("--runner", "pooling", "--host", "127.0.0.1", "--port", str(port)),
-        *("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"),
+    arguments = [
+        *("--model", str(folder), "--runner", "pooling", "--host", "127.0.0.1", "--port"),
+        *(str(port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"),
     ]
-    with log.open("wb") as written:
-        process = subprocess.Popen(
-            command,
-            stdout=written,
-            stderr=written,
-            env=os.environ | SETTINGS,
-            start_new_session=True,
-        )
+    start_server()
+    process = ForkContext().Process(target=_serve, args=(arguments, log))
+    process.start()
     try:
         ends = time.monotonic() + START_SECONDS
         while not _answers(url):
-            assert process.poll() is None, log.read_text()[-2000:]
+            assert process.is_alive(), log.read_text()[-2000:]
             assert time.monotonic() < ends
             time.sleep(0.5)
         yield url
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        assert process.pid is not None
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
 
 
 def _answers(url: str) -> bool:

@@ -38,6 +38,7 @@ def the_run_is_exact(command: CommandLine) -> None:
     assert worst_mismatch(steps) < 1e-3
 
 
+@pytest.mark.usefixtures("_forked_runs")
 def test_a_run_whose_agents_come_and_go(command_line: CommandLine, agents: Agents) -> None:
     command = command_line
     assert CliRunner().invoke(app, ["agent-key", str(agents.key_file)]).exit_code == 0

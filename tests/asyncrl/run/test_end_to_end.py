@@ -279,6 +279,7 @@ def suspend_and_continue(pid: int) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.usefixtures("_forked_runs")
 def test_a_program_with_the_openai_client_trains_as_the_page_starts_it(
     command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +299,7 @@ def test_a_program_with_the_openai_client_trains_as_the_page_starts_it(
     assert worst_mismatch(steps[:1]) < 1e-3, "the program's turns are not those that are trained"
 
 
+@pytest.mark.usefixtures("_forked_runs")
 @pytest.mark.vllm
 @pytest.mark.sglang
 def test_on_vllm_and_sglang_what_is_generated_ahead_is_verified_and_exact(

@@ -73,6 +73,7 @@ def code_of_the_notebook() -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_forked_runs")
 def test_the_notebook(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,11 +6,11 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from asyncrl_runs import CommandLine, until, worst_mismatch
+from forked_runs import shell_command
 
 from asyncrl.monitoring.records.group_account import read_account
 from benchmarks.chaos.agents_run import free_ports
@@ -38,8 +38,11 @@ def test_a_job_trains_ends_before_its_limit_and_continues(
 ) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
-    asyncrl = f'#!/bin/bash\nexec "{sys.executable}" -m asyncrl "$@"\n'
-    programs = {"srun": SRUN, "asyncrl": asyncrl, "hostname": "#!/bin/bash\necho 127.0.0.1\n"}
+    programs = {
+        "srun": SRUN,
+        "asyncrl": shell_command(),
+        "hostname": "#!/bin/bash\necho 127.0.0.1\n",
+    }
     for name, text in programs.items():
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 from asyncrl_runs import ROOT, worst_mismatch
+from forked_runs import shell_command
 from tiny_warm_start import place_untrained
 from trace_collector import collecting
 from traced_lives import check_lives
@@ -44,7 +43,7 @@ case "$*" in
   run*) small="$small $TRACED";;
   *) small=;;
 esac
-exec {shlex.quote(sys.executable)} -m asyncrl "$@" ${{small:+--set}} ${{small// / --set }}
+set -- "$@" ${{small:+--set}} ${{small// / --set }}
 """
 
 
@@ -53,7 +52,7 @@ def shell(tmp_path: Path) -> dict[str, str]:
     """Environment of a shell that has `asyncrl`, and the built-in model without its training."""
     commands = tmp_path / "bin"
     commands.mkdir()
-    (commands / "asyncrl").write_text(ASYNCRL)
+    (commands / "asyncrl").write_text(ASYNCRL + shell_command())
     (commands / "asyncrl").chmod(0o755)
     place_untrained(tmp_path / "cache", RECIPE)
     return os.environ | {

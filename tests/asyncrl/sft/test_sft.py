@@ -216,6 +216,7 @@ def test_what_only_rl_reads_is_named_and_explained(typed: Typed) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_forked_runs")
 def test_two_ranks_learn_what_one_does(typed: Typed, tmp_path: Path) -> None:
     """Each has its share of every step; one of them has more micro-batches."""
     typed("--set", "run.name=one")
