@@ -30,7 +30,8 @@ _HELP = (
     "Programs of a model run only where the kernel can contain them: Linux 5.12 or later that lets "
     "this user make namespaces (`unshare -Ur true` must work). In a container, start it with a "
     "seccomp profile that allows unshare and mount (`docker run --security-opt seccomp=FILE`, on "
-    "Ubuntu also `--security-opt apparmor=unconfined`), or run the generators outside of one."
+    "Ubuntu also `docker run --security-opt apparmor=unconfined`), or run the generators outside "
+    "of one."
 )
 
 
