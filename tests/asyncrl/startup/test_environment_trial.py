@@ -85,7 +85,7 @@ def tried(source: Path, name: str, *more: str, prompt: str = "1+1=") -> list[str
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("OldReset", r"cannot be called as reset\(row, seed\): too many .* its signature is \(row\)$"),
+        ("OldReset", r"cannot be called as reset\(row, seed\): too many .* signature is \(row\)$"),
         ("OldStep", r"cannot be called as step\(action\): .* its signature is \(\)$"),
         ("NoStep", r"it has no method step\(action\)$"),
         ("Raises", r"^environment .*mine.py:Raises' of example 'add-1': reset: Traceback"),
