@@ -11,6 +11,7 @@ says, and so has the slow token in those that were trained on. Both sums of diff
 martingales, whose z `false_alarms` judges; the seeds are fixed.
 """
 
+import functools
 import math
 import random
 
@@ -50,6 +51,12 @@ class Sum:
         return self.difference / math.sqrt(self.variance)
 
 
+@functools.cache
+def policy_of(tilt, prompt):
+    weights = [math.exp(x) for x in (0.3 + tilt, 0.8 * prompt - 0.2 * tilt, 0.2 - tilt)]
+    return [weight / sum(weights) for weight in weights]
+
+
 class PolicyWorld(DynamicWorld):
     """Answers of one token, of an enumerated policy; groups of two, with signal if one is right."""
 
@@ -64,9 +71,7 @@ class PolicyWorld(DynamicWorld):
 
     def policy(self, version, group):
         """Probability of each token; it depends on the prompt, of which there are two."""
-        tilt = self.tilts[version]
-        weights = [math.exp(x) for x in (0.3 + tilt, 0.8 * (group % 2) - 0.2 * tilt, 0.2 - tilt)]
-        return [weight / sum(weights) for weight in weights]
+        return policy_of(self.tilts[version], group % 2)
 
     def _token(self, weights):
         return self._rng.choices(range(3), weights)[0]
@@ -79,11 +84,12 @@ class PolicyWorld(DynamicWorld):
 
     def _follow(self, name, sample, version):
         """Have a text follow the policy of this version, by rejection sampling."""
-        p = self.policy(version, sample.group)
-        if (name, sample) not in self.texts:
-            self.texts[name, sample] = self._token(p), version
-        token, before = self.texts[name, sample]
+        token, before = self.texts.get((name, sample), (None, None))
         if before == version:
+            return
+        p = self.policy(version, sample.group)
+        if before is None:
+            self.texts[name, sample] = self._token(p), version
             return
         q = self.policy(before, sample.group)
         if self._rng.random() >= p[token] / q[token]:

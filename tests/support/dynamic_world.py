@@ -214,9 +214,9 @@ class DynamicWorld(World):
     # Assertions on the whole
 
     def check(self):
-        super().check()
-        view = self.scheduler.snapshot()
+        view = super().check()
         assert view.groups_without_signal == len(self.no_signal)
+        return view
 
     def check_result(self):
         if self.finished is RunOutcome.DONE:

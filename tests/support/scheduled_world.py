@@ -341,7 +341,7 @@ class World(Orders):
     # Assertions on the whole
 
     def check(self):
-        """Compare the scheduler's state with this world's."""
+        """Compare the scheduler's state with this world's; the scheduler's view."""
         self.scheduler.check()
         view = self.scheduler.snapshot()
         state = self.scheduler.state
@@ -354,6 +354,7 @@ class World(Orders):
         running = sum(len(g.running) for g in self.generators.values())
         # Both sides forget a failed or lost sample at the same time.
         assert view.samples_running == running
+        return view
 
     def check_result(self):
         """After the end: every group was consumed or failed, and nothing is left."""
@@ -383,7 +384,8 @@ def run_clocked(world, rng, *, slow=None, on_time=None):
                 due[h] = now + mean * factor * rng.lognormvariate(0.0, 0.8)
         happening = min(enabled, key=lambda h: due[h])
         now = due.pop(happening)
-        due = {h: t for h, t in due.items() if h in set(enabled)}
+        for gone in due.keys() - enabled:
+            del due[gone]
         world.happen(happening)
         world.check()
         if on_time:
