@@ -27,7 +27,7 @@ from asyncrl.simulation.fit import Fit, fit_run
 from asyncrl.simulation.study import MODES, Cluster, cluster, compare
 from asyncrl.simulation.tables import mode_table
 from benchmarks.harness import output_of, parser_of, pick, report, run_command, table
-from benchmarks.tiny_models import smoke_settings
+from benchmarks.tiny_models import slow_settings
 
 EXAMPLE = "examples/arithmetic.yaml"
 RUNS = {
@@ -39,9 +39,6 @@ FITTED = "verify"
 SEEDS = range(3)
 SMOKE_STEPS = 16
 SMOKE_RUNS = ("sync", FITTED)
-SLOW = "rewards.functions=[{name: benchmarks/slow_reward.py:score}]"
-"""Steps of a smoke last a third of a second at least, so that a few of them are looked at often
-enough for a fit."""
 
 
 def real_run(
@@ -94,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with TemporaryDirectory(prefix="asyncrl-simulation-") as temporary:
             directory = options.runs or Path(temporary)
             names = {name: f"simulation-{index}" for index, name in enumerate(RUNS)}
-            small = [*smoke_settings(directory), SLOW] if options.smoke else ()
+            small = slow_settings(directory) if options.smoke else ()
             paths = {n: real_run(names[n], RUNS[n], steps, directory, small) for n in chosen}
             fits = {name: fit_run(path) for name, path in paths.items()}
         raw["validation"] = validate(fits)

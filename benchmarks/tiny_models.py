@@ -55,6 +55,11 @@ def smoke_settings(folder: Path, task: Literal["arithmetic", "agent"] = "arithme
     return [f"model.path={made}", *few]
 
 
+def slow_settings(folder: Path) -> list[str]:
+    """Of a run whose steps last a third of a second at least, nearly all of which it waits."""
+    return [*smoke_settings(folder), "rewards.functions=[{name: benchmarks/slow_reward.py:score}]"]
+
+
 def qwen3(vocabulary: int, hidden: int = 64, layers: int = 2, *, seed: int = 0, **more: Any) -> Any:
     """A Qwen3 with random weights as transformers makes them, in float32; no token is special.
 

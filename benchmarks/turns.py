@@ -202,9 +202,9 @@ MAX_LENGTH = PROMPT + 2 * TOKENS * (LATE + 16)
 K = 8
 
 
-def save_model(path: Path) -> None:
+def save_model(path: Path, wide: int = 8192) -> None:
     """A random Qwen3 of 13 million parameters, with small heads and wide layers."""
-    settings = {"intermediate_size": 8192, "num_attention_heads": 2, "num_key_value_heads": 1}
+    settings = {"intermediate_size": wide, "num_attention_heads": 2, "num_key_value_heads": 1}
     lengths = {"head_dim": 32, "max_position_embeddings": MAX_LENGTH}
     qwen3(VOCABULARY, 256, 2, **settings, **lengths).save_pretrained(path)
 
@@ -308,11 +308,12 @@ async def measure(kind: str, path: str, rounds: int, late: int) -> dict[str, flo
         await engine.close()
 
 
-def run(kinds: Sequence[str], rounds: int, late: int = LATE) -> dict[str, dict[str, float]]:
+def run(kinds: Sequence[str], rounds: int, *, smoke: bool) -> dict[str, dict[str, float]]:
     """All numbers, by engine; engines that cannot be started are left out and named."""
     out = {}
     with tempfile.TemporaryDirectory() as folder:
-        save_model(Path(folder))
+        save_model(Path(folder), *([256] if smoke else []))
+        late = 2 * EARLY if smoke else LATE
         for kind in kinds:
             if kind == "vllm" and util.find_spec("vllm") is None:
                 print("vllm is left out: it is not installed")
@@ -385,8 +386,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     chosen = options.part or ((KINDS[0], OUTSIDE) if options.smoke else parts)
     rounds, samples = pick(options, (6, 48), (2, 16), (1, 1))
-    late = 2 * EARLY if options.smoke else LATE
-    results = run([one for one in chosen if one != OUTSIDE], rounds, late)
+    results = run([one for one in chosen if one != OUTSIDE], rounds, smoke=options.smoke)
     raw: dict[str, Any] = {"engines": results}
     ratios: dict[str, float] = {}
     for kind, found in results.items():

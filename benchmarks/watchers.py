@@ -13,6 +13,7 @@ process of the lowest priority on the same cores.
 
 import asyncio
 import json
+import os
 import random
 import signal
 import statistics
@@ -37,6 +38,8 @@ PERIOD_STEPS = 2
 """A period has so many steps at least."""
 START_SECONDS = 300.0
 KINDS = ("commands", "pages")
+WATCH = "--watch"
+"""A process of watchers is started with this."""
 
 
 @contextmanager
@@ -86,10 +89,10 @@ class Period:
 
 
 class Audience:
-    """Watchers in one process of the lowest priority; `code` says `all watch` when they do."""
+    """Watchers in one process of the lowest priority, which says `all watch` when they do."""
 
-    def __init__(self, code: str) -> None:
-        command = [sys.executable, "-c", f"import os; os.nice(19); {code}"]
+    def __init__(self, kind: str, run: Path, count: int) -> None:
+        command = [sys.executable, "-m", "benchmarks.watchers", WATCH, kind, str(run), str(count)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.pid = self._process.pid
         assert self._process.stdout is not None
@@ -102,13 +105,13 @@ class Audience:
 
 
 def periods_in_turns(
-    run: Path, extent: Extent, code: str, pids: Callable[[], dict[str, int]]
+    run: Path, extent: Extent, kind: str, pids: Callable[[], dict[str, int]]
 ) -> list[Period]:
-    """Measure pairs of periods, with the watchers of this code and without."""
+    """Measure pairs of periods, with watchers of this kind and without."""
     chance, periods = random.Random(0), []
     for _ in range(extent.pairs):
         for count in chance.sample([0, extent.watchers], 2):
-            audience = Audience(code) if count else None
+            audience = Audience(kind, run, count) if count else None
             time.sleep(extent.settle)
             watched = pids() | ({"watchers": audience.pid} if audience else {})
             before, began = {n: cpu_seconds(pid) for n, pid in watched.items()}, time.monotonic()
@@ -172,6 +175,12 @@ def _web_process(run: Path) -> dict[str, int]:
     return {}
 
 
+def _small(folder: Path) -> list[str]:
+    from benchmarks.tiny_models import slow_settings  # imports torch, which watchers do not need
+
+    return slow_settings(folder)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--watchers", type=int)
@@ -179,12 +188,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     extent = pick(options, Extent(20, 30.0, 100), Extent(5, 12.0, 100), SMOKE)
     extent = replace(extent, watchers=options.watchers or extent.watchers)
     found = {}
-    with watched_run(extent.steps) as (run, controller):
+    with (
+        tempfile.TemporaryDirectory() as small,
+        watched_run(extent.steps, _small(Path(small)) if options.smoke else ()) as (
+            run,
+            controller,
+        ),
+    ):
         for kind in KINDS:
-            code = f"from benchmarks.watchers import {kind}, watch; "
-            code += f"watch({kind}, {str(run)!r}, {extent.watchers})"
             found[kind] = periods_in_turns(
-                run, extent, code, lambda: {"controller": controller} | _web_process(run)
+                run, extent, kind, lambda: {"controller": controller} | _web_process(run)
             )
     ratios = {}
     for kind, periods in found.items():
@@ -200,24 +213,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-Watcher = Callable[[Path, asyncio.Event], Coroutine[Any, Any, None]]
-
-
-def watch(kind: Watcher, run: str, count: int) -> None:
+def watch(kind: str, run: str, count: int) -> None:
     """Be that many watchers, for ever. Prints `all watch` when each has had an answer."""
+    os.nice(19)
+    watcher = {"commands": commands, "pages": pages}[kind]
 
     async def all_of_them() -> None:
         answered = [asyncio.Event() for _ in range(count)]
         async with asyncio.TaskGroup() as group:
             for number, event in enumerate(answered):
-                group.create_task(later(VIEW_SECONDS * number / count, kind(Path(run), event)))
+                group.create_task(later(VIEW_SECONDS * number / count, watcher(Path(run), event)))
             for event in answered:
                 await event.wait()
             print("all watch", flush=True)
 
-    async def later(seconds: float, watcher: Coroutine[Any, Any, None]) -> None:
+    async def later(seconds: float, watching: Coroutine[Any, Any, None]) -> None:
         await asyncio.sleep(seconds)
-        await watcher
+        await watching
 
     asyncio.run(all_of_them())
 
@@ -258,4 +270,6 @@ async def pages(run: Path, answered: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == [WATCH]:
+        watch(sys.argv[2], sys.argv[3], int(sys.argv[4]))
     sys.exit(main())

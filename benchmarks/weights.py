@@ -254,6 +254,7 @@ def main(given: Sequence[str] | None = None) -> int:
             effort.delta_steps,
             effort.receivers,
             lambda folder: make_model(folder, hidden=effort.hidden // 2, layers=effort.layers // 2),
+            smoke=options.smoke,
         )
         ratios |= weights_chain.ratios_of(raw["chain"])
         shown += weights_chain.tables(raw["chain"])

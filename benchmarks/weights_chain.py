@@ -36,6 +36,7 @@ from asyncrl.wire.weights.chunks import CHUNK_BYTES, Grid, name_of
 from asyncrl.wire.weights.layout import SHARED_MEMORY, WeightManifest
 from asyncrl.wire.weights.writer import WeightPublisher
 from benchmarks.harness import table
+from benchmarks.tiny_models import SMOKE_START
 from benchmarks.weights_nodes import Answer, Link, Nodes, nodes
 
 LEARNING_RATE = 1e-6
@@ -137,25 +138,29 @@ def steps(
     }
 
 
-def measure_deltas(make_random: Callable[[Path], str], count: int) -> dict[str, Any]:
+def measure_deltas(
+    make_random: Callable[[Path], str], count: int, *, smoke: bool
+) -> dict[str, Any]:
     """Shares of the steps of two models, which the project's trainer takes at a 7B's learning rate.
 
-    The built-in one gets the rewards of its task. The random one, which `make_random` saves and
-    whose weights have the scale of 7B models, gets random rewards. AdamW's first steps are longest.
+    The built-in one (in a smoke: in miniature) gets the rewards of its task. The random one, which
+    `make_random` saves and whose weights have the scale of 7B models, gets random rewards. AdamW's
+    first steps are longest.
     """
-    trained = str(ensure_builtin_model(default_cache_dir()))
-    task = load_task(TaskConfig(), trained, seed=0)
 
     def right(prompt: Prompt, drawn: Trajectory) -> float:
         return arithmetic("", task.tokenizer.decode(drawn.tokens[:-1]), prompt.example)
 
-    found = {"trained": steps(trained, task.train, right, count, task.stop_tokens)}
     with tempfile.TemporaryDirectory() as folder:
+        small = (Path(folder) / "small", None, SMOKE_START)
+        trained = str(ensure_builtin_model(*(small if smoke else (default_cache_dir(),))))
+        task = load_task(TaskConfig(), trained, seed=0)
+        found = {"trained": steps(trained, task.train, right, count, task.stop_tokens)}
         rng = np.random.default_rng(0)
         prompts = [
             Prompt(f"p{i}", rng.integers(0, 4000, 24).astype(np.int32), "", {}) for i in range(8)
         ]
-        model = make_random(Path(folder))
+        model = make_random(Path(folder) / "random")
         found["random"] = steps(model, prompts, lambda *_: float(rng.normal()), count)
     return found
 
@@ -243,7 +248,13 @@ def seconds_by_arithmetic(share: float) -> list[dict[str, float | str]]:
 
 
 def measure(
-    nbytes: int, repeats: int, steps: int, several: int, make_random: Callable[[Path], str]
+    nbytes: int,
+    repeats: int,
+    steps: int,
+    several: int,
+    make_random: Callable[[Path], str],
+    *,
+    smoke: bool,
 ) -> dict[str, Any]:
     """All numbers; seconds and bytes. `several` receivers are four, or fewer in a smoke."""
     run = _Measurement(nbytes, repeats)
@@ -264,7 +275,7 @@ def measure(
             raw["one_paced"] = run.seconds(chain, 1, repeats=1)
     finally:
         run.close()
-    raw["deltas"] = measure_deltas(make_random, steps)
+    raw["deltas"] = measure_deltas(make_random, steps, smoke=smoke)
     raw["arithmetic"] = seconds_by_arithmetic(ratios_of(raw)["delta_bytes_share"])
     return raw
 

@@ -222,10 +222,11 @@ def measure(noise: float, length: int, top_k: int, rows: int, seed: int = 0) -> 
     )
 
 
-def table(*, quick: bool) -> list[Shares]:
-    tokens = 20_000 if quick else 200_000
-    grid = [(noise, length, 8) for noise in (0.01, 0.03, 0.1) for length in (64, 256, 1024)]
-    grid += [(0.03, 256, top_k) for top_k in (4, 16, 64)]
+def table(tokens: int) -> list[Shares]:
+    """The shares of so many tokens, or of eight rows if those have more."""
+    lengths = (64, 256, 1024) if tokens > 1024 else (64,)
+    grid = [(noise, length, 8) for noise in (0.01, 0.03, 0.1) for length in lengths]
+    grid += [(0.03, lengths[len(lengths) // 2], top_k) for top_k in (4, 16, 64)]
     return [measure(noise, length, k, max(8, tokens // length)) for noise, length, k in grid]
 
 

@@ -197,8 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if samples < 1000:
         parser.error("--samples must be at least 1,000")
     findings, missing = measure(modes, samples, options.seed)
-    few = options.quick or options.smoke
-    shares = [] if options.engine else kept.table(quick=few)
+    shares = [] if options.engine else kept.table(pick(options, 200_000, 20_000, 512))
     for mode, why in missing.items():
         print(f"MISSING: {mode} was not certified: {why}", file=sys.stderr)
     raw = {

@@ -1,6 +1,7 @@
 """How far counts are from an enumerated distribution, with confidence bounds."""
 
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ def distance(halves: NDArray[np.int64], probabilities: NDArray[np.float64]) -> D
         )
     probabilities = probabilities / probabilities.sum()
     tv = 0.5 * float(np.abs(counts / total - probabilities).sum())
-    chance = _by_chance(probabilities, total)
+    chance = _by_chance(tuple(probabilities), total)
     impossible = bool(counts[probabilities == 0].any())
     statistic, freedom, rare = _pearson(counts, probabilities)
     return Distance(
@@ -67,10 +68,10 @@ def distance(halves: NDArray[np.int64], probabilities: NDArray[np.float64]) -> D
     )
 
 
-def _by_chance(probabilities: NDArray[np.float64], total: int) -> NDArray[np.float64]:
-    rng = np.random.default_rng(0)
-    runs = (rng.multinomial(total, probabilities) for _ in range(_REPLICATIONS))
-    return 0.5 * np.array([np.abs(counts / total - probabilities).sum() for counts in runs])
+@cache
+def _by_chance(probabilities: tuple[float, ...], total: int) -> NDArray[np.float64]:
+    runs = np.random.default_rng(0).multinomial(total, probabilities, _REPLICATIONS)
+    return np.asarray(0.5 * np.abs(runs / total - probabilities).sum(axis=1))
 
 
 def _pearson(

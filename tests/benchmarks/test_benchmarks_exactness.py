@@ -6,6 +6,7 @@ are fixed: a test always passes or always fails.
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -20,11 +21,12 @@ from benchmarks.exactness.pure import PURE
 from benchmarks.exactness.stats import distance
 
 CLAIMS = Claims(__file__)
+run_pure = functools.cache(main.run_pure)
 
 
 @pytest.mark.parametrize("mode", [*PURE, *TRAPS])
 def test_modes_are_as_exact_as_they_say(mode: str) -> None:
-    found = main.run_pure(mode, main.QUICK, 0)
+    found = run_pure(mode, main.QUICK, 0)
     assert found.as_expected, found
     assert found.distance.samples == main.QUICK
     if found.exact:
@@ -35,7 +37,7 @@ def test_modes_are_as_exact_as_they_say(mode: str) -> None:
 
 
 def test_the_trap_repeats_the_past_and_drafts_do_not() -> None:
-    notes = {m: main.run_pure(m, main.QUICK, 0).notes for m in ("trap-minpq", "trap-drafts")}
+    notes = {m: run_pure(m, main.QUICK, 0).notes for m in ("trap-minpq", "trap-drafts")}
     assert notes["trap-minpq"]["repeated"] > 2 * notes["trap-minpq"]["repeated_fresh"]
     drafts = notes["trap-drafts"]
     assert drafts["repeated"] == pytest.approx(drafts["repeated_fresh"], rel=0.06)
@@ -105,7 +107,7 @@ def test_modes_that_cannot_run_are_reported_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(engines.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(kept, "table", lambda quick: [])
+    monkeypatch.setattr(kept, "table", lambda tokens: [])
     file = tmp_path / "exactness.json"
     monkeypatch.setenv("ASYNCRL_SGLANG_PYTHON", str(tmp_path / "none"))
     modes = "plain,specrl-1,vllm-chain,vllm-verify,sglang-tree"
@@ -122,7 +124,7 @@ def test_modes_that_cannot_run_are_reported_missing(
 
 def test_a_wrong_sampler_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PURE, "plain", (PURE["specrl-1"][0], True))
-    monkeypatch.setattr(kept, "table", lambda quick: [])
+    monkeypatch.setattr(kept, "table", lambda tokens: [])
     assert main.main(["--samples", "20000", "--modes", "plain"]) == 1
 
 

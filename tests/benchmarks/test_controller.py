@@ -8,12 +8,13 @@ from asyncrl.wire.transport import outbox
 from benchmarks.controller.main import Load, measure
 
 
+@pytest.mark.usefixtures("_forked_runs")
 @pytest.mark.parametrize(
     "load",
     [
-        Load(together=32),
-        Load(together=32, batched=False),
-        Load(generators=4, slots=64, together=8, per_relay=2, tcp=True, curve=False),
+        Load(slots=64, together=32),
+        Load(slots=64, together=32, batched=False),
+        Load(generators=4, slots=32, together=8, per_relay=2, tcp=True, curve=False),
     ],
     ids=["together", "alone", "relays"],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 from collections import Counter
@@ -14,6 +15,14 @@ from benchmarks import mutants
 
 ROOT = Path(__file__).resolve().parents[2]
 MUTANTS = mutants.mutants()
+
+
+@functools.cache
+def functions_of(file: str) -> frozenset[str]:
+    """The names of the functions of a module of tests."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return frozenset(one.name for one in tree.body if isinstance(one, kinds))
 
 
 def test_every_package_has_faults() -> None:
@@ -37,9 +46,7 @@ def test_a_fault_fits_the_tree(mutant: mutants.Mutant) -> None:
     assert mutant.tests
     for test in mutant.tests:
         file, _, function = test.partition("::")
-        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-        assert function in {one.name for one in tree.body if isinstance(one, kinds)}, test
+        assert function in functions_of(file), test
 
 
 @pytest.fixture

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.weights_broadcast import measure_receivers, ratios_of, table_of
 
 
+@pytest.mark.usefixtures("_forked_runs")
 def test_receivers_are_measured_by_broadcast_and_by_file() -> None:
     one = measure_receivers(1, 2_000_000, 1)
     assert one["broadcast"] == one["each"]["broadcast"][2] > 0

@@ -18,6 +18,7 @@ from benchmarks.weights_chain import (
 from benchmarks.weights_nodes import Link, nodes
 
 
+@pytest.mark.usefixtures("_forked_runs")
 def test_every_receiver_of_a_small_chain_is_measured() -> None:
     run = _Measurement(2_000_000, 1)
     try:

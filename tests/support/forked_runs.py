@@ -51,6 +51,7 @@ PARTS = {
     "benchmarks.pipeline.costs",
     "benchmarks.pipeline.overlap",
     "benchmarks.trainer.child",
+    "benchmarks.watchers",
     "benchmarks.weights_nodes",
     "forked_states",
     "ranked_learner",
