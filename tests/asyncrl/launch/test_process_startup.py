@@ -176,3 +176,4 @@ def test_collections_look_only_at_what_was_made_since_the_start() -> None:
         gc.collect()
         assert gone() is None, "a cycle made since the start is still collected"
     assert any(one is old[0] for one in gc.get_objects())
+    gc.freeze()  # as at the end of pytest's collection, for the tests after this one
