@@ -39,6 +39,7 @@ FITTED = "verify"
 SEEDS = range(3)
 SMOKE_STEPS = 16
 SMOKE_RUNS = ("sync", FITTED)
+SMOKE_CLUSTER = Cluster(generators=2, slots=8, steps=4, warm_up=1)
 
 
 def real_run(
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ratios["simulated_over_measured_worst"] = max(
             (found["ratio"] for found in raw["validation"].values()), key=lambda r: abs(r - 1)
         )
-    size = Cluster(generators=pick(options, 256, 32, 2))
+    size = pick(options, Cluster(generators=256), Cluster(generators=32), SMOKE_CLUSTER)
     block = replace(size, rule="block")
     for name, large in {
         "token": size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -19,21 +20,26 @@ RECORDED = Path(__file__).parent / "recorded"
 """Three real runs that differ in the settings of the scheduler; see its README."""
 
 
+@functools.cache
+def recorded(name):
+    return fit_run(RECORDED / name)
+
+
 @pytest.mark.parametrize("other", ["sync", "keep1", "verify"])
 def test_a_fit_to_one_run_predicts_all_three_within_15_per_cent(other):
-    fit, measured = fit_run(RECORDED / "verify"), fit_run(RECORDED / other)
+    fit, measured = recorded("verify"), recorded(other)
     simulated = cluster(measured.config, fit).configured()
     assert simulated.step_seconds == pytest.approx(measured.step_seconds, rel=0.15)
 
 
 @pytest.mark.parametrize("name", ["sync", "keep1", "verify"])
 def test_a_fit_predicts_its_own_run_within_15_per_cent(name):
-    fit = fit_run(RECORDED / name)
+    fit = recorded(name)
     assert cluster(None, fit).configured().step_seconds == pytest.approx(fit.step_seconds, rel=0.15)
 
 
 def test_fitted_costs_are_plausible():
-    fit = fit_run(RECORDED / "verify")
+    fit = recorded("verify")
     cost = fit.cost
     assert 0.001 < cost.decode(64, 0) < 0.1
     assert cost.speed(1) >= cost.speed(64) >= 1
@@ -41,7 +47,7 @@ def test_fitted_costs_are_plausible():
     assert max(fit.lengths) <= fit.config.sampling.max_tokens
     assert fit.drift is not None
     assert 0 < fit.drift < 0.01
-    assert fit_run(RECORDED / "sync").drift is None
+    assert recorded("sync").drift is None
 
 
 def test_a_fit_knows_the_tail_and_the_noise_floor_and_leaves_the_rest_to_the_drift(tmp_path):
@@ -78,7 +84,7 @@ def test_rewards_that_delay_the_run_are_detected(tmp_path):
         line["rewards_waiting"] = 50
         line["lengths"] = [30] * round((line["time"] - before["time"]) / 0.01)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    fit, free = fit_run(tmp_path / "run"), fit_run(RECORDED / "sync")
+    fit, free = fit_run(tmp_path / "run"), recorded("sync")
     assert free.cost.reward(64) == free.cost.reward(0) == 0
     assert fit.cost.reward(0) == pytest.approx(0.01, rel=0.3)
     slow = cluster(None, fit).configured().step_seconds

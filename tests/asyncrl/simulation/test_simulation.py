@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -196,6 +197,14 @@ def test_recompute_pays_for_the_contexts_of_running_requests():
     assert outcomes["recompute(1)"].staleness_max == 1
 
 
+@functools.cache
+def mean_and_deviation():
+    rng, draw = random.Random(1), lognormal(300, 1.0, 2000)
+    lengths = [draw(rng) for _ in range(20000)]
+    mean = sum(lengths) / len(lengths)
+    return mean, math.sqrt(sum((x - mean) ** 2 for x in lengths) / len(lengths))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_trains_on_answers_of_the_same_length_within_its_staleness(mode):
     """Seeds are fixed."""
@@ -203,10 +212,7 @@ def test_every_mode_trains_on_answers_of_the_same_length_within_its_staleness(mo
         generators=4, slots=32, steps=13, warm_up=1, median=300, longest=2000, drift=1e-3
     )
     outcome = cluster.simulate(mode)
-    rng, draw = random.Random(1), lognormal(300, 1.0, 2000)
-    lengths = [draw(rng) for _ in range(20000)]
-    mean = sum(lengths) / len(lengths)
-    deviation = math.sqrt(sum((x - mean) ** 2 for x in lengths) / len(lengths))
+    mean, deviation = mean_and_deviation()
     trained = 11 * cluster.step_groups * cluster.scheduler.group_size
     error = deviation * math.sqrt(1 / trained + 1 / 20000)
     assert abs(outcome.mean_length - mean) < CLAIMS.sigmas() * error
