@@ -202,7 +202,8 @@ def test_an_environment_shares_this_interpreters_packages_and_is_made_once(
 
     monkeypatch.setattr(peers_contestants, "_run", run)
     python = ensure_trl(tmp_path)
-    code = "import sys, torch; print(sys.prefix); print(torch.__file__)"
+    code = "import sys; from importlib.util import find_spec as find; print(sys.prefix)"
+    code += "; print(find('torch').origin)"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
     prefix, torch_file = done.stdout.splitlines()
     assert prefix == str(python.parent.parent)
