@@ -14,7 +14,7 @@ from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.errors import UserError
 from asyncrl.startup.model_checks import check_algorithm
 from asyncrl.startup.startup_summary import training_line
-from asyncrl.trainer.loss import make
+from asyncrl.trainer.algorithms.corrections import make
 from asyncrl.trainer_process.custom_algorithm import load_own_algorithm, try_own_algorithm
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
