@@ -54,6 +54,7 @@ PARTS = {
     "benchmarks.trainer.child",
     "benchmarks.weights_nodes",
     "forked_states",
+    "measured_memory",
     "ranked_learner",
     "sharded_learner",
 }
