@@ -18,8 +18,8 @@ import torch
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.trainer.algorithms.base import Algorithm, TokenBatch, declares
+from asyncrl.trainer.algorithms.corrections import make
 from asyncrl.trainer.base.algorithm_registry import is_own, provide
-from asyncrl.trainer.loss import make
 from asyncrl.user_code.loading import FunctionKind, load_object, search
 from asyncrl.user_code.streams import last_lines
 

@@ -10,9 +10,9 @@ import pytest
 
 from asyncrl.monitoring.metrics.metrics import all_specs
 from asyncrl.trainer import critic
+from asyncrl.trainer.algorithms.corrections import make
 from asyncrl.trainer.base.algorithm_registry import known_algorithms
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.loss import make
 from asyncrl.wire.records.step import RunResult, StepMetrics
 
 ROOT = Path(__file__).resolve().parents[2]

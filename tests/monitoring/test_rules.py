@@ -26,6 +26,8 @@ needs_promtool = needs("promtool")
 BEFORE, AFTER = 90, 45
 """Minutes before and after a fault."""
 JUDGED_AT = "2h12m"
+AT_ONCE = 17
+"""Runs of one test: promtool takes 10,000 values into one expression."""
 
 
 def steady(value: float) -> str:
@@ -253,28 +255,35 @@ def alerts() -> dict[str, dict[str, Any]]:
     return {rule["alert"]: rule for rule in rules if "alert" in rule}
 
 
+def _judged(faults: list[str]) -> dict[str, Any]:
+    """A test of promtool: a run for each of these faults."""
+    return {
+        "name": ", ".join(faults),
+        "interval": "1m",
+        "input_series": [
+            {"series": one.replace('run="first"', f'run="{fault}"'), "values": values}
+            for fault in faults
+            for one, values in (HEALTHY | FAULTS[fault][0]).items()
+        ],
+        "promql_expr_test": [
+            {
+                "expr": 'count by (run, alertname) (ALERTS{alertstate="firing"})',
+                "eval_time": JUDGED_AT,
+                "exp_samples": [
+                    {"labels": f'{{alertname="Asyncrl{one}", run="{fault}"}}', "value": 1}
+                    for fault in faults
+                    for one in sorted(FAULTS[fault][1])
+                ],
+            }
+        ],
+    }
+
+
 @needs_promtool
 def test_each_fault_raises_its_alert_and_no_other(tmp_path: Path) -> None:
-    tests = [
-        {
-            "name": fault,
-            "interval": "1m",
-            "input_series": [
-                {"series": one, "values": values} for one, values in (HEALTHY | changed).items()
-            ],
-            "promql_expr_test": [
-                {
-                    "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
-                    "eval_time": JUDGED_AT,
-                    "exp_samples": [
-                        {"labels": f'{{alertname="Asyncrl{one}"}}', "value": 1}
-                        for one in sorted(raised)
-                    ],
-                }
-            ],
-        }
-        for fault, (changed, raised) in FAULTS.items()
-    ]
+    """Some at once, each in a run of its own: nor does a fault raise an alert of another run."""
+    names = list(FAULTS)
+    tests = [_judged(names[first : first + AT_ONCE]) for first in range(0, len(names), AT_ONCE)]
     file = tmp_path / "test.yaml"
     file.write_text(
         yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "3m", "tests": tests})

@@ -45,6 +45,7 @@ CONTROLLERS = {
     "benchmarks.paced.command run",
 }
 PARTS = {
+    "asyncrl.reward_server.server",
     "asyncrl.gpu_check.two_ranks",
     "asyncrl.sft.training",
     "benchmarks.controller.peers",
@@ -54,6 +55,7 @@ PARTS = {
     "benchmarks.watchers",
     "benchmarks.weights_nodes",
     "forked_states",
+    "measured_memory",
     "ranked_learner",
     "sharded_learner",
 }
@@ -101,6 +103,8 @@ class Popen(subprocess.Popen[Any]):
         # It ends with its parent, which is the server, which ends with this process.
         own = re.compile(rf'^{os.getpid()}$|(?<="parent":){os.getpid()}\b')
         words = [own.sub(str(server), word) for word in words]
+        passed = {str(fd): str(place) for place, fd in enumerate(given[3], len(fds))}
+        words, fds = [passed.get(word, word) for word in words], [*fds, *given[3]]
         leads, folder = given[-2], os.fspath(given[4] or ".")
         takes_terminal = given[1] is not None  # nothing else is done before
         request = json.dumps([words, folder, dict(given[5] or os.environ), leads, takes_terminal])
@@ -213,7 +217,7 @@ def _become(
         weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
         for number, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in fds]):
             os.dup2(fd, number)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        os.closerange(len(fds), os.sysconf("SC_OPEN_MAX"))
         sys.stdin = os.fdopen(0, "r", encoding="utf-8", closefd=False)
         sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False, buffering=1)

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import NoReturn
 
 _NUMBER = struct.Struct("i")
-_FILES = 3
-"""Standard input, output and error."""
+_FILES = 4
+"""Most of one process: standard input, output and error, and a socket."""
 
 
 class Forked:
@@ -89,7 +89,7 @@ def serve(listener: socket.socket, become: Callable[[bytes, list[int]], NoReturn
 
     Args:
         listener: where clients connect.
-        become: what a forked process does with the request and its three files.
+        become: what a forked process does with the request and its files.
 
     Returns:
         The ids of the processes that have not ended.

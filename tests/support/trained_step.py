@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from asyncrl.trainer.algorithms.base import Finish, StepSums, TokenBatch, finisher
+from asyncrl.trainer.algorithms.corrections import make
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.loss import make
 
 Array = np.ndarray
 

@@ -14,8 +14,8 @@ from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.errors import UserError
 from asyncrl.startup.model_checks import check_algorithm
 from asyncrl.startup.startup_summary import training_line
-from asyncrl.trainer.loss import make
-from asyncrl.trainer_process.custom_algorithm import load_own_algorithm, try_own_algorithm
+from asyncrl.trainer.algorithms.corrections import make
+from asyncrl.trainer_process.custom_algorithm import try_own_algorithm
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 EXAMPLE = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
@@ -39,8 +39,9 @@ def config(name: str = NAME, **scheduler: Any) -> RunConfig:
 def test_the_example_of_the_page_is_an_algorithm(here: Path, name: str) -> None:
     del here
     found = config(name, dynamic_sampling={"enabled": True})
-    check_algorithm(found)
-    load_own_algorithm(name)
+    try_own_algorithm(
+        found
+    )  # in a process of its own where a run trains with it (`test_end_to_end`)
     got = make(found.trainer).advantages(np.array([0.0, 1.0, 1.0, 0.0]))
     assert (got > 0).tolist() == [False, True, True, False]
     assert "your own algorithm" in training_line(found)
@@ -65,6 +66,7 @@ def test_what_is_no_algorithm_is_refused(here: Path, text: str, reason: str) -> 
         try_own_algorithm(config(name, dynamic_sampling={"enabled": True}))
 
 
+@pytest.mark.usefixtures("_forked_runs")
 def test_a_process_of_its_own_says_why(here: Path) -> None:
     (here / "broken.py").write_text("print('hello')\nraise SystemExit(3)")
     with pytest.raises(UserError, match=r"broken.py ends the process when it is") as refused:

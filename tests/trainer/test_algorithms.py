@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from asyncrl.trainer.algorithms.base import LossSums, TokenBatch, finisher
+from asyncrl.trainer.algorithms.corrections import make
 from asyncrl.trainer.base.algorithm_registry import known_algorithms
 from asyncrl.trainer.base.config import CriticConfig, TrainerConfig
 from asyncrl.trainer.base.errors import TrainerError
 from asyncrl.trainer.base.lora_config import LoraConfig
-from asyncrl.trainer.loss import make
 from asyncrl.trainer.optimizer.optimizer import learning_rate
 
 

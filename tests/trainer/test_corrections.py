@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from asyncrl.trainer.algorithms.base import LossSums, TokenBatch
+from asyncrl.trainer.algorithms.corrections import correction_of, make
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.loss import correction_of, make
 
 LENGTHS = [3, 1, 2]
 GAPS = [[0.1, -0.3, 1.2], [2.0], [-1.0, 0.9]]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.trainer.algorithms.base import TokenBatch, denominator
+from asyncrl.trainer.algorithms.corrections import make
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.loss import make
 from asyncrl.trainer.objective.bias_analysis import biases_of
 from asyncrl.trainer.step_targets import advantages_of, token_rewards
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from trained_step import Array, Group, step_of, trained
 
+from asyncrl.trainer.algorithms.corrections import make
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.loss import make
 from asyncrl.trainer.optimizer.optimizer import learning_rate
 from asyncrl.trainer.scoring import Reference
 

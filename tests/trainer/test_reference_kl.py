@@ -10,8 +10,8 @@ import torch
 
 from asyncrl.rollout.truncation import Truncation
 from asyncrl.trainer.algorithms.base import TokenBatch
+from asyncrl.trainer.algorithms.corrections import make
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.loss import make
 from asyncrl.trainer.model.head import LogitMap, Processing, process
 
 

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.trainer.algorithms.base import TokenBatch
+from asyncrl.trainer.algorithms.corrections import make
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import UnsupportedModelError
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.loss import make
 from asyncrl.trainer.model.packing import PackedBatch
 from asyncrl.trainer.model.policy import Policy, why_no_routes
 

@@ -15,11 +15,11 @@ from turns_of import Rows, plain_scores, trained_of, turn_batch
 from asyncrl.rollout.contexts import contexts_of, longest_response
 from asyncrl.rollout.trajectory import Provenance, Segment
 from asyncrl.trainer.algorithms.base import Algorithm, LossSums, StepSums, TokenBatch, finisher
+from asyncrl.trainer.algorithms.corrections import make
 from asyncrl.trainer.base.algorithm_registry import entry_of, known_algorithms
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import BatchError
 from asyncrl.trainer.learner import Learner, check_trajectory
-from asyncrl.trainer.loss import make
 from asyncrl.trainer.model.packing import PackedBatch
 from asyncrl.trainer.optimizer.optimizer import scale_and_clip
 

@@ -194,6 +194,7 @@ def test_a_server_that_cannot_be_started_again_is_tried_again(
     assert any("could not be started: too many open files" in line for line in lines)
 
 
+@pytest.mark.usefixtures("_forked_runs")
 def test_a_server_of_a_run_hangs_dies_and_is_started_again(
     saved: tuple[Path, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +254,7 @@ def test_a_server_of_a_run_hangs_dies_and_is_started_again(
     asyncio.run(check())
 
 
+@pytest.mark.usefixtures("_forked_runs")
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     config = RewardConfig.model_validate(

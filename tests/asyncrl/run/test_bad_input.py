@@ -136,6 +136,7 @@ def test_a_dry_run_and_doctor_find_what_a_start_finds(
     assert not command_line.folder.exists()
 
 
+@pytest.mark.usefixtures("_forked_runs")
 def test_an_algorithm_that_cannot_be_imported(command_line: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import nowhere")
     mine = f"{tmp_path / 'broken.py'}:Mine"

@@ -250,6 +250,7 @@ def test_memory_of_families_with_other_names_is_known(tmp_path: Path) -> None:
     assert shape.parameters == count == sum(p.numel() for p in made.parameters())
 
 
+@pytest.mark.usefixtures("_forked_runs")
 def test_a_trial_has_its_own_process_and_is_kept(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

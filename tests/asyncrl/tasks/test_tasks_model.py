@@ -80,9 +80,9 @@ def test_without_a_terminal_lines_say_what_takes_so_long(
 @pytest.mark.slow
 def test_two_processes_at_once_agree(tmp_path: Path) -> None:
     both, one = tmp_path / "both", tmp_path / "one"
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with multiprocessing.get_context("fork").Pool(1) as pool:  # which imports nothing again
         make = ensure_builtin_model
-        pool.apply(make, (one, None, SMOKE_START))  # it has imported all, and begins at once
+        pool.apply(make, (one, None, SMOKE_START))  # so that it begins at once
         result = pool.apply_async(make, (both, None, SMOKE_START))
         places = {make(both, None, SMOKE_START), result.get(timeout=120)}
     assert [both / entry.name for entry in both.iterdir()] == list(places)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
+from measured_memory import VOCABULARY, measured
 
 from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.sampling.drawing import Streams, draw, noise_seeds
@@ -21,54 +19,9 @@ from asyncrl.engine.sampling.logits import (
 from asyncrl.engine.sampling.truncation import SamplingColumns, processed_logprobs
 
 VOCAB, ROWS, K = 40, 23, 3
-QWEN = 151_936
 MIB = 1 << 20
 
-MEASURE = """
-import os, resource, sys
-import numpy as np, torch
-from asyncrl.engine.sampling.drawing import Streams, warm_up
-from asyncrl.engine.sampling.logits import draw_from_logits, process_all, read_from_logits
-from asyncrl.engine.protocol import SamplingParams
-from asyncrl.engine.sampling.truncation import SamplingColumns
-from asyncrl.engine.sampling.verification import KeptColumns
-
-torch.set_num_threads(1)
-for case in sys.argv[1:]:  # each in a process of its own, which imports nothing again
-    sys.stdout.flush()
-    child = os.fork()
-    if not child:
-        break
-    if os.waitpid(child, 0)[1]:
-        sys.exit(1)
-else:
-    sys.exit(0)
-what, *others = case.split()
-vocabulary, rows, mib = map(int, others[:3])
-top_p = float(others[3])
-warm_up()
-dtype = torch.bfloat16 if what == "draw" else torch.float32
-base = torch.randn(64, vocabulary).to(dtype) * 3
-logits = base.repeat(rows // 64, 1)
-sampling = SamplingColumns.of([SamplingParams(1, temperature=0.8, top_p=top_p)] * rows)
-numbers = np.arange(rows)
-streams = Streams(numbers.astype(np.uint64), numbers, numbers.astype(np.uint64))
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-def work(logits, sampling, streams, limit):
-    if what == "draw":
-        return draw_from_logits(logits, sampling, 64, streams, max_bytes=limit)
-    return process_all(logits, sampling, limit)
-
-few = slice(0, 1)  # code, threads and small buffers are there before it is measured
-work(logits[few].clone(), sampling.at(numbers[few]), streams.part(few), 1)
-before = peak()
-work(logits, sampling, streams, mib << 20)
-print(peak() - before)
-"""
-PEAKS = (("draw", 1024, 256, 1.0), ("score", 512, 64, 1.0), ("draw", 64, 64, 0.9))
+PEAKS = (("draw", 384, 256, 1.0), ("score", 256, 64, 1.0), ("draw", 64, 64, 0.9))
 """What is measured, with so many rows, a limit in MiB, and top-p."""
 
 
@@ -119,23 +72,15 @@ def test_rows_that_are_not_finite_have_no_token() -> None:
 
 def test_how_many_rows_fit() -> None:
     plain, cut = SamplingColumns.unset(2), columns(top_p=0.9)
-    assert rows_at_once(QWEN, plain, 512 * MIB) == 294
-    assert rows_at_once(QWEN, cut, 512 * MIB) == 55
-    assert rows_at_once(QWEN, cut, 1) == 1  # the least that can be
+    assert rows_at_once(VOCABULARY, plain, 512 * MIB) == 294
+    assert rows_at_once(VOCABULARY, cut, 512 * MIB) == 55
+    assert rows_at_once(VOCABULARY, cut, 1) == 1  # the least that can be
 
 
 @pytest.fixture(scope="module")
 def grown() -> list[float]:
     """MiB by which the peak of a process grows in each case of `PEAKS`."""
-    cases = [f"{what} {QWEN} {rows} {limit} {top_p}" for what, rows, limit, top_p in PEAKS]
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *cases],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    return [int(line) / 1024 for line in done.stdout.split()]
+    return measured(*(" ".join(map(str, case)) for case in PEAKS))
 
 
 @pytest.mark.slow
@@ -143,7 +88,7 @@ def grown() -> list[float]:
 def test_peak_memory_at_a_real_vocabulary(case: int, grown: list[float]) -> None:
     """A process's peak grows by at most the limit, and 24 MiB for tables and the allocator.
 
-    In one piece the first holds 1.2 GiB, the second 0.3, the third 0.3.
+    In one piece the first holds 450 MiB, the second 150, the third 300.
     """
     what, rows, limit, _ = PEAKS[case]
     print(f"{what}, {rows} rows: {grown[case]:.0f} MiB of {limit}")
