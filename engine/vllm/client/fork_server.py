@@ -7,6 +7,7 @@ if the model is compiled, all are spawned. Imports no vLLM.
 """
 
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -100,7 +101,7 @@ def in_a_fork(look: Callable[[], T]) -> T:
 
     vLLM looks at a model's class in a new interpreter, which imports it again: 7 s of CPU.
     """
-    import cloudpickle
+    import cloudpickle  # type: ignore[import-untyped]  # vLLM's
 
     reader, writer = ForkContext().Pipe(duplex=False)
     process = ForkContext().Process(target=_look, args=(cloudpickle.dumps(look), writer))
@@ -114,8 +115,7 @@ def in_a_fork(look: Callable[[], T]) -> T:
 
 
 def _look(pickled: bytes, writer: Connection) -> None:
-    import cloudpickle
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()  # as that interpreter does
-    writer.send(cloudpickle.loads(pickled)())
+    writer.send(pickle.loads(pickled)())  # noqa: S301 - this process's own
