@@ -49,7 +49,7 @@ P_VALUES = {
     "engine/torch/test_torch_exactness.py": 14,
     "engine/torch/test_torch_fresh_numbers.py": 2,
     "engine/torch/test_torch_kept_exactness.py": 7,
-    "engine/torch/test_torch_turns_exactness.py": 7,
+    "engine/torch/test_torch_turns_exactness.py": 9,
     "rollout/test_acceptance.py": 1,
     "rollout/test_acceptance_kept_samples.py": 20,
     "rollout/test_acceptance_tree.py": 3,

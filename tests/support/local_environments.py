@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import KeysView, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -41,8 +41,8 @@ class LocalLane:
         """Of each call, whether it was to run alone."""
 
     @property
-    def sessions(self) -> set[int]:
-        return set(self._open)
+    def sessions(self) -> KeysView[int]:
+        return self._open.keys()
 
     async def call(self, call: Call, seconds: float, *, alone: bool) -> Answer:
         del seconds

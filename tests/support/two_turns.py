@@ -34,6 +34,8 @@ Chances = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 """`[N, V]` probabilities of the token after each of `[N, T]` responses."""
 Probabilities = dict[tuple[int, ...], float]
 """Probability of every response."""
+Part = Callable[[tuple[int, ...]], tuple[int, ...]]
+"""Of a response."""
 
 
 def chance_of_first(turn: Sequence[int]) -> float:
@@ -267,9 +269,26 @@ def summary(text: tuple[int, ...]) -> tuple[int, ...]:
     return (end, text[end], *text[end + 2 : end + 4])
 
 
-def summed(
-    whole: Probabilities, part: Callable[[tuple[int, ...]], tuple[int, ...]]
-) -> Probabilities:
+def answer_and_chance(text: tuple[int, ...]) -> tuple[int, ...]:
+    """The answer to the first turn, and how likely the first of the two was, in percent."""
+    ends = [place for place, token in enumerate(text) if token in STOPS]
+    if not ends or len(text) == ends[0] + 1:
+        return ()
+    return (text[ends[0] + 2], round(100 * chance_of_first(text[: ends[0] + 1])))
+
+
+def likelier(new: Probabilities, old: Probabilities) -> Part:
+    """How much likelier responses are under a policy than under another, in steps of 0.7 nats.
+
+    Whoever selects responses by what is rejected shows it here.
+    """
+    edges = 0.7 * np.arange(-2.5, 3.0)
+    ratios = np.log([[mass, old[text]] for text, mass in new.items()]) @ np.array([1.0, -1.0])
+    places = dict(zip(new, np.searchsorted(edges, ratios).tolist(), strict=True))
+    return lambda text: (places.get(text, -1),)
+
+
+def summed(whole: Probabilities, part: Part) -> Probabilities:
     """Those of a part of each response."""
     out: Probabilities = {}
     for text, mass in whole.items():

@@ -10,6 +10,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine import utils as engine_utils

@@ -7,16 +7,20 @@ if the model is compiled, all are spawned. Imports no vLLM.
 """
 
 import os
+import pickle
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import metadata
 from multiprocessing import context, forkserver, popen_forkserver
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
 
 from asyncrl.engine.config import EngineConfig
 from asyncrl.wire.transport.environment import kept_variable
 
 _PRELOADED = "asyncrl.engine.vllm.client.preloaded"
+T = TypeVar("T")
 _NO_COMPILERS = "TORCH_COMPILE_DISABLE"
 
 
@@ -90,3 +94,28 @@ class ForkContext(context.ForkServerContext):
     """The multiprocessing context that vLLM takes its processes from."""
 
     Process = _Core
+
+
+def in_a_fork(look: Callable[[], T]) -> T:
+    """Return what a function finds in a process with vLLM; raise EOFError if it fails there.
+
+    vLLM looks at a model's class in a new interpreter, which imports it again: 7 s of CPU.
+    """
+    import cloudpickle  # type: ignore[import-untyped]  # vLLM's
+
+    reader, writer = ForkContext().Pipe(duplex=False)
+    process = ForkContext().Process(target=_look, args=(cloudpickle.dumps(look), writer))
+    process.start()
+    writer.close()
+    try:
+        found: T = reader.recv()
+    finally:
+        process.join()
+    return found
+
+
+def _look(pickled: bytes, writer: Connection) -> None:
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()  # as that interpreter does
+    writer.send(pickle.loads(pickled)())  # noqa: S301 - this process's own

@@ -33,8 +33,14 @@ from asyncrl.engine.vllm.client.api import (
     StatLoggerBase,
     current_platform,
     engine_utils,
+    registry,
 )
-from asyncrl.engine.vllm.client.fork_server import ForkContext, forks, without_compilers
+from asyncrl.engine.vllm.client.fork_server import (
+    ForkContext,
+    forks,
+    in_a_fork,
+    without_compilers,
+)
 from asyncrl.engine.vllm.config import graph_config
 from asyncrl.engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH, CoreSettings
 from asyncrl.rollout.trajectory import FinishReason as Reason
@@ -250,18 +256,20 @@ def engine_args(
 
 @contextmanager
 def core_processes(config: EngineConfig) -> Iterator[None]:
-    """Make vLLM start its core by `fork_server`."""
+    """Make vLLM start its core, and look at a model's class, by `fork_server`."""
     if not current_platform.is_cpu() or config.vllm.enforce_eager is False:
         yield
         return
-    spawn = engine_utils.get_mp_context
+    spawn, look = engine_utils.get_mp_context, registry._run_in_subprocess  # noqa: SLF001
     if forks(config):
         engine_utils.get_mp_context = ForkContext
+        registry._run_in_subprocess = in_a_fork  # noqa: SLF001 - there is no other way
     try:
         with without_compilers():
             yield
     finally:
         engine_utils.get_mp_context = spawn
+        registry._run_in_subprocess = look  # noqa: SLF001
 
 
 def _float32_logits(config: EngineConfig) -> bool:

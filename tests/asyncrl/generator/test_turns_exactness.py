@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from enumerated_policies import core_of, is_detected, p_value, policies, slots_with, truncated
+from enumerated_policies import core_of, is_detected, p_value, policies, slots_with
 from enumerated_tools import (
     PROMPT,
     Deterministic,
@@ -40,10 +40,12 @@ from two_turns import (
     FRAME,
     LENGTH,
     STOPS,
+    Part,
     Probabilities,
-    chance_of_first,
+    answer_and_chance,
     enumerate_responses,
     enumerate_rewritten,
+    likelier,
     rewritten,
     summed,
 )
@@ -52,6 +54,7 @@ from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from asyncrl.engine.torch.core import DecodeCore
+from asyncrl.environments import protocol
 from asyncrl.environments.workers.worker import Session
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_state import HeldSample, SampleGeneration
@@ -64,10 +67,10 @@ from asyncrl.wire.messages.to_generator import PromptPayload
 
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 
-SAMPLES = 1000
+SAMPLES = 500
 """Of a kind of environment there are as many as its mutants need."""
 CLAIMS = Claims(__file__)
-FIRST, LAST = 0, -1
+FIRST, MIDDLE, LAST = 0, 1, -1
 """Policies of `changing()`."""
 KEPT = ("tokens", "logprobs", "topk_ids", "topk_logprobs", "noise_seeds")
 SAMPLING = SamplingParams(LENGTH, top_k_logprobs=3, stop_tokens=STOPS)
@@ -205,6 +208,7 @@ def tables() -> Iterator[None]:
     yield
     wanted.cache_clear()
     view.cache_clear()
+    leaning.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -216,6 +220,7 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         return await result if inspect.isawaitable(result) else result
 
     monkeypatch.setattr(Session, "_run", call)
+    monkeypatch.setattr(protocol, "check_methods", lambda _: None)  # inspects each environment
 
 
 def texts(trajectories: list[Trajectory]) -> list[tuple[int, ...]]:
@@ -234,10 +239,12 @@ def changing() -> list[torch.nn.Module]:
     return [first, policies(0.3)[1], last]
 
 
-def wrong(path: str, environment: type[Tool], count: int) -> list[tuple[int, ...]]:
-    """Finished samples of the first policy that the last one has verified."""
-    models = policies(0.5)
-    return texts(generated(path, environment, list(models), count=count, steps=250))
+def wrong(
+    path: str, environment: type[Tool], count: int, policy: int = LAST
+) -> list[tuple[int, ...]]:
+    """Finished samples of the first policy that another one has verified."""
+    models = [changing()[place] for place in (FIRST, policy)]
+    return texts(generated(path, environment, models, count=count, steps=250))
 
 
 @cache
@@ -253,8 +260,8 @@ def wanted(policy: int, environment: type[Tool] = Recorded) -> Probabilities:
     def chances(contexts: np.ndarray) -> np.ndarray:
         with torch.no_grad():
             ids = torch.from_numpy(contexts.astype(np.int64))
-            rows = torch.softmax(model(ids).logits[:, -1].double(), -1).numpy()
-        return np.stack([truncated(row, 0, 1.0, 0.0) for row in rows])
+            rows: np.ndarray = torch.softmax(model(ids).logits[:, -1].double(), -1).numpy()
+        return rows
 
     def after_the_prompt(responses: np.ndarray) -> np.ndarray:
         prompts = np.broadcast_to(PROMPT, (len(responses), len(PROMPT)))
@@ -274,9 +281,7 @@ def answering(environment: type[Tool]) -> type[Tool]:
 
 
 @cache
-def view(
-    policy: int, environment: type[Tool], part: Callable[[tuple[int, ...]], tuple[int, ...]]
-) -> Probabilities:
+def view(policy: int, environment: type[Tool], part: Part) -> Probabilities:
     """Of a part of each response. Takes what `wanted` takes."""
     whole = wanted(policy, environment)
     return whole if part is tuple else summed(whole, part)
@@ -295,14 +300,6 @@ def summary(text: tuple[int, ...]) -> tuple[int, ...]:
     return (ends[0], text[ends[0]], *text[ends[0] + 2 : ends[0] + 4])
 
 
-def answer_and_chance(text: tuple[int, ...]) -> tuple[int, ...]:
-    """The answer to the first turn, and how likely the first of the two was, in percent."""
-    ends = [place for place, token in enumerate(text) if token in STOPS]
-    if not ends or not answered_at(ends[0] + 1):
-        return ()
-    return (text[ends[0] + 2], round(100 * chance_of_first(text[: ends[0] + 1])))
-
-
 def summary_of_rewritten(text: tuple[int, ...]) -> tuple[int, ...]:
     """As `summary`: the second turn's prompt stands between."""
     ends = [place for place, token in enumerate(text) if token in STOPS]
@@ -316,17 +313,25 @@ def first_token(text: tuple[int, ...]) -> tuple[int, ...]:
     return text[:1]
 
 
-def parts_of(environment: type[Tool]) -> list[Callable[[tuple[int, ...]], tuple[int, ...]]]:
+@cache
+def leaning(environment: type[Tool], policy: int) -> Part:
+    """How much likelier a response is under a policy than under the first one. Few cells."""
+    return likelier(wanted(policy, environment), wanted(FIRST, environment))
+
+
+def parts_of(environment: type[Tool], policy: int = LAST) -> list[Part]:
     """Fewer cells show more."""
-    return [summary_of_rewritten if environment is Rewriting else summary, first_token]
+    whole = summary_of_rewritten if environment is Rewriting else summary
+    return [whole, leaning(answering(environment), policy or LAST)]
 
 
 def is_seen(
     found: list[tuple[int, ...]], environment: type[Tool] = Recorded, policy: int = LAST
 ) -> bool:
-    """As a difference from a policy, by one of two parts of responses."""
+    """As a difference from a policy, by a part of responses."""
     kind = answering(environment)
-    views = [(list(map(part, found)), view(policy, kind, part)) for part in parts_of(environment)]
+    parts = [*parts_of(environment, policy), answer_and_chance, first_token]
+    views = [(list(map(part, found)), view(policy, kind, part)) for part in parts]
     print(*(f"p = {p_value(*view):.3g}" for view in views))
     return any(is_detected(*view) for view in views)
 
@@ -357,7 +362,7 @@ def test_asking_again_whoever_has_not_answered_yet_is_detected(
     is_due = property(lambda self: self.pending_verification is not None)
     monkeypatch.setattr(SampleGeneration, "will_start_over", is_due)
     models = policies(0.5)
-    found = generated(tiny_qwen3, Slow, [models[0], *models], count=SAMPLES, steps=6)
+    found = generated(tiny_qwen3, Slow, [models[0], *models], count=2 * SAMPLES, steps=6)
     answers = list(map(answer_and_chance, texts(found)))
     assert is_detected(answers, view(LAST, answering(Slow), answer_and_chance))
 
@@ -383,14 +388,15 @@ def test_starting_over_only_after_a_rejection_is_detected(
         raise StartOver
 
     monkeypatch.setattr(Episodes, "_go_back", starts_over)
-    assert is_seen(wrong(tiny_qwen3, Restoring, count=4 * SAMPLES))
+    found = wrong(tiny_qwen3, Restoring, 6 * SAMPLES, MIDDLE)
+    assert is_seen(found, policy=MIDDLE)
 
 
 def test_starting_over_where_a_failed_tool_must_go_back_is_detected(
     tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Session, "_continues", lambda *_: False)
-    assert is_seen(wrong(tiny_qwen3, Failing, count=2 * SAMPLES), Failing)
+    assert is_seen(wrong(tiny_qwen3, Failing, count=4 * SAMPLES), Failing)
 
 
 def test_a_second_context_that_is_not_verified_is_detected(

@@ -39,7 +39,7 @@ SETTINGS = {
 def _serve(arguments: list[str], log: Path) -> None:
     """Be `python -m vllm.entrypoints.openai.api_server`, in a process that has imported vLLM.
 
-    Its core is forked from it, and so of its session.
+    Its core is forked from it, and so of its session. It looks at the model's class itself.
     """
     os.setsid()
     with log.open("wb") as written:
@@ -48,6 +48,8 @@ def _serve(arguments: list[str], log: Path) -> None:
     os.environ.update(SETTINGS)
     engine: Any = import_module("vllm.v1.engine.utils")
     engine.get_mp_context = lambda: multiprocessing.get_context("fork")
+    models: Any = import_module("vllm.model_executor.models.registry")
+    models._run_in_subprocess = lambda look: look()
     sys.argv = ["api_server", *arguments]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 

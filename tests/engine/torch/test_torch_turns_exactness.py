@@ -20,10 +20,13 @@ from torch_cores import run
 from two_turns import (
     Chances,
     Change,
+    Part,
     Probabilities,
     Sample,
     World,
+    answer_and_chance,
     enumerate_responses,
+    likelier,
     summary,
     summed,
     texts_of,
@@ -39,7 +42,8 @@ from asyncrl.rollout.trajectory import Provenance
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 
 CLAIMS = Claims(__file__)
-SAMPLES = 3000
+SAMPLES, WRONG = 1000, 1500
+"""Of right generators, and of those that must be detected."""
 PROMPT = np.array([4, 0, 7], np.int32)
 TOP_K = 3
 PLAIN = SamplingParams(1, top_k_logprobs=TOP_K)
@@ -54,7 +58,9 @@ def chances(model: torch.nn.Module, sampling: SamplingParams) -> Chances:
         ids = torch.from_numpy(np.concatenate([prompts, texts], axis=1).astype(np.int64))
         with torch.no_grad():
             logits = model(ids).logits[:, -1].double() / sampling.temperature
-        rows = torch.softmax(logits, -1).numpy()
+        rows: np.ndarray = torch.softmax(logits, -1).numpy()
+        if sampling.top_p == 1.0:
+            return rows
         return np.stack([truncated(row, 0, sampling.top_p, 0.0) for row in rows])
 
     return of
@@ -115,30 +121,28 @@ def test_turns_follow_the_policy_that_judged_them_last(
     assert is_detected(texts_of(samples), before)
 
 
+Drawn = tuple[Engine, list[Sample], list[tuple[Part, Probabilities]]]
+
+
 @pytest.fixture(scope="module")
-def drawn(tiny_qwen3: str) -> tuple[Engine, list[Sample], torch.nn.Module]:
-    """Whole responses of an old policy, and the engine with a new one."""
-    old, new = policies(0.5)
+def drawn(tiny_qwen3: str) -> Drawn:
+    """Whole responses of an old policy, the engine with a new one, and views of what it draws.
+
+    Fewer cells show more.
+    """
+    old, new = policies(0.3)
     engine = Engine(tiny_qwen3, PLAIN, old)
-    samples = engine.world.draw(engine.world.begin(SAMPLES))
+    samples = engine.world.draw(engine.world.begin(WRONG))
     engine.install(new)
-    return engine, samples, new
+    before, wanted = (enumerate_responses(chances(one, PLAIN)) for one in (old, new))
+    parts: list[Part] = [summary, answer_and_chance, likelier(wanted, before)]
+    return engine, samples, [(part, summed(wanted, part)) for part in parts]
 
 
-Drawn = tuple[Engine, list[Sample], torch.nn.Module]
-Compared = tuple[list[tuple[int, ...]], Probabilities]
-
-
-def views(texts: list[tuple[int, ...]], model: torch.nn.Module) -> list[Compared]:
-    """Parts of responses, and the probabilities of these parts: fewer cells show more."""
-    wanted = enumerate_responses(chances(model, PLAIN))
-    parts = summary, lambda text: text[:1]
-    return [([part(text) for text in texts], summed(wanted, part)) for part in parts]
-
-
-def is_seen(wrong: list[tuple[int, ...]], model: torch.nn.Module) -> bool:
-    """By one of the two views; the others must pass both."""
-    return any(is_detected(*view) for view in views(wrong, model))
+def is_seen(wrong: list[Sample], views: list[tuple[Part, Probabilities]]) -> bool:
+    """By one of the views; the others must pass all."""
+    compared = [(list(map(part, texts_of(wrong))), wanted) for part, wanted in views]
+    return any(is_detected(*one) for one in compared)
 
 
 @pytest.mark.parametrize(
@@ -147,25 +151,24 @@ def is_seen(wrong: list[tuple[int, ...]], model: torch.nn.Module) -> bool:
     ids=["answer kept", "restarted if rejected"],
 )
 def test_wrong_environments_are_detected(drawn: Drawn, change: Change) -> None:
-    engine, samples, new = drawn
-    wrong = texts_of(engine.world.verify(samples, change=change))
-    assert is_seen(wrong, new)
+    engine, samples, views = drawn
+    assert is_seen(engine.world.verify(samples, change=change), views)
 
 
 def test_an_engine_that_judges_observations_is_detected(
     drawn: Drawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what the policy itself says of them."""
-    engine, samples, new = drawn
+    engine, samples, views = drawn
     monkeypatch.setattr(Reading, "given", lambda reading, _: reading)
-    wrong = texts_of(engine.world.verify(samples))
-    assert is_seen(wrong, new)
+    assert is_seen(engine.world.verify(samples), views)
 
 
 def test_starting_over_whatever_the_tokens_are_is_exact(drawn: Drawn) -> None:
     """The control of "restarted if rejected"; and verification of whole responses."""
-    engine, samples, new = drawn
+    engine, samples, views = drawn
     verified = engine.world.verify(samples)
-    fresh = engine.world.draw(engine.world.begin(SAMPLES))
+    fresh = engine.world.draw(engine.world.begin(WRONG))
     for right in (verified, fresh):
-        assert all(CLAIMS.fit(p_value(*view)) for view in views(texts_of(right), new))
+        for part, wanted in views:
+            assert CLAIMS.fit(p_value(list(map(part, texts_of(right))), wanted))

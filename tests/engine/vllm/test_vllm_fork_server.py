@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from served_engine import Served
 from served_vllm import REAL_VLLM
 
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.vllm.client.fork_server import ForkContext, forks, start_server
+from asyncrl.engine.vllm.client.fork_server import ForkContext, forks, in_a_fork, start_server
 from asyncrl.engine.vllm.config import VllmConfig
 
 pytestmark = REAL_VLLM
@@ -79,6 +80,14 @@ def test_the_shared_engine_was_forked(served: Served) -> None:
     assert int(parent) != os.getpid()
     assert b"multiprocessing.forkserver" in command
     assert b"EngineCore" in Path(f"/proc/{core}/cmdline").read_bytes()
+
+
+def test_what_looks_at_a_models_class_is_forked() -> None:
+    """It finds vLLM there, and its failure is one here."""
+    assert in_a_fork(lambda: ("vllm" in sys.modules, os.getpid()))[0]
+    assert in_a_fork(os.getpid) != os.getpid()
+    with pytest.raises(EOFError):
+        in_a_fork(lambda: 1 / 0)
 
 
 def test_a_model_that_is_compiled_is_not_forked() -> None:
