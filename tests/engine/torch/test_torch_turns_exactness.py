@@ -42,7 +42,7 @@ from asyncrl.rollout.trajectory import Provenance
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 
 CLAIMS = Claims(__file__)
-SAMPLES, WRONG = 1000, 1500
+SAMPLES, WRONG = 1000, 2000
 """Of right generators, and of those that must be detected."""
 PROMPT = np.array([4, 0, 7], np.int32)
 TOP_K = 3
