@@ -10,6 +10,7 @@ text without any of them can still be bad.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import sys
@@ -79,6 +80,7 @@ def habits_of(source: str) -> Iterator[str]:
         yield from (name for text in (*docstrings, *texts) for _ in pattern.finditer(text))
 
 
+@functools.cache
 def counted() -> dict[str, int]:
     """Each habit's number in production code."""
     counts = Counter(dict.fromkeys((*FIRST_WORDS, *HABITS), 0))

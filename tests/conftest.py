@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,18 +109,46 @@ def pytest_collection_modifyitems(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """From its end on the garbage collector looks only at what tests make."""
+    """From its end on the garbage collector looks only at what tests make.
+
+    pytest attaches two handlers to each logger that does not propagate, three times for each test:
+    torch has fifty.
+    """
     try:
         return (yield)
     finally:
+        for name in logging.root.manager.loggerDict:
+            if name.startswith("torch.") and name != "torch.__trace":
+                logging.getLogger(name).propagate = True
         gc.freeze()
         gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """pytest collects garbage ten times more, which takes a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Directory of a random Qwen3: 10 tokens, 2 layers, tied embeddings."""
     return str(save(make_qwen3(), tmp_path_factory.mktemp("qwen3")))
+
+
+@pytest.fixture(scope="session")
+def _folders() -> Counter[str]:
+    return Counter()
+
+
+@pytest.fixture
+def tmp_path(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _folders: Counter[str]
+) -> Path:
+    """As pytest's, which looks for its number among the folders of all tests before."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    _folders[name] += 1
+    return tmp_path_factory.mktemp(f"{name}{_folders[name] - 1}", numbered=False)
 
 
 @pytest.fixture(autouse=True)

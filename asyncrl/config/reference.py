@@ -1,5 +1,6 @@
 """Generates the reference of all settings from the Config classes."""
 
+import functools
 import math
 import sys
 import textwrap
@@ -89,14 +90,15 @@ class Section:
     settings: tuple[Setting, ...]
 
 
-def sections(most: float = math.inf) -> list[Section]:
+@functools.cache
+def sections(most: float = math.inf) -> tuple[Section, ...]:
     """Return every section, with bounds below `most`; a nested section follows its parent."""
     schema = RunConfig.model_json_schema()
-    return [
+    return tuple(
         section
         for name, field in schema["properties"].items()
         for section in _sections(name, field, schema["$defs"], most)
-    ]
+    )
 
 
 def explain_config(config: RunConfig, grey: Callable[[str], str] = str, verb: str = "run") -> str:

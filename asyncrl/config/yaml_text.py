@@ -95,7 +95,7 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     return rules | {first: rules.get(first, []) + _OWN_RULES for first in "-+.0123456789"}
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
     """PyYAML's safe dumper, which quotes what this module's loader would read as a number."""
 
     yaml_implicit_resolvers = _resolvers()

@@ -50,28 +50,24 @@ def messages() -> list[tuple[str, str]]:
 def _messages() -> Iterator[tuple[str, str]]:
     for package in PACKAGES:
         for file in sorted((ROOT / package).rglob("*.py")):
-            nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
-            docstrings = {
-                id(node.value)
-                for node in nodes
-                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            }
-            inside = {
-                id(part)
-                for node in nodes
-                if isinstance(node, ast.JoinedStr)
-                for part in ast.walk(node)
-                if part is not node
-            }
-            for node in nodes:
-                text = None
-                if isinstance(node, ast.JoinedStr):
-                    parts = (p.value if isinstance(p, ast.Constant) else "{}" for p in node.values)
-                    text = "".join(map(str, parts))
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    text = node.value
-                if text and " " in text and id(node) not in docstrings | inside:
-                    yield f"{file.relative_to(ROOT)}:{node.lineno}", text
+            for line, text in _texts(ast.parse(file.read_text(encoding="utf-8"))):
+                if " " in text:
+                    yield f"{file.relative_to(ROOT)}:{line}", text
+
+
+def _texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Lines and strings of a module but its docstrings; formatted values are {}."""
+    left = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.JoinedStr):
+            parts = (part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            yield node.lineno, "".join(map(str, parts))
+        elif isinstance(node, ast.Constant):
+            if isinstance(node.value, str):
+                yield node.lineno, node.value
+        elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            left += ast.iter_child_nodes(node)
 
 
 def refused(section: str, rest: str, value: str | None) -> str | None:

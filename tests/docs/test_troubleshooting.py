@@ -6,8 +6,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("asyncrl", "engine", "trainer", "scheduler", "cache", "monitoring", "wire", "rollout")
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -34,17 +32,13 @@ def texts(source: str) -> list[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def said() -> str:
+def test_the_code_has_these_messages() -> None:
+    """Their parts between the gaps, in this order, in one string."""
     sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    return "\0".join(text for path in sources for text in texts(path.read_text(encoding="utf-8")))
-
-
-@pytest.mark.parametrize("message", messages())
-def test_the_code_has_this_message(message: str, said: str) -> None:
-    """Its parts between the gaps, in this order, in one string."""
-    parts = [re.escape(part) for part in message.split(GAP) if part.strip()]
-    assert re.search("[^\0]*?".join(parts), said), "no string of the code says this"
+    said = "\0".join(text for path in sources for text in texts(path.read_text(encoding="utf-8")))
+    for message in messages():
+        parts = [re.escape(part) for part in message.split(GAP) if part.strip()]
+        assert re.search("[^\0]*?".join(parts), said), f"no string of the code says {message}"
 
 
 def test_the_page_has_its_tables() -> None:

@@ -11,6 +11,7 @@ its time, so an outage that is shorter than `rewards.timeout_seconds` opens noth
 """
 
 import asyncio
+import functools
 import ssl
 import time
 from collections import Counter
@@ -106,6 +107,12 @@ class _Attempts:
 _current: ContextVar[_Attempts] = ContextVar("attempts")
 
 
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Return what all clients of this process trust. It is read once."""
+    return ssl.create_default_context()
+
+
 class Client:
     """The connections of one worker process to one server. Used from one event loop.
 
@@ -128,7 +135,7 @@ class Client:
             max_retries=limits.attempts - 1,
             timeout=openai.Timeout(seconds, connect=connect),
             http_client=_Http(
-                verify=ssl.create_default_context(),
+                verify=_certificates(),
                 trust_env=urlsplit(url).hostname not in LOOPBACK,  # its proxies
                 follow_redirects=False,
             ),
