@@ -148,7 +148,7 @@ def tmp_path(
     """As pytest's, which looks for its number among the folders of all tests before."""
     name = re.sub(r"\W", "_", request.node.name)[:30]
     _folders[name] += 1
-    return tmp_path_factory.mktemp(f"{name}{_folders[name] - 1}", numbered=False)
+    return tmp_path_factory.mktemp(f"{name}-{_folders[name] - 1}", numbered=False)
 
 
 @pytest.fixture(autouse=True)
