@@ -184,7 +184,9 @@ def test_the_right_rules_pass_where_wrong_ones_are_detected() -> None:
     for top_k in (1, 2, 4):
         pair = replace(APART, top_k=top_k)
         assert CLAIMS.fit(p_value(pair, follow(verify(block=False))))
-        assert CLAIMS.fit(p_value(pair, follow(verify(block=True)), MANY if top_k == 4 else SAMPLES))
+        assert CLAIMS.fit(
+            p_value(pair, follow(verify(block=True)), MANY if top_k == 4 else SAMPLES)
+        )
 
 
 def _names_by_the_same_noise(

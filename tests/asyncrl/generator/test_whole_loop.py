@@ -35,10 +35,8 @@ from asyncrl.wire.messages.unfinished_samples import UnfinishedSample
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 
 CLAIMS = Claims(__file__)
-SAMPLES = 720
-"""Of a part: five steps."""
-LONG = {"verify, trainers lost", "verify, run resumed", "verify, generators leave"}
-"""Modes whose parts are twice as long, so that all of it happens several times."""
+SAMPLES = 1440
+"""Of a part: ten steps."""
 PARTS = 2
 """That a right loop is judged by, at most."""
 
@@ -52,7 +50,7 @@ def play(mode: Mode, part: int, samples: int = SAMPLES) -> Outcome:
 @cache
 def played(name: str, part: int) -> Outcome:
     """One part of a mode, which all tests of the mode share."""
-    return play(far_apart(name), part, SAMPLES * (2 if name in LONG else 1))
+    return play(far_apart(name), part)
 
 
 def total(parts: Sequence[Outcome], what: str) -> int:
@@ -82,14 +80,14 @@ def parts_with(item: pytest.Item, name: str, which: str, least: int, *, most: in
     parts = draw_until(item, partial(played, name), lacks, most=most)
     assert some_of(parts, which)
     assert total(parts, "rejected")
-    if why := lacking(rejected=(total(parts, "rejected"), 2 * SAMPLES)):
+    if why := lacking(rejected=(total(parts, "rejected"), SAMPLES)):
         not_judged(item, why)
     return parts
 
 
-def assert_each_once(outcome: Outcome) -> None:
+def assert_each_once(outcome: Outcome, samples: int = SAMPLES) -> None:
     ids = [one.trajectory.id for one in outcome.delivered]
-    assert len(set(ids)) == len(ids) == 2 * SAMPLES
+    assert len(set(ids)) == len(ids) == samples
 
 
 def worst_of(mode: Mode, cases: Callable[[Outcome], int]) -> Any:
@@ -211,9 +209,7 @@ def test_run_ahead_that_a_resumed_run_continues_is_exactly_on_policy(
     assert_exact(CLAIMS, mode, some_of(parts, "restored"))
     mix_up(monkeypatch)
     judge = worst_of_some(mode, "restored")
-    assert_caught(
-        request.node, lambda part: play(mode, part, 2 * SAMPLES), judge, enough=1000, most=4
-    )
+    assert_caught(request.node, lambda part: play(mode, part), judge, enough=1000, most=4)
 
 
 def test_samples_that_move_from_one_generator_to_another_are_exactly_on_policy(
@@ -234,7 +230,7 @@ def test_samples_that_move_from_one_generator_to_another_are_exactly_on_policy(
     assert_exact(CLAIMS, mode, some_of(parts, "handed_over"))
     mix_up(monkeypatch)
     judge = worst_of_some(mode, "handed_over")
-    assert_caught(request.node, lambda part: play(mode, part), judge, enough=1000, most=4)
+    assert_caught(request.node, lambda part: play(mode, part, 720), judge, enough=1000, most=4)
 
 
 @pytest.mark.parametrize("name", ["verify, k = 1", "keep, k = 1", "recompute, k = 1"])
@@ -301,7 +297,7 @@ def test_a_missing_residual_is_detected(
     mode = far_apart("verify, 1 ahead")
     judge = worst_of(mode, lambda outcome: outcome.rejected)
     assert_caught(
-        request.node, lambda part: play(mode, part), judge, enough=6000, most=4
+        request.node, lambda part: play(mode, part, SAMPLES // 2), judge, enough=6000, most=4
     )
 
 
@@ -333,5 +329,5 @@ def test_a_cut_that_depends_on_the_tokens_after_it_is_detected(
         verdict = found(mode, delivered).verdicts["mean length"]
         return (verdict.p_value if verdict.tv < 0 else 1.0), total(parts, "cut")
 
-    draw = partial(play, mode, samples=2 * SAMPLES)
+    draw = partial(play, mode)
     assert_caught(request.node, draw, judge, enough=5000, most=16, below=1e-4)
