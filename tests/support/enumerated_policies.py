@@ -136,7 +136,6 @@ def truncated(chances: Doubles, top_k: int, top_p: float, min_p: float) -> Doubl
     return out / out.sum()
 
 
-@cache
 def enumerate_distribution(model: torch.nn.Module, case: Case) -> Distribution:
     """Probability of every response: ends with STOP, or has LENGTH tokens."""
     distribution: Distribution = {}
