@@ -15,15 +15,19 @@ CLAIMS = Claims(__file__)
 VOCABULARY, LENGTH = 3, 4
 
 
-def enumerated(seed: int) -> tuple[dict[tuple[int, ...], np.ndarray], np.ndarray]:
-    """A random model: p(next | context) for every context, and the sequence probabilities."""
+def enumerated(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """A random model: p(next | context) by the context's place, and the sequence probabilities.
+
+    The place of a context is that of its digits in base VOCABULARY, with a one before them.
+    """
     rng = np.random.default_rng(seed)
-    shapes = [tuple(c) for n in range(LENGTH) for c in np.ndindex(*[VOCABULARY] * n)]
-    model = {context: rng.dirichlet(np.full(VOCABULARY, 0.7)) for context in shapes}
+    model = rng.dirichlet(np.full(VOCABULARY, 0.7), VOCABULARY**LENGTH)
     probabilities = np.ones([VOCABULARY] * LENGTH)
     for sequence in np.ndindex(*probabilities.shape):
-        for at in range(LENGTH):
-            probabilities[sequence] *= model[sequence[:at]][sequence[at]]
+        place = 1
+        for token in sequence:
+            probabilities[sequence] *= model[place, token]
+            place = place * VOCABULARY + token
     return model, probabilities
 
 
@@ -35,32 +39,30 @@ def test_samples_with_drafts_follow_the_model() -> None:
     """
     model, probabilities = enumerated(seed=3)
     rng = np.random.default_rng(11)
-    counts = np.zeros_like(probabilities)
+    done, sizes = np.ones(40_000, np.int64), np.zeros(40_000, np.int64)
     kept = 0
-    for _ in range(40_000):
-        done: tuple[int, ...] = ()
-        while len(done) < LENGTH:
-            room = LENGTH - len(done) - 1
-            length = int(rng.integers(0, room + 1))
-            draft: tuple[int, ...] = ()
-            for _ in range(length):
-                p = model[done + draft]
-                draft += (int(p.argmax() if sum(done) % 2 else p.argmin()),)
-            samples = [
-                rng.choice(VOCABULARY, p=model[done + draft[:at]]) for at in range(length + 1)
-            ]
-            width = 3
-            padded = np.full((1, width), 1, np.int32)
-            padded[0, :length] = draft
-            drawn = np.full((1, width + 1), 1, np.int32)  # after the length: must be ignored
-            drawn[0, : length + 1] = samples
-            accepted = int(accept_chain(drawn, padded, np.array([length], np.int32))[0])
-            kept += accepted
-            done += tuple(map(int, samples[: accepted + 1]))
-        counts[done] += 1
+    while (rows := np.flatnonzero(sizes < LENGTH)).size:
+        at, odd = done[rows], done[rows] % 2 == 0  # the sum of what was emitted
+        lengths = rng.integers(0, LENGTH - sizes[rows]).astype(np.int32)
+        drafts, drawn = np.ones((2, len(rows), LENGTH), np.int32)  # after the length: to be ignored
+        for place in range(LENGTH):
+            p = model[at]
+            draws = (rng.random(len(rows))[:, None] > p.cumsum(1)[:, :-1]).sum(1)
+            drawn[:, place] = np.where(place <= lengths, draws, 1)
+            inside = np.flatnonzero(place < lengths)
+            draft = np.where(odd, p.argmax(1), p.argmin(1))[inside]
+            drafts[inside, place] = draft
+            at[inside] = at[inside] * VOCABULARY + draft
+        accepted = accept_chain(drawn, drafts[:, :-1], lengths)
+        kept += int(accepted.sum())
+        for place in range(LENGTH):
+            some = accepted >= place
+            done[rows[some]] = done[rows[some]] * VOCABULARY + drawn[some, place]
+        sizes[rows] += accepted + 1
+    counts = np.bincount(done - VOCABULARY**LENGTH, minlength=probabilities.size)
     assert kept > 1000
     likely = probabilities.ravel() * counts.sum() >= 5
-    observed = np.append(counts.ravel()[likely], counts.ravel()[~likely].sum())
+    observed = np.append(counts[likely], counts[~likely].sum())
     expected = (
         np.append(probabilities.ravel()[likely], probabilities.ravel()[~likely].sum())
         * counts.sum()

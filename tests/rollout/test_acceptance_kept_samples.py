@@ -33,9 +33,10 @@ from benchmarks.exactness.pure import (
 from benchmarks.exactness.stats import distance
 
 CLAIMS = Claims(__file__)
+SAMPLES = 40_000
 
 
-def p_value(pair: PolicyPair, sampler: Sampler, samples: int = 40_000, seed: int = 0) -> float:
+def p_value(pair: PolicyPair, sampler: Sampler, samples: int = SAMPLES, seed: int = 0) -> float:
     probabilities = pair.new.sequence_distribution()
     cells_, notes = sampler(pair, np.random.default_rng(seed), samples)
     assert 0.05 < notes["accepted"] / notes["drafted"] < 0.999
@@ -167,20 +168,25 @@ TOP_K = {
     "a row is not cut at a new name": 1,
 }
 """Where all tokens are listed, weights differ most from 1; with few listed, the tail matters."""
+SUBTLE = {"by block with the residual of one token", "twice, with lists of now"}
+"""These need more samples; the others have p-values below 1e-25 with as many as right rules."""
 
 
 @pytest.mark.parametrize("name", list(WRONG))
 def test_wrong_variants_are_detected(name: str) -> None:
-    """The same test with three times as many samples."""
+    """The same test, with three times as many samples of subtle ones."""
     pair = replace(APART, top_k=TOP_K.get(name, 2))
-    assert is_caught(p_value(pair, WRONG[name], MANY))
+    samples = MANY if name in SUBTLE else SAMPLES
+    assert is_caught(p_value(pair, WRONG[name], samples))
 
 
 def test_the_right_rules_pass_where_wrong_ones_are_detected() -> None:
     for top_k in (1, 2, 4):
         pair = replace(APART, top_k=top_k)
-        assert CLAIMS.fit(p_value(pair, follow(verify(block=False)), MANY))
-        assert CLAIMS.fit(p_value(pair, follow(verify(block=True)), MANY))
+        assert CLAIMS.fit(p_value(pair, follow(verify(block=False))))
+        assert CLAIMS.fit(
+            p_value(pair, follow(verify(block=True)), MANY if top_k == 4 else SAMPLES)
+        )
 
 
 def _names_by_the_same_noise(

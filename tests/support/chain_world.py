@@ -6,6 +6,7 @@ node; messages arrive a tick after they were sent. A cut link loses what is sent
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -15,6 +16,8 @@ from asyncrl.wire.weights.chain.serving import Serving, State
 
 TIMING = Timing(window=8, silent_seconds=0.8, probe_seconds=0.05, limit_seconds=6.0)
 SOURCE = "n0"
+_PERIOD = 5
+"""Ticks between looks of a receiver at the time."""
 
 
 @dataclass
@@ -58,7 +61,7 @@ class World:
         self.count, self.timing = count, timing
         self.cut = {(f"n{a}", f"n{b}"): span for (a, b), span in (cut or {}).items()}
         self.liars = {f"n{i}" for i in liars}
-        self.source_loses = source_loses
+        self.source_loses: float = math.inf if source_loses is None else source_loses
         self.nodes: dict[str, Node] = {}
         self.tick = 0
         self.mail: deque[tuple[int, str, str, tuple[str, int]]] = deque()
@@ -108,12 +111,12 @@ class World:
 
     def _step(self, node: Node) -> None:
         now = self.tick / 1000
-        if node.name == SOURCE and self.source_loses == self.tick:
+        if node.name == SOURCE and self.tick >= self.source_loses:
             node.have, node.gave_up = set(), True
         if node.receiving is not None and node.finished is None:
             if self.tick == 0:
                 self._obey(node, node.receiving.begin(now))
-            if self.tick % 5 == 0:
+            if self.tick % _PERIOD == 0:
                 self._obey(node, node.receiving.tick(now))
             if node.receiving.done or node.receiving.failed:
                 node.finished = now
@@ -143,6 +146,8 @@ class World:
                 _, sender, to, what = self.mail.popleft()
                 if self.alive(to):
                     self._deliver(sender, to, what)
+            if not self.mail and not any(node.sending for node in self.nodes.values()):
+                self.tick += -self.tick % _PERIOD  # nothing happens before
         return self
 
     def living(self) -> list[Node]:

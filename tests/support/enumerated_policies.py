@@ -55,8 +55,9 @@ class Case:
     """0: the same policy as the drafts'; 1: an unrelated one."""
 
 
+@cache
 def policies(drift: float) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """The policy that generates the drafts, and the one to sample from."""
+    """The policy that generates the drafts, and the one to sample from; nobody changes them."""
     old, other = make_qwen3(seed=0), make_qwen3(seed=1)
     new = make_qwen3(seed=0)
     with torch.no_grad():
@@ -65,7 +66,7 @@ def policies(drift: float) -> tuple[torch.nn.Module, torch.nn.Module]:
     return old, new
 
 
-def slots_with(path: str, weights: torch.nn.Module, *, slots: int = 64) -> SlotModel:
+def slots_with(path: str, weights: torch.nn.Module, *, slots: int = 200) -> SlotModel:
     model = torch_cores.load(path, slots=slots, max_len=16)
     model.module.load_state_dict(weights.state_dict())
     return model

@@ -134,13 +134,15 @@ def oracle(
     rng = np.random.default_rng(seed + 1)
     plain = rows / float(engine.seconds(np.array([rows]), rows, keys)[0])
     rate = plain
-    probabilities = [np.sort(engine.drafter.propose(rng, rows)[0])[::-1] for _ in range(samples)]
+    curves = []
+    for _ in range(samples):
+        ranked = np.sort(engine.drafter.propose(rng, rows)[0])[::-1]
+        yields = rows + np.concatenate(([0.0], np.cumsum(ranked)))
+        cost = engine.seconds(rows + np.arange(len(yields), dtype=float), rows, keys)
+        curves.append((yields, cost + engine.proposing(rows)))
     for _ in range(6):
         tokens = seconds = 0.0
-        for ranked in probabilities:
-            yields = rows + np.concatenate(([0.0], np.cumsum(ranked)))
-            cost = engine.seconds(rows + np.arange(len(yields), dtype=float), rows, keys)
-            cost = cost + engine.proposing(rows)
+        for yields, cost in curves:
             best = int((yields - rate * cost).argmax())
             tokens += yields[best]
             seconds += cost[best]

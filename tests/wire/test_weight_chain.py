@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from chain_world import TIMING, World
 from hypothesis import given, settings
@@ -129,7 +131,7 @@ def test_a_node_that_can_be_reached_is_served_whatever_the_others_do(world: Worl
     """The source and node 1 are well: node 1 has the version as soon as if it were alone."""
     world.nodes["n1"].dies = None
     world.cut = {pair: span for pair, span in world.cut.items() if set(pair) != {"n0", "n1"}}
-    world.source_loses = None
+    world.source_loses = math.inf
     world.nodes["n0"].ticks = 1
     world.run()
     assert world.whole(1)

@@ -41,7 +41,8 @@ from asyncrl.rollout.trajectory import KeptTokens, Provenance
 
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 
-SAMPLES = 3000
+SAMPLES = 1500
+"""The most exact of the wrong rules, lenience 1, has a p-value of 7e-14."""
 CLAIMS = Claims(__file__)
 DRIFT = 0.5
 """Of most cases: half of what is kept is rejected, so that few samples show a wrong rule."""
@@ -117,7 +118,7 @@ def test_verified_and_resumed_responses_follow_the_current_policy(
     torch.set_num_threads(1)
     reuse = REUSES[name]
     old, new = policies(reuse.case.drift)
-    model = slots_with(tiny_qwen3, old, slots=200)
+    model = slots_with(tiny_qwen3, old)
     texts = old_texts(model, reuse, SAMPLES)
     source = {
         "none": None,
@@ -143,7 +144,7 @@ def test_lenient_responses_do_not_and_the_test_detects_it(tiny_qwen3: str) -> No
     torch.set_num_threads(1)
     reuse = REUSES["three of ten known"]
     old, new = policies(reuse.case.drift)
-    model = slots_with(tiny_qwen3, old, slots=200)
+    model = slots_with(tiny_qwen3, old)
     texts = old_texts(model, reuse, SAMPLES)
     core = core_of(model, None, top_k=reuse.top_k, **WIDE)
     swap_weights(core, new.state_dict().items(), 1)

@@ -100,9 +100,12 @@ def slow_down(engine: Any, turns: int) -> None:
     core = engine._core
     step, loop = core.step, asyncio.get_running_loop()
 
-    def step_slowly() -> list[Any]:
+    async def wait() -> None:
         for _ in range(turns):
-            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
+            await asyncio.sleep(0)
+
+    def step_slowly() -> list[Any]:
+        asyncio.run_coroutine_threadsafe(wait(), loop).result()
         return list(step())
 
     core.step = step_slowly

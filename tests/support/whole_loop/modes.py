@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -62,11 +63,7 @@ class ResponseDistributions:
         """`[V]` distribution of the next token after each unfinished text."""
         key = (policy, prompt)
         if key not in self._next_token:
-            table: dict[Text, Doubles] = {}
-            for size in range(self.space.max_tokens):
-                texts = self._unfinished_texts(size)
-                table |= zip(texts, self._forward(policy, prompt, texts), strict=True)
-            self._next_token[key] = table
+            self._next_token[key] = self._table(policy, prompt)
         return self._next_token[key]
 
     def next_token_on_old_kv(self, old: int, prompt: int, swap: int) -> dict[Text, Doubles]:
@@ -77,12 +74,7 @@ class ResponseDistributions:
         """
         key = (old, prompt, swap)
         if key not in self._on_old_kv:
-            table: dict[Text, Doubles] = {}
-            for size in range(swap, self.space.max_tokens):
-                texts = self._unfinished_texts(size)
-                rows = self._forward(1 - old, prompt, texts, before=(old, swap))
-                table |= zip(texts, rows, strict=True)
-            self._on_old_kv[key] = table
+            self._on_old_kv[key] = self._table(1 - old, prompt, before=(old, swap))
         return self._on_old_kv[key]
 
     def responses(self, policy: int, prompt: int) -> dict[Text, float]:
@@ -116,30 +108,48 @@ class ResponseDistributions:
         )
         return total / sum(mass.get(t, 0.0) for t in mine)
 
-    def _unfinished_texts(self, size: int) -> list[Text]:
-        """Every text of this many tokens that has not ended."""
-        if not size:
-            return [()]
-        alphabet = [t for t in range(self.space.vocabulary) if t != self.space.stop]
-        grid = np.stack(np.meshgrid(*[alphabet] * size, indexing="ij"), -1)
-        texts = [tuple(map(int, row)) for row in np.reshape(grid, (-1, size))]
-        return [text for text in texts if not self.space.ends(text)]
+    @cached_property
+    def _unfinished(self) -> list[tuple[list[Text], list[int]]]:
+        """By length, the unfinished texts, each with the place of the one that it continues."""
+        levels: list[tuple[list[Text], list[int]]] = [([()], [0])]
+        for _ in range(self.space.max_tokens - 1):
+            longer = [
+                ((*text, token), place)
+                for place, text in enumerate(levels[-1][0])
+                for token in range(self.space.vocabulary)
+                if not self.space.ends((*text, token))
+            ]
+            levels.append(([text for text, _ in longer], [place for _, place in longer]))
+        return levels
 
     @torch.no_grad()
-    def _forward(
-        self, policy: int, prompt: int, texts: Sequence[Text], before: tuple[int, int] | None = None
-    ) -> Doubles:
-        """`[N, V]` distributions after texts; `before`: (old policy, tokens that it drew)."""
+    def _table(
+        self, policy: int, prompt: int, before: tuple[int, int] | None = None
+    ) -> dict[Text, Doubles]:
+        """Distributions after unfinished texts; longer ones continue on the KV of shorter ones.
+
+        Args:
+            policy: whose they are.
+            prompt: its index.
+            before: an old policy, and how many tokens it drew. The KV of the prompt and of all of
+                these tokens but the last is its; the texts have so many tokens or more.
+        """
         from transformers import DynamicCache
 
-        ids = torch.tensor([[*self.prompts[prompt], *text] for text in texts])
+        old, swap = before or (policy, 0)
         model, known, cache = self.policies[policy], 0, DynamicCache()
-        if before is not None:
-            old, swap = before
-            known = len(self.prompts[prompt]) + swap - 1
-            self.policies[old](ids[:, :known], past_key_values=cache, use_cache=True)
-        logits = model(ids[:, known:], past_key_values=cache, use_cache=True).logits[:, -1].double()
-        return np.asarray(logits.softmax(-1).numpy())
+        new = torch.tensor([[*self.prompts[prompt], *text] for text in self._unfinished[swap][0]])
+        if before:
+            known = new.shape[1] - 1
+            self.policies[old](new[:, :known], past_key_values=cache, use_cache=True)
+        new, table = new[:, known:], dict[Text, Doubles]()
+        for texts, places in self._unfinished[swap:]:
+            if len(texts[0]) > swap:
+                cache.batch_select_indices(torch.tensor(places))
+                new = torch.tensor([text[-1:] for text in texts])
+            logits = model(new, past_key_values=cache, use_cache=True).logits[:, -1].double()
+            table |= zip(texts, np.asarray(logits.softmax(-1).numpy()), strict=True)
+        return table
 
 
 SPACE = ResponseSpace(max_tokens=8, stop=2, vocabulary=4)

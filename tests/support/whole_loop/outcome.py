@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,7 @@ class Delivered:
     generator: str
     """That delivered it."""
 
-    @property
+    @cached_property
     def text(self) -> tuple[int, ...]:
         return tuple(map(int, self.trajectory.tokens))
 
