@@ -59,7 +59,7 @@ def evaluation(number: int, time: float, accuracy: float) -> EvaluationRecord:
 
 PACKAGES = {
     "tensorboard": "tensorboard.summary.writer.event_file_writer",
-    "mlflow": "mlflow.tracking",
+    "mlflow": "mlflow.store.tracking.sqlalchemy_store",
     "wandb": "google.protobuf",  # its folder of temporary files ends with the first fork
 }
 FORKING = """
