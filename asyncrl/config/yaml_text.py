@@ -5,6 +5,7 @@ a limit (a file of 300 bytes can stand for gigabytes), and reads `010` as 8. Thi
 each of these.
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -60,7 +61,7 @@ def parse_yaml(text: str, *, source: str) -> Any:
     The message begins with `source` and is at most a few lines long.
     """
     try:
-        return _unshared(_Loader(text).get_single_data(), itertools.count(1))
+        return _unshared(_value(text), itertools.count(1))
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {_explain(error)}") from error
     except yaml.YAMLError as error:
@@ -70,6 +71,12 @@ def parse_yaml(text: str, *, source: str) -> Any:
             f"{source} is not valid YAML: it is nested too deeply, or an alias stands for the "
             "value that it is part of"
         ) from error
+
+
+@functools.lru_cache(maxsize=8)
+def _value(text: str) -> Any:
+    """Return the value of one YAML document; a command reads a run's configuration many times."""
+    return _Loader(text).get_single_data()
 
 
 def dump_yaml(value: Any) -> str:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,7 +107,7 @@ def pidfd_of(pid: int) -> int | None:
 
 def session_members(leaders: set[int]) -> Iterator[ProcessIdentity]:
     """Yield the processes in the sessions of these leaders."""
-    for process in _everyone():
+    for process in _running(_PROC.glob("[0-9]*")):
         status = status_of(process.pid)
         if status is not None and status.session in leaders:
             yield process
@@ -116,15 +116,19 @@ def session_members(leaders: set[int]) -> Iterator[ProcessIdentity]:
 def with_variable(name: str, values: set[str]) -> Iterator[ProcessIdentity]:
     """Yield the processes started with one of these values of an environment variable."""
     wanted = {f"{name}={value}".encode() for value in values}
-    for process in _everyone():
+
+    def has_one(folder: Path) -> bool:
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            environment = (_PROC / str(process.pid) / "environ").read_bytes().split(b"\0")
-            if not wanted.isdisjoint(environment):
-                yield process
+            return not wanted.isdisjoint((folder / "environ").read_bytes().split(b"\0"))
+        return False
+
+    # An environment is faster to read than an identity, and must be that of the identity.
+    likely = filter(has_one, _PROC.glob("[0-9]*"))
+    return (process for process in _running(likely) if has_one(_PROC / str(process.pid)))
 
 
-def _everyone() -> Iterator[ProcessIdentity]:
-    for path in _PROC.glob("[0-9]*"):
+def _running(folders: Iterable[Path]) -> Iterator[ProcessIdentity]:
+    for path in folders:
         process = identity_of(int(path.name))
         if process is not None and process.pid != os.getpid() and is_running(process):
             yield process

@@ -4,18 +4,17 @@ Calls queue up in the worker's input. They are answered one after the other, or,
 async, run concurrently in one event loop; the pool sends at most `rewards.concurrency`. A call that
 exceeds the timeout, counted from its first function, is cancelled; the others continue. Built-in
 functions that block take turns in threads. If any other function blocks the loop, or does not end
-when it is cancelled, the pool kills the worker. Import-light: no torch, no pydantic.
+when it is cancelled, the pool kills the worker. Import-light: no torch, no pydantic, and asyncio,
+a third of the start, only for an event loop.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import inspect
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,6 +47,9 @@ class Turns:
     """Runs functions that block. Used from one event loop."""
 
     def __init__(self) -> None:
+        import asyncio
+        from concurrent.futures import ThreadPoolExecutor
+
         self._rooms = {name: asyncio.Semaphore(most) for name, most in AT_ONCE.items()}
         self._threads = ThreadPoolExecutor(sum(AT_ONCE.values()))
 
@@ -56,6 +58,8 @@ class Turns:
 
         The function continues to its end even if the caller is cancelled.
         """
+        import asyncio
+
         room = self._rooms[name]
         await room.acquire()
         try:
@@ -194,6 +198,8 @@ def main() -> None:
                 break
         else:
             return
+    import asyncio
+
     asyncio.run(_serve_concurrently(channel, terms, setup.timeout_seconds, first))
 
 
@@ -201,6 +207,8 @@ async def _serve_concurrently(
     channel: Channel, terms: list[LoadedTerm], timeout_seconds: float, first: Call | None
 ) -> None:
     """Answer `first` and then calls until the stream ends; then abandon those in progress."""
+    import asyncio
+
     running: set[asyncio.Task[None]] = set()
     turns = Turns()
 
@@ -218,6 +226,8 @@ async def _serve_concurrently(
 async def _answer(
     channel: Channel, call: Call, terms: list[LoadedTerm], timeout_seconds: float, turns: Turns
 ) -> None:
+    import asyncio
+
     state = calls.begin(timeout_seconds)
     limit = asyncio.timeout(None)
     task = asyncio.current_task()

@@ -6,7 +6,6 @@ output goes to the supervisor; frames have separate descriptors. Import-light (n
 pydantic), so that a killed worker is replaced in a fraction of a second.
 """
 
-import asyncio
 import contextlib
 import resource
 import sys
@@ -63,6 +62,8 @@ class Channel:
 
     async def messages(self) -> AsyncIterator[Any]:
         """Yield the messages as they arrive, up to the end of the stream."""
+        import asyncio  # a third of the start of a worker that needs no event loop
+
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Any] = asyncio.Queue()
 

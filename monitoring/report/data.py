@@ -4,7 +4,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -213,11 +213,15 @@ def _load_result(path: Path) -> RunResult | None:
         raise RecordError(path, 1, str(error)) from error
 
 
+_parsed = lru_cache(maxsize=4)(yaml.safe_load)
+"""Takes most of the time of a report; a page shows many of one run."""
+
+
 def load_config(path: Path, data: RunData) -> None:
     """Read config.yaml into `data`; errors become notes."""
     try:
         data.config_text = path.read_text(encoding="utf-8", errors="replace")
-        parsed = yaml.safe_load(data.config_text)
+        parsed = _parsed(data.config_text)
     except FileNotFoundError:
         data.notes.append("config.yaml is missing, so the run's settings are not shown.")
         return

@@ -22,21 +22,16 @@ class Markup(str):
 Child: TypeAlias = "str | int | float | Iterable[Child] | None"
 
 
+_FORBIDDEN = [*range(0x80, 0xA0), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF]
+_SYMBOLS = {code: 0x2400 + code for code in range(0x20) if code not in b"\t\n"} | {0x7F: 0x2421}
+_ESCAPED = (
+    {ord(one): html.escape(one) for one in "&<>\"'"} | _SYMBOLS | dict.fromkeys(_FORBIDDEN, 0xFFFD)
+)
+
+
 def escape(text: str) -> Markup:
     """Escape text as HTML. Characters that XML forbids become visible symbols."""
-    plain = "".join(_allowed(char) for char in text)
-    return Markup(html.escape(plain, quote=True))
-
-
-def _allowed(char: str) -> str:
-    code = ord(char)
-    if code < 0x20 and char not in "\t\n":
-        return chr(0x2400 + code)
-    if code == 0x7F:
-        return "\u2421"
-    if 0x80 <= code < 0xA0 or 0xD800 <= code < 0xE000 or code in (0xFFFE, 0xFFFF):
-        return "\ufffd"
-    return char
+    return Markup(text.translate(_ESCAPED))
 
 
 def element(tag: str, *children: Child, **attributes: str | float | None) -> Markup:

@@ -12,6 +12,8 @@ import torch
 import transformers
 
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
+from asyncrl.trainer.model.packing import ATTENTION_NAME
+from asyncrl.trainer.model.policy import Policy
 
 VOCAB = 32
 COMMON: dict[str, Any] = {
@@ -149,6 +151,31 @@ def group_of() -> Callable[..., list[Trajectory]]:
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+_FIT: dict[tuple[Any, ...], tuple[bool, bool]] = {}
+"""By model and settings: whether a policy has its head, and its fused layers."""
+
+
+@pytest.fixture
+def _checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model is compared with its packed self once for tests that are about something else."""
+    check = Policy._check_packing
+
+    def check_once(policy: Policy, path: str) -> None:
+        settings = policy.temperature, policy.truncation, policy._recomputes, policy.adapter is None
+        key = path, type(policy), policy._compute_dtype, policy._fused is None, *settings
+        if key not in _FIT:
+            check(policy, path)
+            _FIT[key] = policy._head is not None, policy._fused is not None
+            return
+        has_head, has_fused = _FIT[key]
+        policy.model.eval()
+        policy.model.set_attn_implementation(ATTENTION_NAME)
+        policy._head = policy._head if has_head else None
+        policy._fused = policy._fused if has_fused else None
+
+    monkeypatch.setattr(Policy, "_check_packing", check_once)
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.objective.step_statistics import rounded_length
 from asyncrl.trainer.optimizer.optimizer import scale_and_clip
 
+pytestmark = pytest.mark.usefixtures("_checked_once")
+
 Group = tuple[list[Trajectory], np.ndarray]
 GroupOf = Callable[..., list[Trajectory]]
 ModelPath = Callable[[str], str]

@@ -24,6 +24,8 @@ from asyncrl.trainer.algorithms.base import token_batch
 from asyncrl.trainer.base.errors import NonFiniteError, TrainerError
 from asyncrl.trainer.model.packing import PackedBatch
 
+pytestmark = pytest.mark.usefixtures("_checked_once")
+
 ModelPath = Callable[[str], str]
 
 CAP = 2.0

@@ -34,6 +34,8 @@ from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.step_targets import advantages_of
 
+pytestmark = pytest.mark.usefixtures("_checked_once")
+
 ModelPath = Callable[[str], str]
 
 CRITIC_RATE, CAP = 3e-2, 2.0

@@ -16,6 +16,8 @@ from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import CheckpointError
 from asyncrl.trainer.learner import Learner
 
+pytestmark = pytest.mark.usefixtures("_checked_once")
+
 COMMON = {"device": "cpu", "learning_rate": 1e-2}
 PPO = {"algorithm": "ppo", "ppo_epochs": 2, "minibatches": 2}
 

@@ -3,10 +3,6 @@
 A template is a program that came with the model, so it is rendered by
 `asyncrl.tasks.templates.worker` with limits of time, memory and text. All templates of this process
 share one such process, which starts with the first rendering and ends when it has been idle.
-
-Messages are frames (`user_code.streams`). A `Render` is answered with one `Rendered` for each of
-its conversations, in order, or ends with a `Failed`. Requests are pickled, so that a template gets
-the same values as here; responses are text. Import-light.
 """
 
 import atexit
@@ -23,45 +19,8 @@ import msgspec
 from asyncrl.errors import RenderingError
 from asyncrl.monitoring.terminal.formatting import without_controls
 from asyncrl.tasks.supervised import ProcessEnded, SupervisedProcess
+from asyncrl.tasks.templates.messages import Answer, Failed, Limits, Render
 from asyncrl.user_code.streams import MAX_FRAME, pack
-
-MAX_TEXT = 32 << 20
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """The limits of one rendering."""
-
-    seconds: float = 5.0
-    """Processor time, which does not depend on other load of the machine."""
-    memory: int = 1 << 30
-
-
-class Render(msgspec.Struct, frozen=True):
-    """Render these conversations."""
-
-    limits: Limits
-    template: bytes
-    """Pickled: the template's text and the variables common to all conversations."""
-    conversations: list[bytes]
-
-
-class Rendered(msgspec.Struct, frozen=True, tag=True):
-    """A conversation as the template writes it."""
-
-    text: bytes
-    """UTF-8 that may contain lone surrogates."""
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The template failed; the conversations after this one are not rendered."""
-
-    message: str
-    line: int | None = None
-    """The template's line, from 1; None if unknown."""
-
-
-Answer = Rendered | Failed
-
 
 Message = dict[str, Any]
 """A chat message: `role`, `content`, and other fields of the template (`tool_calls`)."""

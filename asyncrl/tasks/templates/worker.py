@@ -24,7 +24,7 @@ import jinja2.parser
 import jinja2.sandbox
 import msgspec
 
-from asyncrl.tasks.templates.chat_template import MAX_TEXT, Answer, Failed, Limits, Render, Rendered
+from asyncrl.tasks.templates.messages import MAX_TEXT, Answer, Failed, Limits, Render, Rendered
 from asyncrl.user_code.streams import Streams
 from asyncrl.user_code.supervisor import supervise
 

@@ -1,6 +1,7 @@
 """W&B (offline), TensorBoard and MLflow (a local database), for real, read back with their tools.
 
-Each is written twice, as by a run and by its resumption from step 1.
+Each is written twice, as by a run and by its resumption from step 1, by two processes that are
+forked from one that has imported its package.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sqlite3
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -56,27 +57,58 @@ def evaluation(number: int, time: float, accuracy: float) -> EvaluationRecord:
     return EvaluationRecord(step=number, time=time, when="during", sets={"held_out": one})
 
 
-def send(run: Path, kind: str) -> None:
-    environment = os.environ | {
-        "WANDB_API_KEY": SECRET,
-        "WANDB_SILENT": "true",
-        "HOME": str(run),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "asyncrl.monitoring.sinks", str(run), kind, "--once"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert SECRET not in done.stdout + done.stderr
+PACKAGES = {
+    "tensorboard": "tensorboard.summary.writer.event_file_writer",
+    "mlflow": "mlflow.store.tracking.sqlalchemy_store",
+    "wandb": "google.protobuf",  # its folder of temporary files ends with the first fork
+}
+FORKING = """
+import importlib, os, sys
+from asyncrl.monitoring.sinks.process import main
+importlib.import_module(sys.argv.pop())
+for _ in sys.stdin:
+    if (sink := os.fork()) == 0:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(2, 1)
+        sys.exit(main(sys.argv[1:]))
+    print(os.waitstatus_to_exitcode(os.waitpid(sink, 0)[1]), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def sending(run: Path, kind: str) -> Iterator[Callable[[], None]]:
+    """What sends all that a sink lacks, as `python -m asyncrl.monitoring.sinks ... --once` does."""
+    log = run.parent / f"{run.name}.log"
+    own = {"WANDB_API_KEY": SECRET, "WANDB_SILENT": "true", "HOME": str(run)}
+    command = [sys.executable, "-c", FORKING, str(run), kind, "--once", PACKAGES[kind]]
+    pipe = subprocess.PIPE
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command, env=os.environ | own, stdin=pipe, stdout=pipe, stderr=errors, text=True
+        ) as process,
+    ):
+        asked, ended = process.stdin, process.stdout
+        assert asked is not None
+        assert ended is not None
+
+        def send() -> None:
+            print(file=asked, flush=True)
+            assert ended.readline() == "0\n", log.read_text()
+
+        yield send
+    assert SECRET not in log.read_text()
 
 
 @pytest.fixture(params=["tensorboard", "mlflow", "wandb"])
 def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     kind: str = request.param
+    with sending(tmp_path, kind) as send:
+        write_twice(tmp_path, send)
+    return kind, tmp_path
+
+
+def write_twice(tmp_path: Path, send: Callable[[], None]) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "sinks").mkdir()
     first = step(0, 10.0, 0.1)
@@ -85,15 +117,14 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     stand = evaluation(0, 9.0, 0.25), evaluation(1, 10.5, 0.5)
     (tmp_path / "evaluations.jsonl").write_bytes(lines(*stand, evaluation(2, 11.5, 0.6)))
     (tmp_path / "samples.jsonl").write_bytes(lines(sample(1), shown(0)))
-    send(tmp_path, kind)
+    send()
     (tmp_path / "evaluations.jsonl").write_bytes(lines(*stand))
     (tmp_path / "metrics.jsonl").write_bytes(lines(first, step(1, 21.0, 0.3), step(2, 22.0, 0.4)))
     with (tmp_path / "evaluations.jsonl").open("ab") as file:
         file.write(lines(evaluation(2, 23.0, 0.75)))
     with (tmp_path / "samples.jsonl").open("ab") as file:
         file.write(lines(sample(2), shown(2)))
-    send(tmp_path, kind)
-    return kind, tmp_path
+    send()
 
 
 def test_a_sink_has_the_steps_the_evaluations_and_the_samples(written: tuple[str, Path]) -> None:

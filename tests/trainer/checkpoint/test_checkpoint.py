@@ -21,6 +21,8 @@ from asyncrl.trainer.checkpoint.format import files as checkpoint_files
 from asyncrl.trainer.checkpoint.format.manifest import read_manifest, write_manifest
 from asyncrl.trainer.learner import Learner
 
+pytestmark = pytest.mark.usefixtures("_checked_once")
+
 INDEX = "state/index.json"
 GroupOf = Callable[..., list[Trajectory]]
 ModelPath = Callable[[str], str]

@@ -36,6 +36,8 @@ from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.trainer.learner import Learner
 from asyncrl.wire.weights.fingerprint import fingerprint
 
+pytestmark = pytest.mark.usefixtures("_checked_once")
+
 ModelPath = Callable[[str], str]
 
 

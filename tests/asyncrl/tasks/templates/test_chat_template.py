@@ -22,7 +22,8 @@ from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.prompts import PromptEncoder, Question
 from asyncrl.tasks.supervised import ProcessEnded
 from asyncrl.tasks.templates import chat_template
-from asyncrl.tasks.templates.chat_template import MAX_TEXT, ChatTemplate, Limits
+from asyncrl.tasks.templates.chat_template import ChatTemplate
+from asyncrl.tasks.templates.messages import MAX_TEXT, Limits
 from asyncrl.tasks.templates.worker import environment
 from asyncrl.user_code.process_tree import descendants
 
