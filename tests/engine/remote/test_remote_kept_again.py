@@ -144,13 +144,13 @@ def short_texts(served: Served) -> tuple[list[GenerateRequest], Any]:
 
 
 def long_texts(served: Served) -> tuple[list[GenerateRequest], Any]:
-    """350 kept tokens each, in three or four parts, more than there is KV space for."""
+    """300 kept tokens each, in three or four parts, more than there is KV space for."""
     served.install(served.old)
-    drawing = [ask(f"o{i}", max_tokens=350, seed=i, **TORCH_TOO) for i in range(SLOTS)]
+    drawing = [ask(f"o{i}", max_tokens=300, seed=i, **TORCH_TOO) for i in range(SLOTS)]
     kept = [kept_of(chunks) for chunks in served.call(collect_all(served.engine, drawing))]
     policy = near(served.old, 0.01)
     served.install(policy)
-    requests = again(kept, 1, max_tokens=352, **TORCH_TOO)
+    requests = again(kept, 1, max_tokens=302, **TORCH_TOO)
     return requests, policy
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -277,28 +278,29 @@ def test_a_start_that_takes_too_long(
         runner.run(engine.start())
 
 
-_GENERATOR = """
-import asyncio, sys
-from pathlib import Path
-sys.path[:0] = {paths!r}
-import test_sglang_client as tests
-from asyncrl.engine.sglang.client import process
-process.MODULE = "fake_sglang"
-async def main():
-    engine = tests.engine_of({model!r})
-    await engine.start()
-    print(tests.rank_of(engine), engine._process._folder.path, flush=True)
-    await asyncio.sleep(1000)
-asyncio.run(main())
-"""
+def _generate(model: str, told: Connection) -> None:
+    """Be a generator until it is killed; tell its worker's rank and its folder."""
+
+    async def serve() -> None:
+        engine = engine_of(model)
+        await engine.start()
+        assert engine._process._folder is not None
+        told.send((rank_of(engine), engine._process._folder.path))
+        await asyncio.sleep(1000)
+
+    asyncio.run(serve())
 
 
 def test_nothing_outlives_a_killed_generator(tiny_qwen3: str) -> None:
-    here = [str(Path(__file__).parent), str(Path(fake_sglang.__file__).parent)]
-    code = _GENERATOR.format(paths=here, model=tiny_qwen3)
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as generator:
-        assert generator.stdout is not None
-        rank, folder = generator.stdout.readline().decode().split()
-        generator.send_signal(signal.SIGKILL)
-    until(lambda: gone(int(rank)))
-    until(lambda: not Path(folder).exists())
+    forking = multiprocessing.get_context("fork")
+    told, tells = forking.Pipe(duplex=False)
+    generator = forking.Process(target=_generate, args=(tiny_qwen3, tells))
+    generator.start()
+    try:
+        assert told.poll(SECONDS)
+        rank, folder = told.recv()
+    finally:
+        generator.kill()
+        generator.join()
+    until(lambda: gone(rank))
+    until(lambda: not folder.exists())
