@@ -67,6 +67,7 @@ CHILDREN = {"asyncrl.child", "asyncrl.launch.ray.driver", "benchmarks.paced.chil
 """Modules, and texts for `-c`, of the processes that those fork."""
 _IMPORTED = (
     "asyncrl.cli",
+    "asyncrl.engine.torch.engine",
     "asyncrl.generator.setup",
     "asyncrl.trainer_process.setup",
     "asyncrl.controller.execute",
@@ -136,13 +137,13 @@ class Popen(subprocess.Popen[Any]):
 
 
 def shell_command() -> str:
-    """A program that shells find as `asyncrl`: what is `FORKED` is, unless it may use a GPU."""
+    """A program that shells find as `asyncrl`: forked, unless it may use a GPU."""
     import torch
 
     python = shlex.quote(sys.executable)
     client = f"{python} -I -S {shlex.quote(forking_server.__file__)} {_server()[0]} asyncrl"
-    forked = "" if torch.cuda.is_available() else f'case $1 in run|agent) exec {client} "$@";; esac'
-    return f'#!/bin/bash\n{forked}\nexec {python} -m asyncrl "$@"\n'
+    program = f"{python} -m asyncrl" if torch.cuda.is_available() else client
+    return f'#!/bin/bash\nexec {program} "$@"\n'
 
 
 @contextlib.contextmanager
@@ -187,11 +188,25 @@ def _server() -> tuple[str, int]:
 
 
 def _serve(listener: socket.socket) -> None:
+    gc.disable()
     for name in _IMPORTED:
         import_module(name)
-    gc.collect()
+    _load_kernels()
+    conversions: Any = import_module("transformers.conversion_mapping")
+    conversions.get_checkpoint_conversion_mapping("")  # makes that of every model
     gc.freeze()
+    gc.enable()
     serve(listener, _become_controller)  # when it ends, the kernel ends the controllers
+
+
+def _load_kernels() -> None:
+    """Load what numba keeps of ours: a process would start its compiler for that, for 0.7 s."""
+    from numba.core.dispatcher import Dispatcher
+
+    for one in gc.get_objects():
+        if isinstance(one, Dispatcher) and hasattr(one._cache, "_cache_file"):
+            for signature, *_ in one._cache._cache_file._load_index():
+                one.compile(signature)
 
 
 def _become_controller(request: bytes, fds: Sequence[int]) -> NoReturn:
