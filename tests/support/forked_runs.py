@@ -250,7 +250,7 @@ def become(
         _show(["python", "-m", *words], [f"{name}={value}" for name, value in variables.items()])
         if words[0] in TEXTS:
             sys.argv[0] = "-c"
-            exec(words[0], {"__name__": "__main__"})
+            exec(words[0], {"__name__": "__main__"})  # noqa: S102 - of `TEXTS`
         else:
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         code = 0
