@@ -9,6 +9,7 @@ commands, a run's reward workers and its web page among them, are started as eve
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import ctypes
@@ -36,6 +37,7 @@ from unittest import mock
 import forking_server
 from forking_server import Forked, serve, start
 
+from asyncrl.launch.ray.actor import _AGENT
 from asyncrl.user_code.process_tree import end_process
 
 CONTROLLERS = {
@@ -57,14 +59,18 @@ PARTS = {
     "forked_states",
     "measured_memory",
     "ranked_learner",
+    "ray_nodes",
     "sharded_learner",
 }
-FORKED = CONTROLLERS | PARTS
+TRIALS = {"asyncrl.startup.loading_trial", "asyncrl.trainer_process.custom_algorithm"}
+FORKED = CONTROLLERS | PARTS | TRIALS
 """How the commands begin that the server forks."""
-CHILDREN = {"asyncrl.child", "benchmarks.paced.child"}
-"""Modules of the processes that those fork."""
+TEXTS = {_AGENT}
+CHILDREN = {"asyncrl.child", "asyncrl.launch.ray.driver", "benchmarks.paced.child"} | TRIALS | TEXTS
+"""Modules, and texts for `-c`, of the processes that those fork."""
 _IMPORTED = (
     "asyncrl.cli",
+    "asyncrl.engine.torch.engine",
     "asyncrl.generator.setup",
     "asyncrl.trainer_process.setup",
     "asyncrl.controller.execute",
@@ -79,10 +85,13 @@ _FIRST_OF_MEMORY = 47
 """The field of /proc/PID/stat with the address of the command line, counted from 0."""
 
 
-def _module_of(command: object) -> list[str]:
-    """A module and its arguments, if this interpreter is to run one; else nothing."""
-    if isinstance(command, list) and command[:1] == [sys.executable] and "-m" in command[1:3]:
-        return list(map(os.fsdecode, command[command.index("-m") + 1 :]))
+def _words_of(command: object) -> list[str]:
+    """A module or a text and its arguments, if this interpreter is to run one; else nothing."""
+    if not isinstance(command, (list, tuple)) or command[0] != sys.executable:
+        return []
+    for place in (1, 2):
+        if command[place : place + 1] in (["-m"], ["-c"], ("-m",), ("-c",)):
+            return list(map(os.fsdecode, command[place + 1 :]))
     return []
 
 
@@ -92,7 +101,7 @@ class Popen(subprocess.Popen[Any]):
     _forked: Forked | None = None
 
     def _execute_child(self, args: object, *given: Any) -> None:
-        words = _module_of(args)
+        words = _words_of(args)
         if FORKED.isdisjoint({words[0], " ".join(words[:2])} if words else ()):
             super()._execute_child(args, *given)  # type: ignore[misc]
             return
@@ -133,13 +142,13 @@ class Popen(subprocess.Popen[Any]):
 
 
 def shell_command() -> str:
-    """A program that shells find as `asyncrl`: what is `FORKED` is, unless it may use a GPU."""
+    """A program that shells find as `asyncrl`: forked, unless it may use a GPU."""
     import torch
 
     python = shlex.quote(sys.executable)
     client = f"{python} -I -S {shlex.quote(forking_server.__file__)} {_server()[0]} asyncrl"
-    forked = "" if torch.cuda.is_available() else f'case $1 in run|agent) exec {client} "$@";; esac'
-    return f'#!/bin/bash\n{forked}\nexec {python} -m asyncrl "$@"\n'
+    program = f"{python} -m asyncrl" if torch.cuda.is_available() else client
+    return f'#!/bin/bash\nexec {program} "$@"\n'
 
 
 @contextlib.contextmanager
@@ -156,18 +165,18 @@ class _ChildPopen(subprocess.Popen[Any]):
     """In a controller: its children are forked from itself."""
 
     def _execute_child(self, args: object, *given: Any) -> None:
-        words = _module_of(args)
+        words = _words_of(args)
         if not words or words[0] not in CHILDREN:
             super()._execute_child(args, *given)  # type: ignore[misc]
             return
-        assert given[-2], "a child leads a session"
-        pipes = given[9:15]
+        pipes, leads = given[9:15], given[-2]
         read, _, _, out, _, error = pipes
         fds = [own if one == -1 else one for own, one in enumerate((read, out, error))]
         self.pid = os.fork()
         if self.pid == 0:
-            os.setsid()
-            _become(words, os.fspath(given[4] or "."), given[5] or os.environ, fds)
+            if leads:
+                os.setsid()
+            become(words, os.fspath(given[4] or "."), given[5] or os.environ, fds)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -184,29 +193,47 @@ def _server() -> tuple[str, int]:
 
 
 def _serve(listener: socket.socket) -> None:
+    gc.disable()
     for name in _IMPORTED:
         import_module(name)
-    gc.collect()
+    _load_kernels()
+    conversions: Any = import_module("transformers.conversion_mapping")
+    conversions.get_checkpoint_conversion_mapping("")  # makes that of every model
     gc.freeze()
+    gc.enable()
     serve(listener, _become_controller)  # when it ends, the kernel ends the controllers
+
+
+def _load_kernels() -> None:
+    """Load what numba keeps of ours: a process would start its compiler for that, for 0.7 s."""
+    from numba.core.dispatcher import Dispatcher
+
+    for one in gc.get_objects():
+        if isinstance(one, Dispatcher) and hasattr(one._cache, "_cache_file"):
+            for signature, *_ in one._cache._cache_file._load_index():
+                one.compile(signature)
 
 
 def _become_controller(request: bytes, fds: Sequence[int]) -> NoReturn:
     words, folder, variables, leads, takes_terminal = json.loads(request)
-    subprocess.Popen = _ChildPopen  # type: ignore[misc]
     if leads:
         os.setsid()
     if takes_terminal:
         fcntl.ioctl(fds[0], termios.TIOCSCTTY, 0)
-    _become(words, folder, variables, fds)
+    become(words, folder, variables, fds)
 
 
-def _become(
+def become(
     words: Sequence[str], folder: str, variables: Mapping[str, str], fds: Sequence[int]
 ) -> NoReturn:
-    """Have this forked process be `python -m WORDS`, as far as it and others can tell."""
+    """Have this forked process be `python -m WORDS`, as far as it and others can tell.
+
+    Or `python -c WORDS`. Its own children are forked from it.
+    """
     code = 1
     try:
+        subprocess.Popen = _ChildPopen  # type: ignore[misc]
+        asyncio.set_event_loop_policy(None)  # a Ray worker's has uvloop
         gc.freeze()  # what the parent has thrown away would close this process's files
         signal.set_wakeup_fd(-1)
         for ends in (signal.SIGTERM, signal.SIGALRM, signal.SIGHUP):
@@ -226,7 +253,11 @@ def _become(
         os.environ.update(variables)
         sys.argv = list(words)
         _show(["python", "-m", *words], [f"{name}={value}" for name, value in variables.items()])
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        if words[0] in TEXTS:
+            sys.argv[0] = "-c"
+            exec(words[0], {"__name__": "__main__"})  # noqa: S102 - of `TEXTS`
+        else:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

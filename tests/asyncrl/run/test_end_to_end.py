@@ -44,7 +44,7 @@ from asyncrl.monitoring.dashboards.panels import ROWS
 from asyncrl.monitoring.metrics.discovery import targets_file
 from asyncrl.monitoring.records.group_account import read_account
 from asyncrl.monitoring.records.metrics_log import read_evaluations
-from asyncrl.monitoring.records.trained_samples import read_trained_samples
+from asyncrl.monitoring.records.trained_samples import TrainedSample, read_trained_samples
 from asyncrl.runs.directory import RunDirectory, read_state
 from asyncrl.tasks.builtin.warm_start_recipe import AGENT_RECIPE
 
@@ -101,6 +101,13 @@ def test_two_ranks_one_of_which_is_killed_train_each_group_once_and_ctrl_c_twice
     said = "started trainer.1 and trainer-1.1 in place of trainer and trainer-1, from"
     assert said in terminal.text
     command_line.phase("Ctrl-C is pressed twice while a rank does not answer")
+    trained, folder = command_line.steps(), command_line.folder / "samples"
+
+    def samples() -> list[TrainedSample]:
+        """The trainer is a step ahead of the controller's records, and its files behind both."""
+        return [one for one in read_trained_samples(folder) if one.step < trained]
+
+    until(lambda: len(samples()) == 16 * trained, seconds=60, what="all samples of these steps")
     state = json.loads((command_line.folder / "run.json").read_text())
     (first,) = [pid for pid in command_line.children("trainer") if _rank(pid) == 0]
     os.kill(first, signal.SIGSTOP)
@@ -119,17 +126,12 @@ def test_two_ranks_one_of_which_is_killed_train_each_group_once_and_ctrl_c_twice
     account = read_account(command_line.folder)
     assert account.is_exact
     assert account.trained == 4 * len(steps)
-    # The trainer may be a step ahead of the controller's records.
-    folder = command_line.folder / "samples"
-    samples = [one for one in read_trained_samples(folder) if one.step < len(steps)]
-    logged = [(one.step, one.group) for one in samples]
-    size = logged.count(logged[0])
-    expected = [(at // 4, at) for at in range(4 * len(steps)) for _ in range(size)]
-    assert sorted(logged) == expected
+    logged = sorted((one.step, one.group) for one in samples())
+    assert logged == [(at // 4, at) for at in range(4 * trained) for _ in range(4)]
     texts = [file.read_text() for file in folder.glob("*-rank-1.jsonl")]
     of_second = "".join(texts).splitlines()
-    assert 0 < len(of_second) < len(samples), "both ranks had groups"
-    ended = [one for one in samples if "e" in one.response]
+    assert 0 < len(of_second) < len(samples()), "both ranks had groups"
+    ended = [one for one in samples() if "e" in one.response]
     assert ended, "no response has the stop string"
     assert all(one.response.index("e") == len(one.response) - 1 for one in ended)
     assert {one.finish_reason for one in ended} == {"stop"}
@@ -307,25 +309,25 @@ def test_on_vllm_and_sglang_what_is_generated_ahead_is_verified_and_exact(
 ) -> None:
     """Each has a quarter of a step's samples in its few slots at a time; the model is tied.
 
-    Both also have held-out samples of steps 3 and 6 while they train.
+    Both also have held-out samples of steps 2 and 4 while they train.
     """
     command_line.phase("it trains on both engines")
     process = command_line.start(
         engine__kinds="[vllm, sglang]", engine__sglang__python=sglang_python(),
-        launcher__generators=2, run__steps=8, model__path=tied(command_line.model, tmp_path),
+        launcher__generators=2, run__steps=5, model__path=tied(command_line.model, tmp_path),
         engine__slots=4, trainer__learning_rate=3e-3, sampling__max_tokens=40,
         scheduler__on_update="verify", scheduler__max_off_policy_steps=0,
-        evaluation__every=3, evaluation__samples=4, evaluation__hold_seconds=1000,
+        evaluation__every=2, evaluation__samples=4, evaluation__hold_seconds=1000,
     )  # fmt: skip
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     command_line.phase("what was evaluated and trained")
     every_evaluation_has_a_result_or_a_reason(command_line, output)
     result = command_line.result()
-    assert (result.engine, result.steps) == ("vllm+sglang", 8)
+    assert (result.engine, result.steps) == ("vllm+sglang", 5)
     assert result.exactly_on_policy
     steps = command_line.metrics()
-    assert [step.staleness.max for step in steps] == [0] * 8
+    assert [step.staleness.max for step in steps] == [0] * 5
     assert worst_mismatch(steps) < 1e-3, "it does not follow the trainer's policy"
     assert steps[-1].tokens.verified > 0, "nothing was generated ahead"
     assert steps[-1].tokens.rejected > 0, "the policy hardly moved, so nothing was rejected"
@@ -333,7 +335,7 @@ def test_on_vllm_and_sglang_what_is_generated_ahead_is_verified_and_exact(
         *_, last = (command_line.folder / "engine" / f"{name}.jsonl").read_bytes().splitlines()
         engine = json.loads(last)["engine"]
         assert engine["tokens"]["generated"] > 0, name
-        assert engine["policy_version"] >= 7, "the line may be of before the last installation"
+        assert engine["policy_version"] >= 4, "the line may be of before the last installation"
         assert "Traceback" not in (command_line.folder / "logs" / f"{name}.log").read_text()
 
 
@@ -344,8 +346,8 @@ def every_evaluation_has_a_result_or_a_reason(command_line: CommandLine, output:
     records = read_evaluations(command_line.folder / "evaluations.jsonl")
     during = [one for one in records if one.when == "during"]
     told = [*map(int, without), *(one.step for one in during)]
-    assert 3 in told, said
-    assert set(told) <= {3, 6}
+    assert 2 in told, said
+    assert set(told) <= {2, 4}
     assert len(told) == len(set(told)), said
     assert {one.sets["held_out"].samples for one in during} <= {16}
     assert "which is a defect" not in said

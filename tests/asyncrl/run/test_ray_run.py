@@ -17,12 +17,13 @@ from asyncrl_runs import UNHURRIED, CommandLine, call_here, until, worst_mismatc
 from ray_nodes import RayNodes, ray_nodes
 
 from asyncrl.launch.identity import status_of
+from asyncrl.launch.ray.actor import NODE_VARIABLE
 from asyncrl.monitoring.metrics.discovery import targets_file
 from asyncrl.monitoring.records.group_account import read_account
 from asyncrl.wire.records.step import is_on_policy
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("_forked_runs")]
 
 RELAYS = ("relay-0", "relay-1", "relay-2")
 PATIENCE = 400
@@ -186,7 +187,14 @@ def worker_of(process: int) -> int:
 
 
 def each_process_is_on_a_node_of_its_own(processes: list[int]) -> None:
-    assert len({parent_of(worker_of(pid)) for pid in processes}) == len(processes)
+    """By what Ray has told the agents."""
+    nodes = [
+        one
+        for pid in processes
+        for one in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if one.startswith(NODE_VARIABLE.encode())
+    ]
+    assert len(nodes) == len(set(nodes)) == len(processes)
 
 
 def every_relay_has_passed_frames_and_fetched(
