@@ -12,6 +12,7 @@ from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM

@@ -115,7 +115,7 @@ def in_a_fork(look: Callable[[], T]) -> T:
 
 
 def _look(pickled: bytes, writer: Connection) -> None:
-    from vllm.plugins import load_general_plugins
+    from asyncrl.engine.vllm.client.api import load_general_plugins
 
     load_general_plugins()  # as that interpreter does
     writer.send(pickle.loads(pickled)())  # noqa: S301 - this process's own
