@@ -11,8 +11,9 @@ every process that vLLM starts, before the replacements are registered.
 """
 
 import logging
-import warnings
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ import torch
 _LOG = logging.getLogger("vllm.asyncrl.cpu_sampling")
 _NAME = "_expand_kernel_impl"
 _UNWRITTEN = -7.0
-_OLD_NAME = ".*torch.distributed.reduce_op.*"
 
 Expand = Callable[..., None]
 
@@ -34,7 +34,7 @@ def apply_if_affected() -> None:
     from vllm.utils import cpu_triton_utils
 
     current_platform.import_kernels()
-    _tolerate_foreign_handles()
+    _look_only_at_vllm()
     if writes_its_output(getattr(cpu_triton_utils, _NAME, None)):
         return
     setattr(cpu_triton_utils, _NAME, expand)
@@ -43,19 +43,22 @@ def apply_if_affected() -> None:
     )
 
 
-def _tolerate_foreign_handles() -> None:
-    """Keep vLLM's search for kernels from failing on numba: llvmlite's `vars` is not a dict."""
+class _Vllm:
+    """Stands for `sys` where vLLM looks for references to kernels that it replaces.
+
+    Among all modules it would find llvmlite's handles, on which it fails, and names of torch that
+    warn; and it would take half a second in each process.
+    """
+
+    @property
+    def modules(self) -> dict[str, ModuleType]:
+        return {name: one for name, one in sys.modules.items() if name.partition(".")[0] == "vllm"}
+
+
+def _look_only_at_vllm() -> None:
     from vllm.triton_utils import dispatcher
 
-    # During that vLLM touches a deprecated name of torch, which warns.
-    warnings.filterwarnings("ignore", message=_OLD_NAME, category=FutureWarning)
-
-    def vars_or_nothing(value: object) -> Mapping[str, Any]:
-        found: Any = vars(value)
-        return found if isinstance(found, Mapping) else {}
-
-    # Shadows the builtin in that module; setattr, because the module has no such name yet.
-    setattr(dispatcher, "vars", vars_or_nothing)  # noqa: B010
+    setattr(dispatcher, "sys", _Vllm())  # noqa: B010 - no type of a module
 
 
 def writes_its_output(impl: Expand | None) -> bool:

@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import forking_server
-from forking_server import Forked, serve, start
+from forking_server import Forked, load_kernels, serve, start
 
 from asyncrl.launch.ray.actor import _AGENT
 from asyncrl.user_code.process_tree import end_process
@@ -196,22 +196,12 @@ def _serve(listener: socket.socket) -> None:
     gc.disable()
     for name in _IMPORTED:
         import_module(name)
-    _load_kernels()
+    load_kernels()
     conversions: Any = import_module("transformers.conversion_mapping")
     conversions.get_checkpoint_conversion_mapping("")  # makes that of every model
     gc.freeze()
     gc.enable()
     serve(listener, _become_controller)  # when it ends, the kernel ends the controllers
-
-
-def _load_kernels() -> None:
-    """Load what numba keeps of ours: a process would start its compiler for that, for 0.7 s."""
-    from numba.core.dispatcher import Dispatcher
-
-    for one in gc.get_objects():
-        if isinstance(one, Dispatcher) and hasattr(one._cache, "_cache_file"):
-            for signature, *_ in one._cache._cache_file._load_index():
-                one.compile(signature)
 
 
 def _become_controller(request: bytes, fds: Sequence[int]) -> NoReturn:

@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from forking_server import Forked, serve, start
+from forking_server import Forked, load_kernels, serve, start
 
 from asyncrl.engine.sglang.worker.plugin import CPU_VARIABLES, MARK_VARIABLE
 
@@ -105,7 +105,9 @@ def _serve(listener: socket.socket) -> None:
     if not torch.cuda.is_available():
         os.environ.update(CPU_VARIABLES)
         import_module("asyncrl.engine.sglang.worker.start")
+        import_module("sglang.srt.models.registry")  # imports all models
         import_module("sglang_faults")
+        load_kernels()
     gc.freeze()
     for pid in serve(listener, functools.partial(_become, listener)):
         os.killpg(pid, signal.SIGKILL)

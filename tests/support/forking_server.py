@@ -6,6 +6,7 @@ process id and later its status (as `os.waitpid` gives it) the other.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import selectors
@@ -127,6 +128,16 @@ def _fork(client: socket.socket, become: Callable[[bytes, list[int]], NoReturn])
     for file in files:
         os.close(file)
     return pid
+
+
+def load_kernels() -> None:
+    """Load what numba keeps of ours: a process would start its compiler for that, for 0.7 s."""
+    from numba.core.dispatcher import Dispatcher
+
+    for one in gc.get_objects():
+        if isinstance(one, Dispatcher) and hasattr(one._cache, "_cache_file"):
+            for signature, *_ in one._cache._cache_file._load_index():
+                one.compile(signature)
 
 
 if __name__ == "__main__":
