@@ -233,6 +233,7 @@ def _become_controller(ray_python: str, request: bytes, fds: Sequence[int]) -> N
         _go_to(int(machine))
     if words[0].endswith("/default_worker.py"):
         words[0] = _RAY_WORKER
+        os.setpgid(0, 0)  # Ray kills a worker's group
     if words[0] in _RAY:
         sys.executable = ray_python
     become(words, folder, variables, fds)

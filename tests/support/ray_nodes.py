@@ -36,7 +36,7 @@ class RayNodes:
 
 @contextlib.contextmanager
 def ray_nodes(cpus: Sequence[int]) -> Iterator[RayNodes]:
-    """A head without CPUs, and a node for each number of CPUs."""
+    """A node for each number of CPUs; the first is the head's."""
     environment = os.environ | {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -76,13 +76,12 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     small = {"object_store_memory": 80 << 20, "include_log_monitor": False}
-    head = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True}
+    first, *others = map(int, sys.argv[1:])
+    head = {"num_cpus": first, "include_dashboard": False, "no_monitor": True}
     cluster = Cluster(initialize_head=True, head_node_args=head | small)
-    nodes = [
-        cluster.add_node(num_cpus=number, wait=False, **small) for number in map(int, sys.argv[1:])
-    ]
+    for number in others:
+        cluster.add_node(num_cpus=number, wait=False, **small)
     cluster.wait_for_nodes(timeout=START_SECONDS)
-    assert len(nodes) == len(sys.argv) - 1
     gcs = cluster.head_node.all_processes["gcs_server"][0].process.pid
     print(cluster.address, gcs, file=output, flush=True)
     sys.stdin.read()
