@@ -90,7 +90,7 @@ class Machine:
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         assert self._holder.stdout is not None
         if self._holder.stdout.readline() != b"ready\n":
@@ -146,28 +146,34 @@ class Machine:
 
             def enter() -> None:
                 for kind in ("net", "uts", "mnt"):
-                    _enter(namespaces[kind].fileno(), kind)
+                    enter_namespace(namespaces[kind].fileno(), kind)
                 os.chdir(folder)  # entering other mounts leads to their root
-                _die_with_parent()
+                die_with_parent()
 
-            _enter(namespaces["pid"].fileno(), "pid")  # holds for processes started from now on
+            enter_namespace(
+                namespaces["pid"].fileno(), "pid"
+            )  # holds for processes started from now on
             try:
                 return subprocess.Popen(
                     list(command),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=_environment() | self.variables | dict(variables or {}),
+                    env=self.environment(variables),
                     preexec_fn=enter,
                 )
             finally:
-                _enter(own.fileno(), "pid")
+                enter_namespace(own.fileno(), "pid")
+
+    def environment(self, variables: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Of its processes."""
+        return _environment() | self.variables | dict(variables or {})
 
     def enter(self) -> None:
         """Have this process be on its network, under its name, with the files that it had."""
         for kind in ("net", "uts"):
             with Path(f"/proc/{self.first}/ns/{kind}").open("rb") as namespace:
-                _enter(namespace.fileno(), kind)
+                enter_namespace(namespace.fileno(), kind)
 
     def run(self, command: Sequence[str], seconds: float = _SECONDS) -> str:
         """Run a command on it to its end; its output. Raises CalledProcessError, TimeoutExpired."""
@@ -290,12 +296,14 @@ def _inside(first: int, command: str) -> None:
     )
 
 
-def _enter(descriptor: int, kind: str) -> None:
+def enter_namespace(descriptor: int, kind: str) -> None:
+    """Enter the pid, net, uts or mnt namespace of an open file of /proc/PID/ns."""
     if _libc.setns(descriptor, _KINDS[kind]):
         raise OSError(ctypes.get_errno(), f"setns {kind}")
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Be killed when the thread that has started this process ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 

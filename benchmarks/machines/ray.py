@@ -30,6 +30,8 @@ _QUIET = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_BACKEND_LOG_LEVEL": "error",
     "RAY_NUM_REDIS_GET_RETRIES": "300",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
     "RAY_worker_niceness": "0",  # 15 otherwise, also for what a worker starts
     "PYTHONWARNINGS": "ignore",
 }
@@ -58,14 +60,20 @@ class RayMachines:
         machine = self.machines[name]
         if name in self._starting:
             self._starting[name].wait(_END_SECONDS)
-        place = ["--head", f"--port={_PORT}", "--include-dashboard=false"]
+        place = ["--head", f"--port={_PORT}", "--include-dashboard=false", "--no-monitor"]
         if name != self.head:
             place = [f"--address={self.address}"]
         with (self.folder / name / "start.log").open("wb") as log:
             self._starting[name] = machine.start(
                 [
                     *(str(self._interpreter()), "-m", "ray.scripts.scripts"),
-                    *("start", "--block", "--disable-usage-stats", *place),
+                    *(
+                        "start",
+                        "--block",
+                        "--disable-usage-stats",
+                        "--include-log-monitor=false",
+                        *place,
+                    ),
                     f"--node-ip-address={machine.address}",
                     f"--num-cpus={self.cpus[name]}",
                     f"--resources={json.dumps({name: 1000, 'each': 1})}",

@@ -39,6 +39,7 @@ from forking_server import Forked, load_kernels, serve, start
 
 from asyncrl.launch.ray.actor import _AGENT
 from asyncrl.user_code.process_tree import end_process
+from benchmarks.machines.namespaces import die_with_parent, enter_namespace
 
 CONTROLLERS = {
     "asyncrl run",
@@ -59,6 +60,7 @@ PARTS = {
     "forked_states",
     "measured_memory",
     "ranked_learner",
+    "ray.scripts.scripts",
     "ray_nodes",
     "sharded_learner",
 }
@@ -78,7 +80,13 @@ _IMPORTED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
 )
+MACHINE = "FORKED_ON_MACHINE"
+"""Environment variable: the first process of the machine, made of namespaces, to be on."""
+_RAY = {"ray.scripts.scripts", "ray_nodes"}
+"""Modules that start nodes of Ray; what they take for the interpreter has workers forked."""
+_RAY_WORKER = "ray._private.workers.default_worker"
 _ROOT = Path(__file__).parents[2]
+_PYTHON = shlex.quote(sys.executable)
 _ROOM = 1 << 15
 """Bytes for a command line, and for an environment."""
 _FIRST_OF_MEMORY = 47
@@ -114,7 +122,7 @@ class Popen(subprocess.Popen[Any]):
         words = [own.sub(str(server), word) for word in words]
         passed = {str(fd): str(place) for place, fd in enumerate(given[3], len(fds))}
         words, fds = [passed.get(word, word) for word in words], [*fds, *given[3]]
-        leads, folder = given[-2], os.fspath(given[4] or ".")
+        leads, folder = given[-2], os.fspath(given[4] or os.getcwd())
         takes_terminal = given[1] is not None  # nothing else is done before
         request = json.dumps([words, folder, dict(given[5] or os.environ), leads, takes_terminal])
         self._forked = Forked(address, request.encode(errors="surrogateescape"), fds)
@@ -145,10 +153,12 @@ def shell_command() -> str:
     """A program that shells find as `asyncrl`: forked, unless it may use a GPU."""
     import torch
 
-    python = shlex.quote(sys.executable)
-    client = f"{python} -I -S {shlex.quote(forking_server.__file__)} {_server()[0]} asyncrl"
-    program = f"{python} -m asyncrl" if torch.cuda.is_available() else client
-    return f'#!/bin/bash\nexec {program} "$@"\n'
+    program = f"{_PYTHON} -m" if torch.cuda.is_available() else _client(_server()[0])
+    return f'#!/bin/bash\nexec {program} asyncrl "$@"\n'
+
+
+def _client(address: str) -> str:
+    return f"{_PYTHON} -I -S {shlex.quote(forking_server.__file__)} {address}"
 
 
 @contextlib.contextmanager
@@ -176,7 +186,7 @@ class _ChildPopen(subprocess.Popen[Any]):
         if self.pid == 0:
             if leads:
                 os.setsid()
-            become(words, os.fspath(given[4] or "."), given[5] or os.environ, fds)
+            become(words, os.fspath(given[4] or "."), dict(given[5] or os.environ), fds)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -194,6 +204,13 @@ def _server() -> tuple[str, int]:
 
 def _serve(listener: socket.socket) -> None:
     gc.disable()
+    address = listener.getsockname()
+    client = f'exec {_client(address)} "$@"'
+    program = Path(address).with_name("ray-python")
+    program.write_text(
+        f'#!/bin/sh\ncase "$1" in */default_worker.py) {client};; esac\nexec {_PYTHON} "$@"\n'
+    )
+    program.chmod(0o755)
     for name in _IMPORTED:
         import_module(name)
     load_kernels()
@@ -201,16 +218,48 @@ def _serve(listener: socket.socket) -> None:
     conversions.get_checkpoint_conversion_mapping("")  # makes that of every model
     gc.freeze()
     gc.enable()
-    serve(listener, _become_controller)  # when it ends, the kernel ends the controllers
+    serve(
+        listener, functools.partial(_become_controller, str(program))
+    )  # when it ends, the kernel ends the controllers
 
 
-def _become_controller(request: bytes, fds: Sequence[int]) -> NoReturn:
+def _become_controller(ray_python: str, request: bytes, fds: Sequence[int]) -> NoReturn:
     words, folder, variables, leads, takes_terminal = json.loads(request)
     if leads:
         os.setsid()
     if takes_terminal:
         fcntl.ioctl(fds[0], termios.TIOCSCTTY, 0)
+    if (machine := variables.get(MACHINE)) is not None:
+        _go_to(int(machine))
+    if words[0].endswith("/default_worker.py"):
+        words[0] = _RAY_WORKER
+        os.setpgid(0, 0)  # Ray kills a worker's group
+    if words[0] in _RAY:
+        sys.executable = ray_python
     become(words, folder, variables, fds)
+
+
+def _go_to(first: int) -> None:
+    """Go to a machine. A process stays here, passes signals on, and ends as the one there does."""
+    with contextlib.ExitStack() as files:
+        pid, *others = [
+            (files.enter_context(Path(f"/proc/{first}/ns/{kind}").open("rb")).fileno(), kind)
+            for kind in ("pid", "net", "uts", "mnt")
+        ]
+        enter_namespace(*pid)
+        if (there := os.fork()) == 0:
+            die_with_parent()
+            for one in others:
+                enter_namespace(*one)
+            return
+    os.closerange(0, os.sysconf("SC_OPEN_MAX"))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda one, _frame: os.kill(there, one))
+    code = os.waitstatus_to_exitcode(os.waitpid(there, 0)[1])
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def become(
@@ -243,6 +292,9 @@ def become(
         os.environ.update(variables)
         sys.argv = list(words)
         _show(["python", "-m", *words], [f"{name}={value}" for name, value in variables.items()])
+        if words[0] == _RAY_WORKER:
+            ray: Any = import_module("ray._raylet")  # it does not find where the command line is
+            ray.setproctitle = lambda title: _show([title])
         if words[0] in TEXTS:
             sys.argv[0] = "-c"
             exec(words[0], {"__name__": "__main__"})  # noqa: S102 - of `TEXTS`
@@ -258,11 +310,13 @@ def become(
     end_process(code)
 
 
-def _show(words: Sequence[str], variables: Sequence[str]) -> None:
-    """Write the command line and the environment to where /proc shows them from."""
+def _show(words: Sequence[str], variables: Sequence[str] | None = None) -> None:
+    """Write the command line, and the environment if given, to where /proc shows them from."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     places = list(map(int, fields[_FIRST_OF_MEMORY - 2 : _FIRST_OF_MEMORY + 2]))
     for begin, end, texts in zip(places[::2], places[1::2], (words, variables), strict=True):
+        if texts is None:
+            continue
         data = b"".join(os.fsencode(one) + b"\0" for one in texts)
         assert len(data) < end - begin, "no room for a command line or an environment"
         ctypes.memset(begin, 0, end - begin)

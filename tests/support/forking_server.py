@@ -6,6 +6,7 @@ process id and later its status (as `os.waitpid` gives it) the other.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -114,8 +115,8 @@ def serve(listener: socket.socket, become: Callable[[bytes, list[int]], NoReturn
                     pid, client = running.pop(key.fd)
                     selector.unregister(key.fd)
                     os.close(key.fd)
-                    with client:
-                        status = os.waitpid(pid, 0)[1]
+                    status = os.waitpid(pid, 0)[1]
+                    with client, contextlib.suppress(OSError):  # the client may have been killed
                         client.send(_NUMBER.pack(status), socket.MSG_NOSIGNAL)
 
 

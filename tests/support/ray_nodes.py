@@ -7,31 +7,19 @@ with ray_nodes([1, 1, 1]) as cluster:
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-import forking_server
-from forked_runs import become, forking
-from forking_server import serve
+from forked_runs import forking
 
 START_SECONDS = 150.0
 _SUPPORT = Path(__file__).parent
-_WORKER = "ray._private.workers.default_worker"
-_PYTHON = """#!/bin/sh
-case "$*" in */default_worker.py*) exec {python} -I -S {client} {address} "$@";; esac
-exec {python} "$@"
-"""
-"""What Ray takes for its interpreter: its workers are forked."""
 
 
 @dataclass
@@ -48,7 +36,7 @@ class RayNodes:
 
 @contextlib.contextmanager
 def ray_nodes(cpus: Sequence[int]) -> Iterator[RayNodes]:
-    """A head without CPUs, and a node for each number of CPUs."""
+    """A node for each number of CPUs; the first is the head's."""
     environment = os.environ | {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -81,45 +69,19 @@ def ray_nodes(cpus: Sequence[int]) -> Iterator[RayNodes]:
         process.wait()
 
 
-def forking_python(folder: Path) -> str:
-    """An interpreter for Ray, whose workers are forked from a copy of this process."""
-    python, address = folder / "python", str(folder / "socket")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
-        listener.listen()
-        if os.fork() == 0:
-            for pid in serve(listener, _become_worker):
-                os.kill(pid, signal.SIGKILL)
-            os._exit(0)
-    text = _PYTHON.format(python=sys.executable, client=forking_server.__file__, address=address)
-    python.write_text(text)
-    python.chmod(0o755)
-    return str(python)
-
-
-def _become_worker(request: bytes, files: Sequence[int]) -> NoReturn:
-    words, folder, variables, *_ = json.loads(request)
-    become([_WORKER, *words[1:]], folder, variables, files)
-
-
 def main() -> None:
     signal.alarm(2400)  # whatever happens to the tests
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    import torch
-
-    if not torch.cuda.is_available():  # before Ray is imported, which reads the environment then
-        sys.executable = forking_python(Path(tempfile.mkdtemp(prefix="ray-nodes-")))
     from ray.cluster_utils import Cluster
 
     small = {"object_store_memory": 80 << 20, "include_log_monitor": False}
-    head = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True}
+    first, *others = map(int, sys.argv[1:])
+    head = {"num_cpus": first, "include_dashboard": False, "no_monitor": True}
     cluster = Cluster(initialize_head=True, head_node_args=head | small)
-    nodes = [
-        cluster.add_node(num_cpus=number, wait=False, **small) for number in map(int, sys.argv[1:])
-    ]
+    for number in others:
+        cluster.add_node(num_cpus=number, wait=False, **small)
     cluster.wait_for_nodes(timeout=START_SECONDS)
-    assert len(nodes) == len(sys.argv) - 1
     gcs = cluster.head_node.all_processes["gcs_server"][0].process.pid
     print(cluster.address, gcs, file=output, flush=True)
     sys.stdin.read()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from asyncrl_runs import OWN, worst_mismatch
+from forked_machines import forking_on_machines
 
 from asyncrl.monitoring.metrics.discovery import targets_file
 from asyncrl.monitoring.records.group_account import read_account
@@ -87,7 +88,10 @@ def test_a_run_on_two_machines_survives_a_short_cut(tmp_path: Path, own_model: P
     runs = tmp_path / "runs"
     runs.mkdir()
     cpus = {"one": 1, "two": 1}
-    with ray_machines(cpus, tmp_path / "machines", hidden={"two": [runs]}) as cluster:
+    with (
+        forking_on_machines(),
+        ray_machines(cpus, tmp_path / "machines", hidden={"two": [runs]}) as cluster,
+    ):
         setup = Setup(OWN / "run.yaml", runs, (f"model.path={own_model}", *SETTINGS), 400)
         run = ClusterRun(setup, "run", STEPS, cluster=cluster, controller_machine="one")
         try:
@@ -95,6 +99,8 @@ def test_a_run_on_two_machines_survives_a_short_cut(tmp_path: Path, own_model: P
             run.until(lambda: len(run.records()) >= 2, "two steps")
             run.note_sockets()
             before = {one.name: one.machine.name for one in run.on()}
+            actors = [one.having("ray::AgentActor") for one in cluster.machines.values()]
+            assert list(map(len, actors)) == [1, 1]
             relays = {before.pop(name): name for name in ("relay-0", "relay-1")}
             assert before == {"trainer": "one", "generator-0": "two"}
             assert set(relays) == {"one", "two"}
