@@ -122,7 +122,7 @@ class Popen(subprocess.Popen[Any]):
         words = [own.sub(str(server), word) for word in words]
         passed = {str(fd): str(place) for place, fd in enumerate(given[3], len(fds))}
         words, fds = [passed.get(word, word) for word in words], [*fds, *given[3]]
-        leads, folder = given[-2], os.fspath(given[4] or os.getcwd())
+        leads, folder = given[-2], os.fspath(given[4] or Path.cwd())
         takes_terminal = given[1] is not None  # nothing else is done before
         request = json.dumps([words, folder, dict(given[5] or os.environ), leads, takes_terminal])
         self._forked = Forked(address, request.encode(errors="surrogateescape"), fds)
