@@ -61,9 +61,9 @@ test-busy: $(VENV)/.core ## make test beside two busy processes of the same prio
 test-peers: $(VENV)/.dev $(VENV)-peers/.ready ## our formulas and tables against the code of TRL and verl (20 s); `make test` runs it too
 	PYTHONPATH="$(abspath $(VENV)-peers)" $(PYTEST) -m peers tests/trainer/test_peers_losses.py tests/docs/test_settings.py
 
-check: lint types ## lint, types and the fast half of the tests, in two minutes
+check: lint types ## lint, types and the fast tests, in three minutes
 	$(COMPILED)
-	$(PYTEST) $(PARALLEL) -m "not slow and not vllm and not sglang and not ray and not library"
+	$(PYTEST) $(PARALLEL) --quick -m "not slow and not vllm and not sglang and not ray and not library"
 
 # import-linter does not follow links, which asyncrl/engine and so on are.
 lint: $(VENV)/.dev ## ruff and the import contract

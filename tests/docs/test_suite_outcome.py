@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import second_try
-from suite_outcome import id_of
+from suite_outcome import SLOW, id_of
 
 SUPPORT = Path(second_try.__file__).parent
 TESTS = """
@@ -79,6 +79,7 @@ def test_what_was_not_run_is_counted_by_reason_and_failures_are_written(
     (tests, worker, cpu) = outcome.pop("files").pop("test_some.py")
     assert tests == 6
     assert worker > 0 <= cpu
+    assert isinstance(outcome.pop("slow"), list)
     assert outcome == {
         "exit_status": 1,
         "failed": {
@@ -200,3 +201,9 @@ def test_a_failed_test_is_named_so_that_pytest_finds_it_again(
 ) -> None:
     report: Any = SimpleNamespace(nodeid=nodeid, **({"node": "gw0"} if distributed else {}))
     assert id_of(report) == name
+
+
+def test_what_check_leaves_out_is_there() -> None:
+    for line in SLOW.read_text().split():
+        file, *_, name = line.split("::")
+        assert name == "runTest" or f"def {name}(" in (SUPPORT.parents[1] / file).read_text(), line

@@ -1,13 +1,15 @@
 """The last lines of a run of the suite: minutes by kind of test, and what was not run or judged.
 
-A plugin of pytest (tests/conftest.py). `--outcome FILE` writes what `second_try` needs, and of each
-file its tests, seconds of a worker and seconds of CPU.
+A plugin of pytest (tests/conftest.py). `--outcome FILE` writes what `second_try` needs, of each
+file its tests, seconds of a worker and seconds of CPU, and which tests are slow. `--quick` leaves
+those of `SLOW` out, a list that `python tests/support/suite_outcome.py FILE` makes of an outcome.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Generator
@@ -20,12 +22,18 @@ _NOT_RUN = "not run"
 _NOT_JUDGED = "not judged"
 _KIND = "kind"
 _CPU = "cpu seconds"
+SLOW = Path(__file__).parents[1] / "slow_tests.txt"
+"""What `make check` has no time for: tests that took this long, all their cases together."""
+_SLOW_SECONDS = 0.15
+_WAITING = 0.25
+"""What a second of a worker counts beside one of CPU."""
 _BEFORE = pytest.StashKey[float]()
 _ENGINES = {"vllm": "real vLLM", "sglang": "real SGLang", "ray": "real Ray"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--outcome", type=Path, help="write the failed tests to this file (JSON)")
+    parser.addoption("--quick", action="store_true", help="leave out the tests of slow_tests.txt")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,6 +85,20 @@ def _cpu_seconds() -> float:
     return used.user + used.system + used.children_user + used.children_system
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist appends groups to names
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.quick:
+        slow = set(SLOW.read_text(encoding="utf-8").split())
+        left_out = [item for item in items if _function_of(item.nodeid) in slow]
+        items[:] = [item for item in items if _function_of(item.nodeid) not in slow]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _function_of(test: str) -> str:
+    """The name of a test without its case."""
+    return test.partition("[")[0].partition("@")[0]
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     item.user_properties.append((_KIND, kind_of(item)))
@@ -105,6 +127,8 @@ class _Outcome:
         """By kind: tests, minutes of a worker, minutes of CPU."""
         self._files = defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0])
         """The same of each file, in seconds."""
+        self._functions = Counter[str]()
+        """How slow each test is, all its cases together."""
         self._seconds = Counter[str]()
         self._began = time.monotonic()
 
@@ -125,6 +149,7 @@ class _Outcome:
                 total[0] += 1
                 total[1] += worker / unit
                 total[2] += cpu / unit
+            self._functions[_function_of(report.nodeid)] += max(cpu, worker * _WAITING)
             self._not_run.update(
                 str(why) for name, why in report.user_properties if name == _NOT_RUN
             )
@@ -144,7 +169,13 @@ class _Outcome:
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             files = dict(sorted(self._files.items(), key=lambda one: -one[1][2]))
-            outcome = {"exit_status": int(exitstatus), "failed": self._failed, "files": files}
+            slow = sorted(one for one, t in self._functions.items() if t >= _SLOW_SECONDS)
+            outcome = {
+                "exit_status": int(exitstatus),
+                "failed": self._failed,
+                "files": files,
+                "slow": slow,
+            }
             self._file.write_text(json.dumps(outcome, indent=1), encoding="utf-8")
 
     @pytest.hookimpl(trylast=True)
@@ -178,3 +209,7 @@ def _last_line(report: pytest.TestReport) -> str:
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     return text.removeprefix("Skipped: ").split("\n")[0]
+
+
+if __name__ == "__main__":
+    SLOW.write_text("\n".join(json.loads(Path(sys.argv[1]).read_text())["slow"]) + "\n")
