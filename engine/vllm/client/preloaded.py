@@ -7,7 +7,6 @@ from importlib import import_module
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
-from asyncrl.engine.remote.worker.drafting import warm_up
 from asyncrl.engine.vllm.client.fork_server import ForkContext
 from asyncrl.engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH
 
@@ -22,7 +21,7 @@ for _name in (
 ):
     with contextlib.suppress(ImportError):  # a core reports what is missing
         import_module(_name)
-warm_up()  # starts numba, once for all cores
+import_module("asyncrl.engine.remote.worker.drafting").warm_up()  # starts numba, once for all cores
 gc.freeze()
 gc.unfreeze = lambda: None  # vLLM would collect garbage among imported objects at a core's end
 gc.enable()
