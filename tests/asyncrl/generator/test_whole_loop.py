@@ -308,8 +308,8 @@ def test_a_cut_that_depends_on_the_tokens_after_it_is_detected(
 
     Such an engine reports nothing when weights are installed, right before samples are
     interrupted. Short steps of the trainer, and slow ones of the engine in few slots, let many
-    samples be in generation whenever new weights arrive. The bias is a ninth of a token: 7,000
-    samples show it below 1e-4, twice as many would below ALARM.
+    samples be in generation whenever new weights arrive. The bias is so small that some 3,000 to
+    6,000 cases show it below 1e-4.
     """
     name = "learning rate 0"
     short = {"group_size": 16, "groups_per_step": 3, "max_runahead_groups": 3}
@@ -330,4 +330,4 @@ def test_a_cut_that_depends_on_the_tokens_after_it_is_detected(
         return (verdict.p_value if verdict.tv < 0 else 1.0), total(parts, "cut")
 
     draw = partial(play, mode)
-    assert_caught(request.node, draw, judge, enough=5000, most=16, below=1e-4)
+    assert_caught(request.node, draw, judge, enough=11_000, most=24, below=1e-4)
