@@ -151,6 +151,19 @@ class Admission:
         self.bounds = sorted([*kept, bounds])
         self.verifies |= bounds.verifies
 
+    def forget_before(self, step: int) -> None:
+        """Drop bounds that ended before this step and differ from earlier ones in depth only.
+
+        A run that chooses its depth changes them for as long as it trains. Steps that a lost
+        trainer takes back have the depth of the bounds before.
+        """
+        kept: list[Bounds] = []
+        ends = [one.first_step for one in self.bounds[1:]]
+        for one, end in zip(self.bounds, [*ends, 1 << 62], strict=True):
+            if end > step or not kept or kept[-1][1:3] != one[1:3]:
+                kept.append(one)
+        self.bounds = kept
+
     @property
     def max_groups_in_flight(self) -> int:
         """Upper bound on the groups that are issued and not consumed."""

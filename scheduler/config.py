@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from asyncrl.scheduler.run_ahead import OWN
 from asyncrl.wire.transport.paths import WEEK_SECONDS
 
 OnUpdate = Literal["verify", "keep", "recompute"]
+RunAheadGroups = Annotated[int, Field(ge=0, le=10**7)]
+
+
+def _null_is_auto(value: object) -> object:
+    return "auto" if value is None else value
 
 
 class DynamicSamplingConfig(BaseModel):
@@ -52,10 +58,14 @@ class SchedulerConfig(BaseModel):
     """Allow new weights in the middle of a sample. If false, each sample has a single policy
     version: a generator first finishes its running samples, and waits for its longest answer."""
 
-    max_runahead_groups: int | None = Field(default=None, ge=1, le=10**7)
+    max_runahead_groups: Annotated[
+        RunAheadGroups | Literal["auto"], BeforeValidator(_null_is_auto)
+    ] = "auto"
     """Run-ahead, in groups (`on_update: verify` only): how many groups may be started before the
-    policy version that they need is published. null: two whole steps (2 * groups_per_step), so that
-    an answer may take as long as three steps before the trainer waits for it."""
+    policy version that they need is published. `auto`: the run measures which number of whole steps
+    trains most tokens a second. It begins without run-ahead where the trainer and a generator share
+    processors, and with two steps otherwise, so that an answer may take as long as three steps
+    before the trainer waits for it (docs/modes.md)."""
 
     runahead_kv_limit: float = Field(default=0.9, gt=0, le=1)
     """Limit of run-ahead, as a share of a generator's KV space: a generator that uses this share or
@@ -87,7 +97,7 @@ class SchedulerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _run_ahead_is_verified(self) -> SchedulerConfig:
-        if self.max_runahead_groups is not None and self.on_update != "verify":
+        if self.max_runahead_groups != "auto" and self.on_update != "verify":
             raise ValueError(
                 f"scheduler.max_runahead_groups: {self.max_runahead_groups} needs "
                 f"scheduler.on_update: verify, not {self.on_update}: run-ahead work is always "
@@ -114,12 +124,22 @@ class SchedulerConfig(BaseModel):
 
     @property
     def runahead_groups(self) -> int:
-        """Groups that may run ahead of their version: `max_runahead_groups` or its default."""
+        """Groups that may run ahead of their version; with `auto` before anything is measured."""
         if self.on_update != "verify":
             return 0
-        if self.max_runahead_groups is None:
-            return 2 * self.groups_per_step
+        if self.max_runahead_groups == "auto":
+            return OWN * self.groups_per_step
         return self.max_runahead_groups
+
+    @property
+    def chooses_run_ahead(self) -> bool:
+        """True if the run decides how far it runs ahead (`auto`)."""
+        return self.on_update == "verify" and self.max_runahead_groups == "auto"
+
+    def with_run_ahead(self, groups: int) -> SchedulerConfig:
+        """Return these settings with this many groups in place of `auto`."""
+        changed = {"max_runahead_groups": groups} if self.chooses_run_ahead else {}
+        return self.model_copy(update=changed)
 
     def in_flight_limit(self, slots: int) -> int:
         """Maximum number of unfinished samples of a generator with this many slots."""

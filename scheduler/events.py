@@ -164,7 +164,10 @@ class GeneratorRewound(Event, frozen=True, gc=False):
 
 
 class BoundsChanged(Event, frozen=True, gc=False):
-    """The user changed how far generation may run ahead, for steps of which nothing is begun."""
+    """How far generation may run ahead was changed, for steps of which nothing is begun.
+
+    By the user, or by the run itself (`asyncrl.scheduler.run_ahead`).
+    """
 
     configs: dict[int, SchedulerConfig]
     """Configurations by the first step that has each. Only `max_off_policy_steps`, `on_update` and

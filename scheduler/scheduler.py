@@ -437,6 +437,7 @@ class Scheduler:
             )
         for step, config in event.configs.items():
             state.admission.change(Bounds.of(config, step))
+        state.admission.forget_before(state.step)
         self._steps.open()
         self._work.place_waiting()
 

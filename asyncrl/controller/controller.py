@@ -65,6 +65,7 @@ from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.launch.agents.launcher import AgentsLauncher
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.scheduler import events
+from asyncrl.scheduler.run_ahead import RunAhead
 from asyncrl.steering.status_stream import status_reply, view_reply
 from asyncrl.tasks.prompts import Task
 from asyncrl.tasks.sample_requests import SampleRequests
@@ -113,6 +114,7 @@ class Controller:
         progress: Progress,
         traces: GroupTraces | None = None,
         agents: AgentsLauncher | None = None,
+        shares_processors: bool = False,
     ) -> None:
         self._config = config
         self._directory = directory
@@ -131,7 +133,9 @@ class Controller:
             config.evaluation, requests, fleet=fleet, waiter=waiter, during=during, results=results
         )
         self._moves = SampleHandover(config, path, requests, say, fleet.files)
-        training = Training(config, requests, fleet, progress, waiter, self._moves, traces)
+        per_step = config.scheduler.groups_per_step
+        ahead = RunAhead(shares_processors, per_step, progress.run_ahead_before)
+        training = Training(config, requests, fleet, progress, waiter, self._moves, ahead, traces)
         training.trained_steps = directory.resume_point.step
         self._training = training
         self._checkpoints = CheckpointRecord(path / "checkpoints", say)

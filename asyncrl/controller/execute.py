@@ -225,6 +225,7 @@ async def _run(
             progress=progress,
             traces=open_group_traces(config, state.trace_key, metrics, closing),
             agents=launching.agents,
+            shares_processors=launching.shares_processors,
         )
         launching.on_lost(partial(_tell, asyncio.get_running_loop(), controller, progress))
         user = asyncio.create_task(_serve_user(user_socket, controller))

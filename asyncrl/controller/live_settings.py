@@ -83,8 +83,8 @@ class LiveSettings:
         if key == "scheduler.on_update":
             if value == "verify":
                 self._refuse_late_verification()
-            elif before.scheduler.max_runahead_groups is not None:
-                changed["scheduler.max_runahead_groups"] = None  # has no meaning any more
+            elif before.scheduler.max_runahead_groups != "auto":
+                changed["scheduler.max_runahead_groups"] = "auto"  # has no meaning any more
         after = _with(before, changed)
         settings = self.config.run.changes
         changes = {at: dict(one) for at, one in settings.items()}

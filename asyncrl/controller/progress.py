@@ -36,6 +36,7 @@ from asyncrl.wire.records.step import (
     EnvironmentCounts,
     IdleShares,
     OnPolicySteps,
+    RunAheadChoice,
     RunResult,
     StepMetrics,
     TokenCounts,
@@ -72,6 +73,10 @@ class Progress:
         self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
         self._steps = StepTotals(earlier)
         self._scheduler: Scheduler | None = None
+        known = earlier[-1].run_ahead if earlier else None
+        self.run_ahead_before = -1 if known is None else known.steps
+        """Depth that was chosen before a resume, in steps; -1: none was."""
+        self.run_ahead: RunAheadChoice | None = None
         self._phase = "starting"
         self.evaluations: EvaluationResults | None = None
         self._fleet: Fleet | None = None
@@ -255,6 +260,7 @@ class Progress:
             times=times,
             rewards=self._reward_totals.named(message.reward_terms),
             reward_failures=self._reward_totals.counts.failed,
+            run_ahead=self.run_ahead,
             wrong_policy=wrong,
             **learned,
         )

@@ -18,14 +18,28 @@ from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.fleet.process_state import GeneratorWorker
 from asyncrl.scheduler import events
 from asyncrl.scheduler.commands import RunOutcome
+from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
+from asyncrl.scheduler.run_ahead import RunAhead
 from asyncrl.scheduler.scheduler import Scheduler
 from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.messages.from_generator import SampleFinished, SampleRewarded
 from asyncrl.wire.messages.from_trainer import StepFinished
 from asyncrl.wire.messages.to_generator import Rewind
+from asyncrl.wire.records.step import RunAheadChoice
 
 logger = logging.getLogger(__name__)
+
+_CHANGES_THE_PACE = (
+    events.GeneratorJoined,
+    events.GeneratorLost,
+    events.GeneratorLeaves,
+    events.TrainerJoined,
+    events.TrainerLost,
+    events.PauseRequested,
+    events.ResumeRequested,
+)
+"""Steps before and after these are not compared."""
 
 
 @dataclass(eq=False)
@@ -42,6 +56,7 @@ class Training:
     _progress: Progress
     _waiter: ConditionWait
     _moves: SampleHandover
+    _run_ahead: RunAhead
     _traces: GroupTraces | None = None
     trained_steps: int = field(default=0, init=False)
     """Optimizer steps of the whole run, including those before a resume."""
@@ -49,6 +64,8 @@ class Training:
     def __post_init__(self) -> None:
         self._config = ConfigByStep(self._whole)
         self._scheduler: Scheduler | None = None
+        self._step_ended: float | None = None
+        """Monotonic time at which the last step ended, if the next one is to be measured."""
         self._tells_of_trainers = False
         self._deciding = asyncio.Lock()
         self._reports = SampleReports()
@@ -125,16 +142,17 @@ class Training:
         await self._return_generators(first_step)
         config = self._config.whole
         self._scheduler = Scheduler(
-            config.scheduler,
+            config.scheduler.with_run_ahead(self._run_ahead.groups),
             first_step=first_step,
             total_steps=config.run.steps,
-            changes=self._config.scheduler_changes,
+            changes=self._changes_from(0, self._config),
             first_groups=self._progress.first_groups(first_step),
             group_key=self._requests.prompt_index,
             sessions=config.environment.total_sessions,
         )
         await self._fresh_reports()
         self._progress.training_begins(self._scheduler, first_step)
+        self._tell_run_ahead(first_step)
         self._tells_of_trainers = True
         if self._fleet.trainer.state == "ready":  # otherwise its replacement joins
             await self._trainer_joins()
@@ -220,6 +238,50 @@ class Training:
         settled = self._scheduler.state.ledger.first_group
         self._reports.forget_before(settled)
         await self._moves.forget_before(settled)
+        await self._choose_run_ahead(self._scheduler, report)
+
+    async def _choose_run_ahead(self, scheduler: Scheduler, report: StepFinished) -> None:
+        """Measure a step; change how far the run goes ahead from the next free step on."""
+        ended, self._step_ended = self._step_ended, time.monotonic()
+        ahead, config = self._run_ahead, self._config
+        self._tell_run_ahead(report.step + 1)
+        if ended is None or not config.at(report.step).scheduler.chooses_run_ahead:
+            return
+        groups, why = ahead.groups, ahead.why
+        ahead.on_step(
+            report.step,
+            seconds=self._step_ended - ended,
+            tokens=report.metrics.batch.tokens,
+            next_free=scheduler.state.first_free_step,
+            last=config.whole.run.steps - 1,
+        )
+        if ahead.why != why:
+            self._progress.say(f"run-ahead: {ahead.why}")
+        self._tell_run_ahead(report.step + 1)
+        step = scheduler.state.first_free_step
+        if ahead.groups != groups and config.at(step).scheduler.chooses_run_ahead:
+            async with self._deciding:
+                step = scheduler.state.first_free_step
+                here = config.at(step).scheduler.with_run_ahead(ahead.groups)
+                changes = {step: here} | self._changes_from(step, config)
+                await self._decide(scheduler, events.BoundsChanged(changes))
+
+    def _tell_run_ahead(self, step: int) -> None:
+        """Tell `Progress` what holds for a step."""
+        ahead, chooses = self._run_ahead, self._config.at(step).scheduler.chooses_run_ahead
+        choice = RunAheadChoice(steps=ahead.steps, tried=ahead.trying, why=ahead.why)
+        self._progress.run_ahead = choice if chooses else None
+
+    def _measure_anew(self) -> None:
+        """Forget the times of steps: what they depend on has changed, or the run was paused."""
+        self._step_ended = None
+        self._run_ahead.restart()
+
+    def _changes_from(self, step: int, config: ConfigByStep) -> dict[int, SchedulerConfig]:
+        """Return the scheduler's settings of `run.changes` at this step and later ones."""
+        groups = self._run_ahead.groups
+        changed = config.scheduler_changes.items()
+        return {at: one.with_run_ahead(groups) for at, one in changed if at >= step}
 
     async def apply(self, event: events.Event) -> None:
         """Pass the scheduler an event and execute its commands.
@@ -234,6 +296,8 @@ class Training:
 
     async def _decide(self, scheduler: Scheduler, event: events.Event) -> None:
         try:
+            if isinstance(event, _CHANGES_THE_PACE):
+                self._measure_anew()
             began = time.monotonic()
             decided = scheduler.on_event(event)
             self._progress.decided(type(event).__name__, time.monotonic() - began)
@@ -283,7 +347,8 @@ class Training:
             whole = config_from(step)
             config = ConfigByStep(whole)
             if scheduler is not None:
-                later = {at: one for at, one in config.scheduler_changes.items() if at >= step}
+                self._measure_anew()
+                later = self._changes_from(step, config)
                 await self._decide(scheduler, events.BoundsChanged(later))
             self.take_over(config)
             done(whole)

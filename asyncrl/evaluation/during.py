@@ -16,6 +16,7 @@ from asyncrl.config.run_config import RunConfig
 from asyncrl.evaluation.round import EvaluationRound, plan_of
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.fleet.process_state import GeneratorWorker
+from asyncrl.scheduler.run_ahead import OWN
 from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.messages import from_generator, to_generator
 from asyncrl.wire.messages.to_generator import FixedVersion
@@ -29,7 +30,7 @@ def lead_of(config: RunConfig) -> int:
     scheduler, groups = config.scheduler, config.scheduler.max_runahead_groups
     if scheduler.on_update != "verify":
         return 0
-    return 2 if groups is None else -(-groups // scheduler.groups_per_step)
+    return OWN if groups == "auto" else -(-groups // scheduler.groups_per_step)
 
 
 def next_version(every: int, *, published: int, known: int, steps: int) -> int | None:

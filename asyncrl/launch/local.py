@@ -89,6 +89,14 @@ class LocalLauncher:
             generators=generators, threads=threads, pin_cores=pin_cores, ranks=ranks
         )
 
+    @property
+    def shares_processors(self) -> bool:
+        """True if the trainer and a generator compute on the same GPU, or on the same cores."""
+        gpus = self._gpus
+        if gpus is not None and (gpus.trainer or gpus.generators[0]):
+            return gpus.shares
+        return self._plan is None
+
     async def make_room(self, generators: Sequence[int]) -> None:
         """Take spare GPUs. Raises UserError if there are too few, or no core is left."""
         count = max(generators) + 1

@@ -28,6 +28,7 @@ MODES: Mapping[str, tuple[Mapping[str, Any], float]] = {
     "recompute(1)": ({"on_update": "recompute", "max_off_policy_steps": 1}, 0.0),
     "verify, 1 ahead": ({"on_update": "verify", "max_off_policy_steps": 0}, 1.0),
     "verify": ({"on_update": "verify", "max_off_policy_steps": 0}, 2.0),
+    "verify, auto": ({"on_update": "verify", "max_off_policy_steps": 0}, 0.0),
     "verify, 3 ahead": ({"on_update": "verify", "max_off_policy_steps": 0}, 3.0),
     "verify, k=1": ({"on_update": "verify", "max_off_policy_steps": 1}, 2.0),
     "verify, k=2": ({"on_update": "verify", "max_off_policy_steps": 2}, 2.0),

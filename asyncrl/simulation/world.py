@@ -8,6 +8,7 @@ from functools import partial
 
 from asyncrl.errors import UserError
 from asyncrl.scheduler import commands, events
+from asyncrl.scheduler.run_ahead import RunAhead
 from asyncrl.scheduler.scheduler import Scheduler
 from asyncrl.simulation.fleet import Agenda, Due, FinishedReport, Fleet, FromTrainer
 from asyncrl.simulation.network import BYTES_PER_TOKEN
@@ -76,8 +77,13 @@ class World:
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
+        config = setting.config
+        self._ahead = RunAhead(shared=False, groups_per_step=config.groups_per_step)
         self._scheduler = Scheduler(
-            setting.config, first_step=0, total_steps=setting.steps, sessions=setting.sessions
+            config.with_run_ahead(self._ahead.groups),
+            first_step=0,
+            total_steps=setting.steps,
+            sessions=setting.sessions,
         )
         self._agenda = Agenda()
         rng = random.Random(setting.seed)  # noqa: S311 - a simulation
@@ -91,6 +97,7 @@ class World:
         self._delivered: dict[int, list[tuple[int, float, int]]] = {}
         """(largest staleness, sum of staleness, response tokens) of each group, by step."""
         self._marks: dict[int, Mark] = {}
+        self._step_ended = 0.0
         self._ended: commands.FinishRun | None = None
         self._message = setting.cost.message_seconds + setting.network.latency_seconds
         # Losses use a separate generator, so that other draws do not depend on them.
@@ -182,6 +189,25 @@ class World:
             self._trainer.finish(event.step, self._agenda.now)
             self._train()
             self._publish(event.step + 1)
+            if self._setting.config.chooses_run_ahead:
+                self._choose_run_ahead(event.step)
+
+    def _choose_run_ahead(self, step: int) -> None:
+        """Measure the step as `asyncrl.controller.training` does, and change the depth."""
+        state, ahead = self._scheduler.state, self._ahead
+        seconds = self._agenda.now - self._step_ended
+        self._step_ended = self._agenda.now
+        groups = ahead.groups
+        ahead.on_step(
+            step,
+            seconds=seconds,
+            tokens=sum(count for _, _, count in self._delivered[step]),
+            next_free=state.first_free_step,
+            last=self._setting.steps - 1,
+        )
+        if ahead.groups != groups:
+            config = self._setting.config.with_run_ahead(ahead.groups)
+            self._tell(events.BoundsChanged({state.first_free_step: config}))
 
     def _carry_out(self, command: commands.Command, touched: dict[str, SimGenerator]) -> None:
         fleet = self._fleet

@@ -1,5 +1,6 @@
 """Opens the configured launcher, and resolves the addresses that belong to it."""
 
+import dataclasses
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -42,6 +43,8 @@ class Launching:
     """Sets the configuration of processes that are started later."""
     agents: AgentsLauncher | None = None
     """The launcher, if its agents come and go during the run."""
+    shares_processors: bool = False
+    """True if the trainer and a generator compute on the same GPU, or on the same cores."""
 
 
 async def open_launcher(
@@ -68,7 +71,9 @@ async def open_launcher(
         gpus=prepared.gpus,
     )
     control, data = runtime.address("control"), runtime.address("data")
-    return Launching(local, control, data, prepared.model_path, engine_device(prepared.gpus))
+    device = engine_device(prepared.gpus)
+    launching = Launching(local, control, data, prepared.model_path, device)
+    return dataclasses.replace(launching, shares_processors=local.shares_processors)
 
 
 async def _open_agents(

@@ -5,4 +5,5 @@ from asyncrl.launch import local
 
 if __name__ == "__main__":
     local.CHILD_MODULE = "benchmarks.paced.child"
+    local.LocalLauncher.shares_processors = False  # type: ignore[assignment, method-assign]
     main()

@@ -48,6 +48,12 @@ class ControllerMetrics(ProcessMetrics):
     steps_planned: Gauge = gauge("asyncrl_planned_steps", "Optimizer steps that the run will do.")
     eta: Gauge = gauge("asyncrl_eta_seconds", "Estimated time until the last step.")
     step_time: Histogram = histogram("asyncrl_step_seconds", "From one finished step to the next.")
+    run_ahead: Gauge = _step_gauge(
+        "asyncrl_runahead_steps",
+        "Steps that generation runs ahead, as the run chose them "
+        "(scheduler.max_runahead_groups: auto).",
+        lambda step: None if step.run_ahead is None else step.run_ahead.depth,
+    )
     step_ended: Gauge = _step_gauge(
         "asyncrl_last_step_timestamp_seconds",
         "Unix time at which the last step was finished.",

@@ -27,6 +27,7 @@ _LINES: tuple[tuple[str, ...], ...] = (
         "evaluating {evaluating}",
     ),
     ("staleness {staleness_mean:.2f} on average", "{staleness_max} at most", "{on_policy}"),
+    ("run-ahead: {run_ahead}",),
     (
         "{tokens_per_second:,.0f} tokens/s",
         "{drafted_share:.0%} of tokens drafted",

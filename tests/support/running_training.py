@@ -22,6 +22,7 @@ from asyncrl.evaluation.results import EvaluationResults
 from asyncrl.fleet.condition_wait import ConditionWait
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.runs.directory import RunDirectory
+from asyncrl.scheduler.run_ahead import RunAhead
 from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import from_trainer as ft
@@ -89,8 +90,15 @@ class Run:
         self.directory = RunDirectory.create(self.config, resume=False, clean=False)
         path, say = self.directory.path, self.progress.say
         self.moves = SampleHandover(self.config, path, requests, say, self.fleet.files)
+        ahead = RunAhead(shared=False, groups_per_step=self.config.scheduler.groups_per_step)
         self.training = Training(
-            self.config, requests, self.fleet, self.progress, self.waiter, self.moves
+            self.config,
+            self.requests,
+            self.fleet,
+            self.progress,
+            self.waiter,
+            self.moves,
+            ahead,
         )
         self.training.trained_steps = version
         controllers = self.training, self.evaluation, self.progress

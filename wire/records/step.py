@@ -259,6 +259,25 @@ class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
         return max([*self.trained, *self.failed, *self.without_signal], default=-1) + 1
 
 
+class RunAheadChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a run goes ahead, in whole steps, and why."""
+
+    steps: int
+    tried: int | None = None
+    """Depth of a trial that is under way."""
+    why: str = ""
+
+    @property
+    def depth(self) -> int:
+        """The depth in force."""
+        return self.steps if self.tried is None else self.tried
+
+    def __str__(self) -> str:
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        trial = "" if self.tried is None else f", {self.tried} tried now"
+        return f"{steps}{trial} ({self.why})"
+
+
 class StepMetrics(LearnerMetrics, frozen=True):
     """One optimizer step, as the trainer and the controller know it: a line of metrics.jsonl."""
 
@@ -288,6 +307,8 @@ class StepMetrics(LearnerMetrics, frozen=True):
     """Reward calls that gave no reward, by function and reason, since the run began. Evaluation is
     included. Environments that failed count as the function `environment`."""
     environments: EnvironmentCounts = EnvironmentCounts()
+    run_ahead: RunAheadChoice | None = None
+    """How far the run went ahead after this step (`scheduler.max_runahead_groups: auto`)."""
     wrong_policy: tuple[str, ...] = ()
     """Findings since the previous step: generators that sample from another policy than the
     trainer's (`run.on_wrong_policy`). Later steps are not exactly on-policy either, until the
