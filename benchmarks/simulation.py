@@ -31,9 +31,9 @@ from benchmarks.tiny_models import slow_settings
 
 EXAMPLE = "examples/arithmetic.yaml"
 RUNS = {
-    "sync": {"on_update": "keep", "max_off_policy_steps": 0, "max_runahead_groups": "null"},
-    "keep(1)": {"on_update": "keep", "max_off_policy_steps": 1, "max_runahead_groups": "null"},
-    "verify": {"on_update": "verify", "max_off_policy_steps": 0},
+    "sync": {"on_update": "keep", "max_off_policy_steps": 0},
+    "keep(1)": {"on_update": "keep", "max_off_policy_steps": 1},
+    "verify": {"on_update": "verify", "max_off_policy_steps": 0, "max_runahead_groups": 32},
 }
 FITTED = "verify"
 SEEDS = range(3)

@@ -32,6 +32,7 @@ from benchmarks.harness import own_bytes, parser_of, pick, report, table
 OWN = Path(__file__).parents[1] / "examples" / "your_own"
 SETTINGS = (
     *("launcher.generators=1", "scheduler.on_update=verify", "scheduler.max_off_policy_steps=0"),
+    "scheduler.max_runahead_groups=8",
     *("evaluation.every=40", "evaluation.prompts=4", "trainer.checkpoint_every=200"),
     *("trainer.learning_rate=1e-5", "monitoring.live=off"),
     "cache.max_bytes=2097152",  # full after some 200 steps: what it may take is no growth

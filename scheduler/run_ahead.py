@@ -141,26 +141,29 @@ class RunAhead:
             return
         if self.trying is not None:
             self._trial.append((seconds, tokens))
-            self._judge(self.trying, next_free)
+            self._judge(self.trying, next_free, next_free - step)
             return
         self._base = [*self._base[-MAX_WINDOW + 1 :], (seconds, tokens)]
-        self._begin(next_free, last)
+        self._begin(next_free, last, next_free - step)
 
-    def _begin(self, next_free: int, last: int) -> None:
-        """Try a neighbour if the budget allows one that can be measured before the run ends."""
+    def _begin(self, next_free: int, last: int, begun: int) -> None:
+        """Try a neighbour if the budget allows one that can be measured before the run ends.
+
+        `begun` steps have the depth that is in force, whatever is decided now.
+        """
         place = DEPTHS.index(self.steps)
         chances = []
         for depth in (*DEPTHS[place + 1 : place + 2], *DEPTHS[max(0, place - 1) : place]):
             one = self._neighbour(depth)
             fits = next_free + one.window + 1 <= last and len(self._base) >= one.window
-            lost = self._lost + one.loss * one.window
+            lost = self._lost + one.loss * (one.window + begun)
             if fits and self._count >= one.not_before and lost <= BUDGET * self._count:
                 chances.append((one.loss, depth))
         if chances:
             self.trying = min(chances)[1]
             self._trial, self._first = [], next_free + 1
 
-    def _judge(self, tried: int, next_free: int) -> None:
+    def _judge(self, tried: int, next_free: int, begun: int) -> None:
         """Keep the tried depth if it was cheaper, return from it if it was not."""
         one = self._neighbour(tried)
         if len(self._trial) < _EARLY:
@@ -170,7 +173,7 @@ class RunAhead:
         if len(self._trial) < one.window and not is_slower:
             return
         self.trying = None
-        self._lost += max(0.0, -gain.mean) * len(self._trial)
+        self._lost += max(0.0, -gain.mean) * (len(self._trial) + begun)
         seen = f"{_counted(tried)} took {abs(gain.mean):.0%} {'less' if gain.mean > 0 else 'more'}"
         if gain.mean > max(ENOUGH, gain.error):
             before, self.steps = self.steps, tried

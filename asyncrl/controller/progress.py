@@ -73,10 +73,10 @@ class Progress:
         self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
         self._steps = StepTotals(earlier)
         self._scheduler: Scheduler | None = None
-        known = earlier[-1].run_ahead if earlier else None
-        self.run_ahead_before = -1 if known is None else known.steps
+        known = earlier[-1].run_ahead if earlier else RunAheadChoice()
+        self.run_ahead_before = known.steps if known.why else -1
         """Depth that was chosen before a resume, in steps; -1: none was."""
-        self.run_ahead: RunAheadChoice | None = None
+        self.run_ahead = RunAheadChoice()
         self._phase = "starting"
         self.evaluations: EvaluationResults | None = None
         self._fleet: Fleet | None = None

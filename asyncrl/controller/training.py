@@ -270,7 +270,7 @@ class Training:
         """Tell `Progress` what holds for a step."""
         ahead, chooses = self._run_ahead, self._config.at(step).scheduler.chooses_run_ahead
         choice = RunAheadChoice(steps=ahead.steps, tried=ahead.trying, why=ahead.why)
-        self._progress.run_ahead = choice if chooses else None
+        self._progress.run_ahead = choice if chooses else RunAheadChoice()
 
     def _measure_anew(self) -> None:
         """Forget the times of steps: what they depend on has changed, or the run was paused."""

@@ -49,7 +49,7 @@ CONFIG = ROOT / "examples" / "arithmetic.yaml"
 SETTINGS = (
     *("scheduler.group_size=4", "scheduler.groups_per_step=4", "engine.slots=24"),
     *("trainer.learning_rate=2e-5", "trainer.checkpoint_every=5", "evaluation.prompts=4"),
-    *("launcher.max_restarts=1000", "monitoring.live=plain"),
+    *("launcher.max_restarts=1000", "monitoring.live=plain", "scheduler.max_runahead_groups=8"),
 )
 MAX_STEPS_ALONE = 400
 """The run left alone has at most this many steps."""

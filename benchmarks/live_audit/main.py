@@ -49,7 +49,8 @@ _COMMON = (
     "monitoring.metrics=false",
     "task.train_size=64",
 )
-_LEARNING = ("trainer.learning_rate=5.0e-4",)
+_AHEAD = "scheduler.max_runahead_groups=16"
+_LEARNING = ("trainer.learning_rate=5.0e-4", _AHEAD)
 """Higher than the examples': versions that differ reject tokens."""
 _WARM = ("sampling.temperature=1.3",)
 _GUESSING = ("sampling.temperature=1.2", "task.evaluation_size=64", *_LEARNING)
@@ -78,7 +79,7 @@ def _brittle(example: str, game: str, max_tokens: int) -> Scenario:
         f"{example} with failures", f"examples/{example}.yaml",
         (f"environment.name={_GAMES}:{game}", "rewards.on_error=zero",
          "evaluation.max_unscored_share=0.9", "trainer.learning_rate=3.0e-3",
-         f"sampling.max_tokens={max_tokens}"),
+         f"sampling.max_tokens={max_tokens}", _AHEAD),
         steps=16,
     )  # fmt: skip
 

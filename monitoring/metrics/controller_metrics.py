@@ -52,7 +52,7 @@ class ControllerMetrics(ProcessMetrics):
         "asyncrl_runahead_steps",
         "Steps that generation runs ahead, as the run chose them "
         "(scheduler.max_runahead_groups: auto).",
-        lambda step: None if step.run_ahead is None else step.run_ahead.depth,
+        lambda step: step.run_ahead.depth,
     )
     step_ended: Gauge = _step_gauge(
         "asyncrl_last_step_timestamp_seconds",

@@ -16,7 +16,10 @@ from asyncrl.monitoring.errors import RecordError
 from asyncrl.monitoring.records.metrics_log import read_metrics
 from asyncrl.wire.records.step import StepMetrics
 
-_CLOCKS = ("time", "wall_seconds", "step_seconds", "engine_busy_seconds", "idle", "times")
+_CLOCKS = (
+    *("time", "wall_seconds", "step_seconds", "engine_busy_seconds", "idle", "times"),
+    "run_ahead",
+)
 _COUNTERS = ("tokens", "tokens_per_second", "noise_floor", "reward_failures", "environments")
 TIMES = frozenset((*_CLOCKS, *_COUNTERS))
 """Fields of `StepMetrics` that depend on the clock. Counters do: generators report them twice a

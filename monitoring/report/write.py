@@ -123,7 +123,7 @@ def _main_settings(data: RunData) -> list[Child]:
         ("environment", data.setting("environment.name")),
         ("on update", data.setting("scheduler.on_update")),
         ("off-policy steps allowed", data.setting("scheduler.max_off_policy_steps")),
-        ("run-ahead", data.steps[-1].run_ahead if data.steps else None),
+        ("run-ahead", (str(data.steps[-1].run_ahead) or None) if data.steps else None),
         ("learning rate", data.setting("trainer.learning_rate")),
         ("reuse", "lenient, biased" if data.lenient else None),
     )

@@ -86,7 +86,7 @@ class RunView:
             "staleness_mean": None if last is None else last.staleness.mean,
             "staleness_max": None if last is None else last.staleness.max,
             "exactly_on_policy": self.exactly_on_policy,
-            "run_ahead": None if last is None or last.run_ahead is None else str(last.run_ahead),
+            "run_ahead": None if last is None else str(last.run_ahead) or None,
             "draft_acceptance": self.draft_acceptance,
             "drafted_share": self.drafted_share,
             "groups_trained": self.groups.trained,

@@ -29,7 +29,7 @@ def test_run_ahead_needs_verification():
         {"group_size": 0},
         {"groups_per_step": 0},
         {"max_in_flight_per_generator": 0},
-        {"on_update": "verify", "max_runahead_groups": 0},
+        {"on_update": "verify", "max_runahead_groups": -1},
         {"max_attempts": 0},
         {"runahead_kv_limit": 0.0},
         {"runahead_kv_limit": 1.5},

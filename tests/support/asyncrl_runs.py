@@ -76,6 +76,8 @@ class CommandLine:
     def arguments(self, *more: str, **settings: object) -> list[str]:
         own = {"model.path": self.model, "run.directory": self.runs, "run.name": self.name}
         values = own | {key.replace("__", "."): value for key, value in settings.items()}
+        if values.get("scheduler.on_update", "verify") == "verify":  # not `auto`: cores are shared
+            values.setdefault("scheduler.max_runahead_groups", 8)
         pairs = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
         config = str(OWN / "run.yaml")
         return [sys.executable, "-m", "asyncrl", "run", config, *pairs, *more]

@@ -81,6 +81,7 @@ class ThreadLauncher:
 
     threads = 1
     uses_relays = False
+    shares_processors = False
 
     def __init__(self, *_: object, **__: object) -> None:
         """Takes the arguments of `LocalLauncher`."""

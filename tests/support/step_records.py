@@ -32,6 +32,8 @@ def full_step() -> StepMetrics:
                 values[field.name] = filled(type(field.default))
             elif field.default_factory is dict:
                 values[field.name] = {next(counter): next(counter)}
+            elif field.name == "why":
+                values[field.name] = f"reason {next(counter)}"
             elif field.name == "wrong_policy":
                 values[field.name] = (f"finding {next(counter)}",)
             elif field.default == ():

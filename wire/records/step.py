@@ -260,19 +260,23 @@ class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunAheadChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a run goes ahead, in whole steps, and why."""
+    """How far a run goes ahead, in whole steps, and why; without a reason the user decides."""
 
-    steps: int
+    steps: int = 0
     tried: int | None = None
     """Depth of a trial that is under way."""
     why: str = ""
 
     @property
-    def depth(self) -> int:
-        """The depth in force."""
+    def depth(self) -> int | None:
+        """The depth in force; None if the user decides."""
+        if not self.why:
+            return None
         return self.steps if self.tried is None else self.tried
 
     def __str__(self) -> str:
+        if not self.why:
+            return ""
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         trial = "" if self.tried is None else f", {self.tried} tried now"
         return f"{steps}{trial} ({self.why})"
@@ -307,7 +311,7 @@ class StepMetrics(LearnerMetrics, frozen=True):
     """Reward calls that gave no reward, by function and reason, since the run began. Evaluation is
     included. Environments that failed count as the function `environment`."""
     environments: EnvironmentCounts = EnvironmentCounts()
-    run_ahead: RunAheadChoice | None = None
+    run_ahead: RunAheadChoice = RunAheadChoice()
     """How far the run went ahead after this step (`scheduler.max_runahead_groups: auto`)."""
     wrong_policy: tuple[str, ...] = ()
     """Findings since the previous step: generators that sample from another policy than the

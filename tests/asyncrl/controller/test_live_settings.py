@@ -142,7 +142,7 @@ def test_a_run_without_verification_refuses_it_and_one_with_it_leaves_and_return
         reply = await run.set("scheduler.on_update", "recompute")
         assert reply == Accepted("scheduler.on_update is recompute from step 0 on", 0)
         at = run.settings.config.at(0).scheduler
-        assert (at.on_update, at.max_runahead_groups) == ("recompute", None)
+        assert (at.on_update, at.max_runahead_groups) == ("recompute", "auto")
         assert run.training.verifies, "what is in flight can be verified"
         assert isinstance(await run.set("scheduler.on_update", "verify"), Accepted)
         assert with_orders(run.config, []).at(5).scheduler.on_update == "verify"

@@ -116,7 +116,7 @@ def test_the_policies_differ_enough_for_mistakes_to_show() -> None:
     assert min(apart) > 0.15, apart
 
 
-@pytest.mark.parametrize("name", ["verify, 1 ahead", "verify, 3 ahead", "learning rate 0"])
+@pytest.mark.parametrize("name", ["verify, 1 ahead", "verify, auto", "learning rate 0"])
 def test_whole_trajectories_follow_the_policy_that_trains_on_them(
     request: pytest.FixtureRequest, name: str
 ) -> None:
@@ -267,8 +267,11 @@ def test_unverified_samples_are_detected() -> None:
 
 
 def test_selection_by_completion_is_detected() -> None:
-    """Take the half of each group that was finished first: short responses."""
-    outcome = played("verify, 1 ahead", 0)
+    """Take the half of each group that was finished first: short responses.
+
+    As a loop would that leaves out what is not finished when it narrows its run-ahead.
+    """
+    outcome = played("verify, auto", 0)
     groups: dict[int, list[Delivered]] = {}
     for one in outcome.delivered:
         groups.setdefault(one.trajectory.id.group, []).append(one)
@@ -276,7 +279,7 @@ def test_selection_by_completion_is_detected() -> None:
     for group in groups.values():
         group.sort(key=lambda one: outcome.finished[one.trajectory.id])
         early += group[: len(group) // 2]
-    distributions = distributions_of(far_apart("verify, 1 ahead"))
+    distributions = distributions_of(far_apart("verify, auto"))
     verdict = statements.check_responses(early, distributions)["mean length"]
     print(verdict)
     assert is_caught(verdict.p_value)

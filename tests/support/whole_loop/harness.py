@@ -368,6 +368,11 @@ class Harness:
         self._tell(events.WeightsPublished(step + 1))
         self._work.create_task(self._turnover.after(step + 1, self._members))
         self._tell(events.StepFinished(step, groups))
+        if self._settings.depth_by_tokens and lineage == self._lineage:
+            depth = sum(len(one.trajectory.tokens) for one in taken) % 4
+            changed = scheduler.model_copy(update={"max_runahead_groups": depth * per_step})
+            first = self._scheduler.state.first_free_step
+            self._tell(events.BoundsChanged({first: changed}))
         if self._faults.after == step:
             await self._lose(step)
         elif self._faults.begins(step + 1) and self._faults.kills_run:

@@ -187,6 +187,8 @@ class Mode:
     """See `LoopSettings`."""
     leave_every: int = 0
     """See `LoopSettings`."""
+    depth_by_tokens: bool = False
+    """See `LoopSettings`."""
     generators: int = 1
     """On torch engines, if no other engine is asked for."""
     turns_per_step: int = 4
@@ -200,7 +202,7 @@ MODES: dict[str, Mode] = {
     "verify, 1 ahead": Mode(_ON_POLICY | {"max_runahead_groups": 9}),
     # Policies so far apart that few samples show what is wrong.
     "verify, far apart": Mode(_ON_POLICY | {"max_runahead_groups": 9}, drift=1.0),
-    "verify, 3 ahead": Mode(_ON_POLICY | {"max_runahead_groups": 27}),
+    "verify, auto": Mode(_ON_POLICY | {"max_runahead_groups": 27}, depth_by_tokens=True),
     # Slower steps, so that some groups are partly verified by a policy that is gone.
     "verify, trainers lost": Mode(
         _ON_POLICY | {"max_runahead_groups": 18}, lose_trainer_every=2, turns_per_step=8
@@ -275,5 +277,6 @@ def settings_of(mode: Mode, samples: int, seed: int) -> LoopSettings:
         lose_trainer_every=mode.lose_trainer_every,
         kill_run_every=mode.kill_run_every,
         leave_every=mode.leave_every,
+        depth_by_tokens=mode.depth_by_tokens,
         seed=seed,
     )

@@ -36,6 +36,9 @@ class LoopSettings:
     leave_every: int = 0
     """After each so many versions one of several generators is ordered to leave, and another one
     joins on its engine later. 0: never."""
+    depth_by_tokens: bool = False
+    """Each step changes how far the run goes ahead, to 0 to 3 steps, by the tokens that it trained
+    on. What `auto` measures may depend on no more than all that was drawn before."""
     install_delay: int = 0
     """Additional engine steps of the message that new weights are installed. So many steps samples
     continue under the new weights before their verification is requested."""
