@@ -62,10 +62,9 @@ class SchedulerConfig(BaseModel):
         RunAheadGroups | Literal["auto"], BeforeValidator(_null_is_auto)
     ] = "auto"
     """Run-ahead, in groups (`on_update: verify` only): how many groups may be started before the
-    policy version that they need is published. `auto`: the run measures which number of whole steps
-    trains most tokens a second. It begins without run-ahead where the trainer and a generator share
-    processors, and with two steps otherwise, so that an answer may take as long as three steps
-    before the trainer waits for it (docs/modes.md)."""
+    policy version that they need is published. `auto`: the run tries which number of whole steps
+    trains most tokens a second; it begins with none where the trainer and a generator share
+    processors, and with two otherwise."""
 
     runahead_kv_limit: float = Field(default=0.9, gt=0, le=1)
     """Limit of run-ahead, as a share of a generator's KV space: a generator that uses this share or

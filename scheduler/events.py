@@ -164,9 +164,9 @@ class GeneratorRewound(Event, frozen=True, gc=False):
 
 
 class BoundsChanged(Event, frozen=True, gc=False):
-    """How far generation may run ahead was changed, for steps of which nothing is begun.
+    """Changes the bounds of steps of which nothing is begun.
 
-    By the user, or by the run itself (`asyncrl.scheduler.run_ahead`).
+    The user does, or the run itself does (`asyncrl.scheduler.run_ahead`).
     """
 
     configs: dict[int, SchedulerConfig]

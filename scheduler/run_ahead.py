@@ -2,7 +2,7 @@
 
 The cost of a depth is seconds per token trained on, over a window of steps. Where generators and
 the trainer share their processors, run-ahead takes from the work that is due, so a run begins
-there without it; on processors of their own it begins two steps ahead (docs/decisions/0013). From
+there without it; on processors of their own it begins two steps ahead (docs/decisions/0098). From
 then on neighbouring depths are tried for a window each, and one that is cheaper is kept. A trial
 that costs more ends early. Trials are paid from a budget: what they have cost and may cost is at
 most `BUDGET` of the run so far, so the choice is never slower than the depth that it began with by
@@ -38,8 +38,8 @@ _CLEAR = 2.5
 _OUTLIER = 4.0
 """Steps that took longer than this many medians, such as those of an evaluation, count as that."""
 _TOWARDS, _AWAY = 0.02, 0.2
-"""Shares that a trial is expected to lose before any was made: deeper on devices of their own,
-where slots are idle; and less deep there, or deeper on shared ones."""
+"""Shares that a trial is expected to lose before any was made: deeper on separate devices, where
+slots are idle; and less deep there, or deeper on shared ones."""
 
 
 class Cost(NamedTuple):
@@ -68,7 +68,7 @@ class Cost(NamedTuple):
 
 @dataclass(slots=True)
 class _Neighbour:
-    """What is known of a depth that may be tried."""
+    """Knowledge of a depth that may be tried."""
 
     loss: float
     """Share that it is expected to lose."""
@@ -79,11 +79,11 @@ class _Neighbour:
 
 @dataclass(slots=True)
 class RunAhead:
-    """The chosen depth; `on_step` is told of each trained step.
+    """The chosen depth, from what `on_step` hears of each trained step.
 
     >>> ahead = RunAhead(shared=False, groups_per_step=16)
     >>> ahead.groups, ahead.why
-    (32, 'a run on devices of its own begins with 2 steps')
+    (32, 'a run on separate devices begins with 2 steps')
     """
 
     shared: bool
@@ -104,14 +104,14 @@ class RunAhead:
     _lost: float = 0.0
     """Steps that trials have lost."""
     _known: dict[tuple[int, int], _Neighbour] = field(default_factory=dict)
-    """By (depth, tried depth)."""
+    """Neighbours by (depth, tried depth)."""
 
     def __post_init__(self) -> None:
         if self.steps in DEPTHS:
             self.why = f"{_counted(self.steps)}, as before the run was resumed"
             return
         self.steps = SHARED if self.shared else OWN
-        about = "where devices are shared" if self.shared else "on devices of its own"
+        about = "on shared devices" if self.shared else "on separate devices"
         self.why = f"a run {about} begins with {_counted(self.steps)}"
 
     @property

@@ -50,8 +50,7 @@ class ControllerMetrics(ProcessMetrics):
     step_time: Histogram = histogram("asyncrl_step_seconds", "From one finished step to the next.")
     run_ahead: Gauge = _step_gauge(
         "asyncrl_runahead_steps",
-        "Steps that generation runs ahead, as the run chose them "
-        "(scheduler.max_runahead_groups: auto).",
+        "Steps of run-ahead that the run chose (scheduler.max_runahead_groups: auto).",
         lambda step: step.run_ahead.depth,
     )
     step_ended: Gauge = _step_gauge(

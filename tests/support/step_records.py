@@ -16,24 +16,25 @@ _DECODER = msgspec.json.Decoder(StepMetrics)
 def full_step() -> StepMetrics:
     """A record in which every number is greater than 0 and different from all others."""
     counter = itertools.count(1)
+    named = {
+        "algorithm": {"one_signal": 0.5, "not_measured": None},
+        "exactly_on_policy": True,
+        "why": "a reason",
+    }
 
     def filled(kind: type[msgspec.Struct]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for field in msgspec.structs.fields(kind):
-            if field.name == "algorithm":
-                values[field.name] = {"one_signal": 0.5, "not_measured": None}
+            if field.name in named:
+                values[field.name] = named[field.name]
             elif field.name == "rewards":
                 values[field.name] = {"format": next(counter), "score": next(counter)}
             elif field.name == "reward_failures":
                 values[field.name] = {"score": {"raised": next(counter)}}
-            elif field.name == "exactly_on_policy":
-                values[field.name] = True
             elif isinstance(field.default, msgspec.Struct):
                 values[field.name] = filled(type(field.default))
             elif field.default_factory is dict:
                 values[field.name] = {next(counter): next(counter)}
-            elif field.name == "why":
-                values[field.name] = f"reason {next(counter)}"
             elif field.name == "wrong_policy":
                 values[field.name] = (f"finding {next(counter)}",)
             elif field.default == ():

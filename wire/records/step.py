@@ -260,7 +260,7 @@ class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunAheadChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a run goes ahead, in whole steps, and why; without a reason the user decides."""
+    """Depth of run-ahead in whole steps, and the reason; it is empty if the user decides."""
 
     steps: int = 0
     tried: int | None = None
@@ -312,7 +312,7 @@ class StepMetrics(LearnerMetrics, frozen=True):
     included. Environments that failed count as the function `environment`."""
     environments: EnvironmentCounts = EnvironmentCounts()
     run_ahead: RunAheadChoice = RunAheadChoice()
-    """How far the run went ahead after this step (`scheduler.max_runahead_groups: auto`)."""
+    """The choice of `scheduler.max_runahead_groups: auto` when the step ended."""
     wrong_policy: tuple[str, ...] = ()
     """Findings since the previous step: generators that sample from another policy than the
     trainer's (`run.on_wrong_policy`). Later steps are not exactly on-policy either, until the
