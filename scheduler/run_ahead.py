@@ -2,7 +2,7 @@
 
 The cost of a depth is seconds per token trained on, over a window of steps. Where generators and
 the trainer share their processors, run-ahead takes from the work that is due, so a run begins
-there without it; on processors of their own it begins two steps ahead (docs/decisions/0098). From
+there without it; on separate ones it begins two steps ahead (docs/decisions/0098). From
 then on neighbouring depths are tried for a window each, and one that is cheaper is kept. A trial
 that costs more ends early. Trials are paid from a budget: what they have cost and may cost is at
 most `BUDGET` of the run so far, so the choice is never slower than the depth that it began with by
@@ -23,7 +23,7 @@ from typing import NamedTuple
 DEPTHS = (0, 1, 2, 3, 4, 6, 8)
 """Whole steps of run-ahead that are chosen among."""
 OWN, SHARED = 2, 0
-"""Steps with which a run begins: trainer and generators have processors of their own, or share."""
+"""Steps with which a run begins: trainer and generators have separate processors, or share."""
 BUDGET = 0.01
 """Largest share of the run's steps that trials may lose."""
 WINDOW = 8
