@@ -93,7 +93,8 @@ def mode_line(config: RunConfig) -> str:
     lag = f"up to {steps:,} step{'' if steps == 1 else 's'} off-policy"
     if mode == "verify":
         promise = "exactly on-policy" if steps == 0 else lag
-        how = "generated ahead of time, verified by the policy in training"
+        where = " where that is faster" if config.scheduler.chooses_run_ahead else ""
+        how = f"generated ahead of time{where}, verified by the policy in training"
     elif steps == 0:
         promise, how = "exactly on-policy", "synchronous: generators wait for each step"
     else:

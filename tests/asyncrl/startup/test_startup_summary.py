@@ -163,7 +163,11 @@ def test_sets_are_counted_and_a_prompt_that_is_also_trained_on_is_named() -> Non
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, "verify: generated ahead of time, verified by the policy in training; exactly on-"),
+        ({}, "verify: generated ahead of time where that is faster, verified by the policy in "),
+        (
+            {"scheduler": {"max_runahead_groups": 4}},
+            "verify: generated ahead of time, verified by the policy in training; exactly on-",
+        ),
         ({"scheduler": {"max_off_policy_steps": 1}}, "in training; up to 1 step off-policy"),
         (
             {"scheduler": {"on_update": "keep"}},
