@@ -24,6 +24,8 @@ class Outcome:
     """Tokens rejected by verification over tokens trained on."""
     mean_length: float
     events: int
+    run_ahead: str = ""
+    """Depth that `max_runahead_groups: auto` chose last, and why."""
     told: dict[str, float] = field(default_factory=dict)
     """Scheduler events per second, by type."""
     commanded: dict[str, float] = field(default_factory=dict)

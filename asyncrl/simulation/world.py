@@ -342,6 +342,9 @@ class World:
             regenerated=(ended.tally.rejected - began.tally.rejected) / tokens,
             mean_length=tokens / max(1, samples),
             events=self._told.total(),
+            run_ahead=f"{self._ahead.steps} steps: {self._ahead.why}"
+            if self._setting.config.chooses_run_ahead
+            else "",
             told=rates(began.told, ended.told, seconds),
             commanded=rates(began.commanded, ended.commanded, seconds),
             data_bytes_per_second=(ended.data_bytes - began.data_bytes) / seconds,

@@ -103,7 +103,7 @@ def _repeated(setting: Setting, paced: Paced) -> Outcome:
     numbers = {
         one.name: sum(getattr(outcome, one.name) for outcome in outcomes) / _SEEDS
         for one in fields(Outcome)
-        if one.name not in ("told", "commanded")
+        if one.name not in ("told", "commanded", "run_ahead")
     }
     return Outcome(**numbers)  # type: ignore[arg-type]
 

@@ -5,14 +5,16 @@ memory; beyond it each token costs its share of arithmetic. An engine uses the p
 
     budgets, min_probability = planner.ask(left, other_tokens=...)     # what to ask the cache for
     drafts = cache.draft(rows, budgets, min_probability=min_probability)
-    keep = planner.choose(drafts.path_probabilities, drafts.offsets, rows=n, other_tokens=...)
+    keep = planner.choose(drafts.path_probabilities, drafts.offsets, rows=n, worth=...)
     ...forward pass of the first keep[i] nodes of each row...
     planner.observe(tokens=..., rows=n, context=..., seconds=...)
     planner.judge(path_probabilities_of_fed_nodes, accepted_flags)
 
 With S(m) the expected tokens of a step that feeds the m best nodes, and T(m) its seconds, the step
 takes the m with the largest S - rate x T, where `rate` is what recent steps yield. A small share of
-the time, the bank, pays for exploration. Reasons and alternatives: docs/decisions/0006.
+the time, the bank, pays for exploration. Where tokens of some rows are worth more (`worth_of`), the
+step takes what is worth most a second, at the cost of at most `MOST_LOSS` of the tokens a second.
+Reasons and alternatives: docs/decisions/0006 and 0099.
 """
 
 from dataclasses import dataclass, replace
@@ -31,8 +33,12 @@ _BANK_STEPS = 4.0
 """Capacity of the bank, in ordinary steps."""
 _ADVANCE_STEPS = 8.0
 """Initial balance of the bank, in ordinary steps."""
+MOST_LOSS = 0.02
+"""Largest share of the tokens a second that is given up for rows that are worth more."""
 _MIN_GAIN = 0.003
 """Smallest relative gain that counts."""
+_POWERS = (1.0, 0.5, 0.25, 0.0)
+"""Powers of the worth by which nodes are ranked: a smaller one costs fewer tokens a second."""
 _PAUSE = 6
 """Steps between two explorations."""
 _UNLEARNED = 64
@@ -51,7 +57,13 @@ class Planner(Protocol):
         """Decide what to ask the cache for: budgets `[n]` and the least path probability."""
 
     def choose(
-        self, path_probabilities: FloatArray, offsets: IntArray, *, rows: int, other_tokens: int = 0
+        self,
+        path_probabilities: FloatArray,
+        offsets: IntArray,
+        *,
+        rows: int,
+        other_tokens: int = 0,
+        worth: Floats | None = None,
     ) -> IntArray:
         """Decide how many of each row's proposed nodes to feed: `[n]`."""
 
@@ -130,12 +142,18 @@ class DraftPlanner:
         return budgets, min(0.75 * self._scale_of(rows).cut, 0.9)
 
     def choose(
-        self, path_probabilities: FloatArray, offsets: IntArray, *, rows: int, other_tokens: int = 0
+        self,
+        path_probabilities: FloatArray,
+        offsets: IntArray,
+        *,
+        rows: int,
+        other_tokens: int = 0,
+        worth: Floats | None = None,
     ) -> IntArray:
         """Decide how many of each row's proposed nodes to feed: the first `keep[i]` of row i.
 
         Arguments are those of `Drafts`. Each of the `rows` feeds one ordinary token besides its
-        drafts.
+        drafts. `worth` `[n]` is that of a token of each row (`worth_of`); None: they are alike.
         """
         base = rows + other_tokens
         lengths = np.diff(offsets)
@@ -146,6 +164,11 @@ class DraftPlanner:
         keys = _keys(path_probabilities, offsets, lengths)
         ranked = np.sort(keys)[::-1][: max(spare, 0)]
         best = self._best(ranked, rows, base)
+        if worth is not None and len(ranked):
+            order, count = self._by_worth(keys, ranked, best, worth, lengths, base)
+            row_of = np.repeat(np.arange(len(lengths)), lengths)
+            keep = np.bincount(row_of[order[:count]], minlength=len(lengths))
+            return np.minimum(keep, self._max_draft_tokens).astype(np.int32)
         return _prefixes(keys, ranked, best, offsets, self._max_draft_tokens)
 
     def observe(self, *, tokens: int, rows: int, context: int, seconds: float) -> None:
@@ -204,6 +227,38 @@ class DraftPlanner:
         chosen = self._explore(ranked, rows, base, best, values, worth)
         self._speedup += 0.02 * (float(yields[chosen] / seconds[chosen]) / rate - self._speedup)
         return chosen
+
+    def _by_worth(
+        self,
+        keys: Floats,
+        ranked: Floats,
+        best: int,
+        worth: Floats,
+        lengths: NDArray[np.int_],
+        base: int,
+    ) -> tuple[NDArray[np.int_], int]:
+        """Return nodes in an order, and how many of them to feed.
+
+        Of all orders by probability times worth to a power from 0 to 1, the one that is worth most
+        a second without costing more than `MOST_LOSS` of the tokens a second of the `best` nodes.
+        """
+        rows, limit = len(lengths), len(ranked)
+        seconds = self._drafted(rows, base, limit)
+        rates = _yields(rows, self.calibration.apply(ranked)) / seconds
+        least = (1.0 - MOST_LOSS) * rates[best]
+        chosen, most = (np.argsort(-keys, kind="stable"), best), -1.0
+        of_nodes = np.repeat(worth, lengths)
+        for power in _POWERS:
+            order = np.argsort(-keys * of_nodes**power, kind="stable")[:limit]
+            gains = self.calibration.apply(keys[order])
+            values = np.cumsum(of_nodes[order] * gains) / seconds[1:]
+            values += worth.sum() / seconds[1:]
+            values[_yields(rows, gains)[1:] / seconds[1:] < least] = -1.0
+            count = int(values.argmax())
+            if values[count] > most:
+                chosen, most = (order, count + 1), float(values[count])
+        plain = float(worth.sum() / seconds[0]) if rates[0] >= least else -1.0
+        return (chosen[0], 0) if plain > most else chosen
 
     def _explore(
         self, ranked: Floats, rows: int, base: int, best: int, values: Floats, worth: float

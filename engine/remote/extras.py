@@ -94,6 +94,8 @@ class RequestExtra:
     """Name of the tree that it drafts from and feeds; "": none."""
     draft: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     """`[D]` an earlier continuation, drafted from first."""
+    priority: int = 0
+    """0: a step waits for it."""
     top_k: int = 0
     min_p: float = 0.0
     top_k_logprobs: int = 0

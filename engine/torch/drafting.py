@@ -7,6 +7,7 @@ from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.drafting.planner import Planner
 from asyncrl.engine.drafting.proposals import NO_HANDLE, Continuations, Proposer
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
+from asyncrl.engine.drafting.worth import worth_of
 from asyncrl.engine.protocol import turn_end
 from asyncrl.engine.torch.reports import AppendedDraws
 from asyncrl.engine.torch.rows import Rows, context_of
@@ -91,8 +92,14 @@ class Drafter:
         )
         if not len(drafts.tokens):
             return no_trees(n)
+        generated = rows.total[:n] - rows.prompt[:n]
+        known = self._continuations.left(np.arange(n))
         keep = self.planner.choose(
-            drafts.path_probabilities, drafts.offsets, rows=n, other_tokens=other_tokens
+            drafts.path_probabilities,
+            drafts.offsets,
+            rows=n,
+            other_tokens=other_tokens,
+            worth=worth_of(rows.priority[:n], generated, known),
         )
         return plant(drafts, np.minimum(keep, room), left - 1, self._vocab_size)
 

@@ -133,6 +133,8 @@ class Rows:
         self.total = np.zeros(slots, np.int32)
         self.prompt = np.zeros(slots, np.int32)
         self.limit = np.zeros(slots, np.int32)
+        self.priority = np.zeros(slots, np.int32)
+        """`[S]` of the requests; 0: a step waits for them."""
         self.kv_length = np.zeros(slots, np.int32)
         self.kv_installation = np.zeros(slots, np.int64)
         """`[S]` installation of weights under which the slot's KV was begun."""
@@ -175,6 +177,7 @@ class Rows:
         self.total[new] = self.prompt[new] + [len(one.prefix_tokens) for one in requests]
         ends = [one.sampling.last_token(one.turn_start) for one in requests]
         self.limit[new] = self.prompt[new] + ends
+        self.priority[new] = [one.priority for one in requests]
         self.kv_length[new] = 0
         self.kv_installation[new] = installation
         self.seed[new] = np.array(seeds, np.uint64)

@@ -77,9 +77,16 @@ class FixedPlanner(DraftPlanner):
         return np.minimum(left - 1, self.most).astype(np.int32), 0.0
 
     def choose(
-        self, path_probabilities: FloatArray, offsets: IntArray, *, rows: int, other_tokens: int = 0
+        self,
+        path_probabilities: FloatArray,
+        offsets: IntArray,
+        *,
+        rows: int,
+        other_tokens: int = 0,
+        worth: NDArray[np.float64] | None = None,
     ) -> IntArray:
         assert len(offsets) == rows + 1
+        assert worth is None or len(worth) == rows
         return np.diff(offsets).astype(np.int32)
 
     def judge(self, path_probabilities: FloatArray, accepted: NDArray[np.bool_]) -> None:

@@ -60,7 +60,12 @@ def _priority(request: GenerateRequest) -> int:
 
 def generation(request: GenerateRequest, seed: int) -> CoreRequest:
     """Return a request that continues from its prefix."""
-    extra = RequestExtra(seed=seed, cache_key=request.cache_key, draft=request.draft_tokens)
+    extra = RequestExtra(
+        seed=seed,
+        cache_key=request.cache_key,
+        draft=request.draft_tokens,
+        priority=request.priority,
+    )
     end = request.sampling.last_token(request.turn_start)
     left = end - len(request.prefix_tokens)
     return _request(request, extra, _priority(request), request.prefix_tokens, max_tokens=left)

@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.tree.rollout_tree import Drafts, RolloutCache
+from asyncrl.engine.drafting.calibration import Floats
 from asyncrl.engine.drafting.planner import DraftPlanner, Planner
 from asyncrl.engine.drafting.proposals import NO_HANDLE, Continuations, Proposer
 from asyncrl.engine.drafting.proposals import warm_up as warm_up_proposals
 from asyncrl.engine.drafting.step_times import warm_up as warm_up_step_times
+from asyncrl.engine.drafting.worth import worth_of
 from asyncrl.engine.remote.extras import DrafterSettings
 from asyncrl.engine.remote.worker.entries import Entry
 from asyncrl.engine.sampling.verification import offsets_of
@@ -30,7 +32,10 @@ kernel = kernels_of("engine/remote/worker")
 
 NO_SLOT = -1
 _NOT_A_TOKEN = -1
-_ARRAYS = ("_handle", "_limit", "_start", "_known", "_over", "_guessed", "_stops", "_guess")
+_ARRAYS = (
+    *("_handle", "_limit", "_start", "_known", "_over", "_guessed", "_stops", "_guess"),
+    *("_priority", "_before"),
+)
 
 Index = NDArray[np.int64]
 
@@ -60,6 +65,9 @@ class RowBook:
         self._limit = np.empty(0, np.int64)
         self._start = np.empty(0, np.int64)
         self._known = np.empty(0, np.int64)
+        self._priority = np.empty(0, np.int64)
+        self._before = np.empty(0, np.int64)
+        """Response tokens with which each slot's request began."""
         self._over = np.empty(0, np.bool_)
         self._stops: IntArray = np.empty((0, 0), np.int32)
         self._guess: FloatArray = np.empty((0, 0), np.float32)
@@ -85,6 +93,7 @@ class RowBook:
         self._handle[slot] = self._source.open(entry.extra.cache_key, entry.context[-64:])
         self._limit[slot] = entry.limit
         self._start[slot] = self._known[slot] = len(entry.context)
+        self._priority[slot], self._before[slot] = entry.extra.priority, entry.extra.generated
         self._over[slot] = False
         self._guessed[slot] = 0
         self._widen("_stops", len(entry.stop_tokens), _NOT_A_TOKEN)
@@ -184,9 +193,19 @@ class RowBook:
         )
         # Also if nothing was found: the planner learns that asking does not pay.
         keep = self._planner.choose(
-            drafts.path_probabilities, drafts.offsets, rows=len(slots), other_tokens=other_tokens
+            drafts.path_probabilities,
+            drafts.offsets,
+            rows=len(slots),
+            other_tokens=other_tokens,
+            worth=self._worth(slots, lengths[lasting]),
         )
         return Choice(lasting, drafts, keep)
+
+    def _worth(self, slots: Index, lengths: Index) -> Floats | None:
+        """Return what a token of each row is worth; rows that do not draft are not due."""
+        priority = np.where(slots == NO_SLOT, 1, self._priority[slots])
+        generated = self._before[slots] + lengths - self._start[slots]
+        return worth_of(priority, generated, self._old.left(slots))
 
     def _remember(
         self, slots: Index, begins: IntArray, keep: IntArray, guesses: FloatArray
@@ -279,6 +298,7 @@ class FixedBudget:
         *,
         rows: int,  # noqa: ARG002
         other_tokens: int = 0,  # noqa: ARG002
+        worth: Floats | None = None,  # noqa: ARG002
     ) -> IntArray:
         """Feed all that was proposed."""
         return np.diff(offsets).astype(np.int32)
