@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import forking_server
-from forking_server import Forked, load_kernels, serve, start
+from forking_server import Forked, load_kernels, serve, shared
 
 from asyncrl.launch.ray.actor import _AGENT
 from asyncrl.user_code.process_tree import end_process
@@ -193,13 +193,11 @@ class _ChildPopen(subprocess.Popen[Any]):
 
 @functools.cache
 def _server() -> tuple[str, int]:
-    """Address and process id of a server, which is started once and ends with this process."""
+    """Address and process id of the session's server."""
     path = os.pathsep.join([str(_ROOT), str(_ROOT / "tests" / "support")])
     variables = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": path}
     variables["FORKED_RUNS_ROOM"] = "." * _ROOM
-    address, server = start([sys.executable, "-P", __file__], variables, "." * _ROOM)
-    atexit.register(server.communicate)  # it ends when the pipe to it is closed
-    return address, server.pid
+    return shared("runs", [sys.executable, "-P", __file__], variables, "." * _ROOM)
 
 
 def _serve(listener: socket.socket) -> None:
