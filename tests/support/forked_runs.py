@@ -63,12 +63,16 @@ PARTS = {
     "ray.scripts.scripts",
     "ray_nodes",
     "sharded_learner",
+    "starts_a_run",
 }
 TRIALS = {"asyncrl.startup.loading_trial", "asyncrl.trainer_process.custom_algorithm"}
 FORKED = CONTROLLERS | PARTS | TRIALS
 """How the commands begin that the server forks."""
 TEXTS = {_AGENT}
-CHILDREN = {"asyncrl.child", "asyncrl.launch.ray.driver", "benchmarks.paced.child"} | TRIALS | TEXTS
+CHILDREN = {
+    *("asyncrl", "asyncrl.child", "asyncrl.launch.ray.driver", "benchmarks.paced.child"),
+    *(TRIALS | TEXTS),
+}
 """Modules, and texts for `-c`, of the processes that those fork."""
 _IMPORTED = (
     "asyncrl.cli",

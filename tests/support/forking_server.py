@@ -28,7 +28,6 @@ FOLDER = "FORKING_SERVERS"
 """Environment variable: the folder of the servers that a session of tests shares."""
 _SESSION = "session"
 """A pipe in it, which the session holds open. A server's standard input is its other end."""
-_started: list[subprocess.Popen[bytes]] = []
 _NUMBER = struct.Struct("i")
 _FILES = 4
 """Most of one process: standard input, output and error, and a socket."""
@@ -119,7 +118,7 @@ def shared(
                 stderr=log,
                 start_new_session=session,
             )
-        _started.append(server)
+        server.returncode = 0  # nobody waits for it
         pid.write(str(server.pid))
     return str(address), server.pid
 
