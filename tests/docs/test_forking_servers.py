@@ -31,9 +31,10 @@ status = Forked(address, sys.argv[1].encode(), []).status()
 print(server, os.waitstatus_to_exitcode(status))
 """
 SESSION = f"""
-import signal, subprocess, sys
-from forking_server import begin_session
+import os, signal, subprocess, sys
+from forking_server import FOLDER, begin_session
 end = begin_session()
+print(os.environ[FOLDER], flush=True)
 workers = [
     subprocess.Popen([sys.executable, "-c", {WORKER!r}, code], stdout=subprocess.PIPE, text=True)
     for code in "345"
@@ -59,6 +60,7 @@ def test_three_workers_share_a_server_that_ends_with_their_session(ends: str) ->
     assert session.stdin is not None
     assert session.stdout is not None
     with session:
+        folder = Path(session.stdout.readline().strip())
         said = session.stdout.readline().split()
         (server,) = {*map(int, said[::2])}
         assert said[1::2] == ["3", "4", "5"], "each had a process that it asked for"
@@ -70,7 +72,7 @@ def test_three_workers_share_a_server_that_ends_with_their_session(ends: str) ->
         else:
             os.kill(session.pid, signal.SIGKILL)
         deadline = time.monotonic() + SECONDS
-        while is_alive(server):
+        while is_alive(server) or folder.exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
 

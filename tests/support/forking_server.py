@@ -154,6 +154,8 @@ def serve(listener: socket.socket, become: Callable[[bytes, list[int]], NoReturn
         while True:
             for key, _ in selector.select():
                 if key.fd == 0:
+                    folder = Path(listener.getsockname()).parent  # the session may be killed
+                    shutil.rmtree(folder, ignore_errors=True)
                     return [pid for pid, _client in running.values()]
                 if key.fileobj is listener:
                     client = listener.accept()[0]
