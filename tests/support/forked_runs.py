@@ -4,7 +4,7 @@ The import of torch, transformers and numba takes 4 to 6 s of CPU, and a run's t
 its generators pays it. `Popen` takes the place of `subprocess.Popen`: a controller is forked from a
 server, which has imported everything, and forks its own children. All else about these processes
 is as usual: parents, sessions, signals, exit codes, files, command lines and environments. Other
-commands, a run's reward workers and its web page among them, are started as ever.
+commands, a run's reward workers among them, are started as ever.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import fcntl
 import functools
 import gc
 import json
+import logging
 import os
 import re
 import runpy
@@ -44,6 +45,9 @@ from benchmarks.machines.namespaces import die_with_parent, enter_namespace
 CONTROLLERS = {
     "asyncrl run",
     "asyncrl agent",
+    "asyncrl logs",
+    "asyncrl watch",
+    "asyncrl web",
     "benchmarks.hostile.victim",
     "benchmarks.paced.command run",
 }
@@ -70,7 +74,8 @@ FORKED = CONTROLLERS | PARTS | TRIALS
 """How the commands begin that the server forks."""
 TEXTS = {_AGENT}
 CHILDREN = {
-    *("asyncrl", "asyncrl.child", "asyncrl.launch.ray.driver", "benchmarks.paced.child"),
+    *("asyncrl", "asyncrl.child", "asyncrl.launch.ray.driver", "asyncrl.web.process"),
+    "benchmarks.paced.child",
     *(TRIALS | TEXTS),
 }
 """Modules, and texts for `-c`, of the processes that those fork."""
@@ -81,6 +86,8 @@ _IMPORTED = (
     "asyncrl.trainer_process.setup",
     "asyncrl.controller.execute",
     "asyncrl.startup.prepare",
+    "asyncrl.web.guard",
+    "asyncrl.web.server",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
 )
@@ -186,6 +193,8 @@ class _ChildPopen(subprocess.Popen[Any]):
         pipes, leads = given[9:15], given[-2]
         read, _, _, out, _, error = pipes
         fds = [own if one == -1 else one for own, one in enumerate((read, out, error))]
+        passed = {f"--socket={fd}": f"--socket={at}" for at, fd in enumerate(given[3], len(fds))}
+        words, fds = [passed.get(word, word) for word in words], [*fds, *given[3]]
         self.pid = os.fork()
         if self.pid == 0:
             if leads:
@@ -277,6 +286,7 @@ def become(
         asyncio.set_event_loop_policy(None)  # a Ray worker's has uvloop
         gc.freeze()  # what the parent has thrown away would close this process's files
         signal.set_wakeup_fd(-1)
+        logging.root.handlers.clear()
         for ends in (signal.SIGTERM, signal.SIGALRM, signal.SIGHUP):
             signal.signal(ends, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
