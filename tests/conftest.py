@@ -16,6 +16,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from forking_server import begin_session
 from tiny_models import make_llama, make_qwen3, save
 
 pytest_plugins = ["suite_outcome", "bounded_tests"]
@@ -34,6 +35,11 @@ _SLOW, _LIGHT = 1, 2
 """The weights of files that take a minute, and seconds."""
 _WAITING = {"asyncrl", "engine", "monitoring"}
 """Folders whose light tests wait more than they compute: for processes, and for time limits."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes are forked from servers that all workers share."""
+    config.add_cleanup(begin_session())
 
 
 def _engine_of(item: pytest.Item) -> str | None:

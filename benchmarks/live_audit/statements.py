@@ -38,6 +38,8 @@ MAX_SKEW = 0.2
 """A sum whose skewness is larger is not tested: it is not normal enough."""
 MAX_SHARE = 1 / 30
 """Nor is one of whose variance a single token has more."""
+_ROUNDING = 1e-24
+"""Variance of a token that has none: what rounding leaves of a set of all tokens."""
 _BINS = 20
 _HASHES = 3
 
@@ -83,7 +85,7 @@ def sum_of(name: str, found: Differences, chosen: Mask) -> Statement | None:
     """The sum over some tokens; None if too few have variance."""
     each = found.variance[chosen]
     variance = float(each.sum())
-    if variance <= 0 or float(each.max()) > MAX_SHARE * variance:
+    if variance <= _ROUNDING * len(each) or float(each.max()) > MAX_SHARE * variance:
         return None
     skew = float(found.third[chosen].sum()) / variance**1.5
     if abs(skew) > MAX_SKEW:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from asyncrl.monitoring.records.trained_samples import TrainedSample
 from benchmarks.live_audit.audit import refusal
 from benchmarks.live_audit.independence import correlations, repetitions, shared_numbers
 from benchmarks.live_audit.main import SCENARIOS, settings_of
-from benchmarks.live_audit.statements import Statement, sums, uniformity
+from benchmarks.live_audit.statements import Statement, of_table, sum_of, sums, uniformity
 from benchmarks.live_audit.tokens import Tokens, contexts_of
 
 VOCABULARY, STOP, LONGEST = 12, 0, 40
@@ -158,3 +160,16 @@ def test_every_run_is_valid_and_can_be_audited(name: str) -> None:
 def test_a_run_that_claims_less_is_refused(setting: str, why: str) -> None:
     config = load_config(None, [*settings_of("arithmetic", "torch", 0), setting])
     assert why in str(refusal(config))
+
+
+def test_a_set_of_all_tokens_states_nothing_whatever_rounding_leaves() -> None:
+    """As the rare ones are, all of them, of a policy that knows nothing yet."""
+    p = np.random.default_rng(0).dirichlet(np.full(40, 50.0), size=4096)
+    assert p.max() < 0.05
+    tokens: Any = SimpleNamespace(probabilities=p, token=np.arange(4096) % 40)
+    all_of_them = of_table(tokens, (p < 0.05).astype(float))
+    assert float(all_of_them.variance.sum()) > 0, "rounding leaves something"
+    chosen = np.ones(4096, np.bool_)
+    assert sum_of("rare token", all_of_them, chosen) is None
+    some_of_them = of_table(tokens, (p < 0.02).astype(float))
+    assert sum_of("rarer token", some_of_them, chosen) is not None

@@ -29,6 +29,8 @@ from asyncrl.wire.records.step import RunResult, StepMetrics
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples" / "your_own"
+_PIPE = 1 << 20
+"""Bytes of output that a run may print before it ends; 64 KiB are 150 steps."""
 _UNHURRIED = Path(__file__).with_name("unhurried_rewards.py")
 UNHURRIED = f"[{{name: '{_UNHURRIED}:digits_please'}}]"
 """`rewards.functions` of a run that leaves the cores to what the test waits for."""
@@ -92,6 +94,7 @@ class CommandLine:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            pipesize=_PIPE,  # read at its end only: a run waits for room
         )
         self.started.append(process)
         return process

@@ -4,7 +4,7 @@ The import of torch, transformers and numba takes 4 to 6 s of CPU, and a run's t
 its generators pays it. `Popen` takes the place of `subprocess.Popen`: a controller is forked from a
 server, which has imported everything, and forks its own children. All else about these processes
 is as usual: parents, sessions, signals, exit codes, files, command lines and environments. Other
-commands, a run's reward workers and its web page among them, are started as ever.
+commands, a run's reward workers among them, are started as ever.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import fcntl
 import functools
 import gc
 import json
+import logging
 import os
 import re
 import runpy
@@ -35,7 +36,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import forking_server
-from forking_server import Forked, load_kernels, serve, start
+from forking_server import Forked, load_kernels, serve, shared
 
 from asyncrl.launch.ray.actor import _AGENT
 from asyncrl.user_code.process_tree import end_process
@@ -44,6 +45,9 @@ from benchmarks.machines.namespaces import die_with_parent, enter_namespace
 CONTROLLERS = {
     "asyncrl run",
     "asyncrl agent",
+    "asyncrl logs",
+    "asyncrl watch",
+    "asyncrl web",
     "benchmarks.hostile.victim",
     "benchmarks.paced.command run",
 }
@@ -63,12 +67,17 @@ PARTS = {
     "ray.scripts.scripts",
     "ray_nodes",
     "sharded_learner",
+    "starts_a_run",
 }
 TRIALS = {"asyncrl.startup.loading_trial", "asyncrl.trainer_process.custom_algorithm"}
 FORKED = CONTROLLERS | PARTS | TRIALS
 """How the commands begin that the server forks."""
 TEXTS = {_AGENT}
-CHILDREN = {"asyncrl.child", "asyncrl.launch.ray.driver", "benchmarks.paced.child"} | TRIALS | TEXTS
+CHILDREN = {
+    *("asyncrl", "asyncrl.child", "asyncrl.launch.ray.driver", "asyncrl.web.process"),
+    "benchmarks.paced.child",
+    *(TRIALS | TEXTS),
+}
 """Modules, and texts for `-c`, of the processes that those fork."""
 _IMPORTED = (
     "asyncrl.cli",
@@ -77,6 +86,8 @@ _IMPORTED = (
     "asyncrl.trainer_process.setup",
     "asyncrl.controller.execute",
     "asyncrl.startup.prepare",
+    "asyncrl.web.guard",
+    "asyncrl.web.server",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
 )
@@ -182,6 +193,8 @@ class _ChildPopen(subprocess.Popen[Any]):
         pipes, leads = given[9:15], given[-2]
         read, _, _, out, _, error = pipes
         fds = [own if one == -1 else one for own, one in enumerate((read, out, error))]
+        passed = {f"--socket={fd}": f"--socket={at}" for at, fd in enumerate(given[3], len(fds))}
+        words, fds = [passed.get(word, word) for word in words], [*fds, *given[3]]
         self.pid = os.fork()
         if self.pid == 0:
             if leads:
@@ -193,13 +206,11 @@ class _ChildPopen(subprocess.Popen[Any]):
 
 @functools.cache
 def _server() -> tuple[str, int]:
-    """Address and process id of a server, which is started once and ends with this process."""
+    """Address and process id of the session's server."""
     path = os.pathsep.join([str(_ROOT), str(_ROOT / "tests" / "support")])
     variables = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": path}
     variables["FORKED_RUNS_ROOM"] = "." * _ROOM
-    address, server = start([sys.executable, "-P", __file__], variables, "." * _ROOM)
-    atexit.register(server.communicate)  # it ends when the pipe to it is closed
-    return address, server.pid
+    return shared("runs", [sys.executable, "-P", __file__], variables, "." * _ROOM)
 
 
 def _serve(listener: socket.socket) -> None:
@@ -275,6 +286,7 @@ def become(
         asyncio.set_event_loop_policy(None)  # a Ray worker's has uvloop
         gc.freeze()  # what the parent has thrown away would close this process's files
         signal.set_wakeup_fd(-1)
+        logging.root.handlers.clear()
         for ends in (signal.SIGTERM, signal.SIGALRM, signal.SIGHUP):
             signal.signal(ends, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -325,3 +337,4 @@ def _show(words: Sequence[str], variables: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     _serve(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)  # an orderly end takes a second

@@ -1,8 +1,8 @@
 """Processes of SGLang's interpreter, forked from one of it that has imported SGLang.
 
-Importing SGLang takes 5 to 12 s of CPU, and each engine of a run pays it. Those of the tests that
-one process runs share a server, which imports it once. It takes the place of `subprocess` where
-engines are started. What a user starts is started by the tests of whole runs.
+Importing SGLang takes 5 to 12 s of CPU, and each engine of a run pays it. Those of a session of
+tests share a server, which imports it once. It takes the place of `subprocess` where engines are
+started. What a user starts is started by the tests of whole runs.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from forking_server import Forked, load_kernels, serve, start
+from forking_server import Forked, load_kernels, serve, shared
 
 from asyncrl.engine.sglang.worker.plugin import CPU_VARIABLES, MARK_VARIABLE
 
 DEVNULL, STDOUT, TimeoutExpired = subprocess.DEVNULL, subprocess.STDOUT, subprocess.TimeoutExpired
 _MODULE = "-m"
 _ROOT = Path(__file__).parents[2]
-_servers: list[subprocess.Popen[bytes]] = []
-"""Kept: a server ends when the pipe to it is closed."""
 
 
 class Popen:
@@ -90,11 +88,11 @@ def _fd(file: Any) -> int:
 
 @functools.cache
 def _address(python: str) -> str:
-    """Of a server in this interpreter, which is started once and ends with this process."""
+    """Of the session's server in this interpreter."""
     variables = os.environ | {MARK_VARIABLE: "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     variables["PYTHONPATH"] = os.pathsep.join([str(_ROOT), str(_ROOT / "tests" / "support")])
-    address, server = start([python, "-P", "-W", "ignore", __file__], variables, session=True)
-    _servers.append(server)
+    command = [python, "-P", "-W", "ignore", __file__]
+    address, _ = shared("sglang", command, variables, session=True)
     return address
 
 
@@ -111,6 +109,7 @@ def _serve(listener: socket.socket) -> None:
     gc.freeze()
     for pid in serve(listener, functools.partial(_become, listener)):
         os.killpg(pid, signal.SIGKILL)
+    os._exit(0)  # an orderly end takes a second
 
 
 def _become(listener: socket.socket, request: bytes, files: Sequence[int]) -> NoReturn:

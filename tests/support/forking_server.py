@@ -6,11 +6,14 @@ process id and later its status (as `os.waitpid` gives it) the other.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import fcntl
 import gc
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -21,6 +24,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+FOLDER = "FORKING_SERVERS"
+"""Environment variable: the folder of the servers that a session of tests shares."""
+_SESSION = "session"
+"""A pipe in it, which the session holds open. A server's standard input is its other end."""
 _NUMBER = struct.Struct("i")
 _FILES = 4
 """Most of one process: standard input, output and error, and a socket."""
@@ -30,6 +37,7 @@ class Forked:
     """A process that a server has forked for this client."""
 
     def __init__(self, address: str, request: bytes, files: Sequence[int]) -> None:
+        self._address = address
         self._server = socket.socket(socket.AF_UNIX)
         self._server.connect(address)
         socket.send_fds(self._server, [_NUMBER.pack(len(request))], files)
@@ -47,33 +55,76 @@ class Forked:
 
     def _number(self) -> int:
         got = self._server.recv(_NUMBER.size, socket.MSG_WAITALL)
-        assert len(got) == _NUMBER.size, "the server of forked processes has died"
+        if len(got) != _NUMBER.size:
+            said = _log_of(self._address).read_text(errors="replace")[-2000:]
+            raise AssertionError(f"the server of forked processes has died: {said}")
         return int(_NUMBER.unpack(got)[0])
 
 
-def start(
-    command: Sequence[str], variables: Mapping[str, str], *arguments: str, session: bool = False
-) -> tuple[str, subprocess.Popen[bytes]]:
-    """Start a server; its address and its process.
+def begin_session() -> Callable[[], None]:
+    """Have this process and its children share servers; return what ends these.
 
-    Its command gets the number of the listening socket and then `arguments`. It ends when its
-    standard input is closed, so when this process ends or drops it. With `session` it leads one,
-    and no Ctrl-C of a terminal ends it before.
+    They end with this process, too. In a child this does nothing.
     """
-    folder = Path(tempfile.mkdtemp(prefix="forking-server-"))
-    address = str(folder / "socket")
-    with socket.socket(socket.AF_UNIX) as listener, (folder / "log").open("wb") as log:
-        listener.bind(address)
-        listener.listen()
-        return address, subprocess.Popen(
-            [*command, str(listener.fileno()), *arguments],
-            env=variables,
-            pass_fds=[listener.fileno()],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=session,
-        )
+    if FOLDER in os.environ:
+        return lambda: None
+    folder = tempfile.mkdtemp(prefix="forking-servers-")
+    os.mkfifo(f"{folder}/{_SESSION}")
+    session = os.open(f"{folder}/{_SESSION}", os.O_RDWR)  # until all who hold it have ended
+    os.environ[FOLDER] = folder
+
+    def end() -> None:
+        os.close(session)
+        del os.environ[FOLDER]
+        shutil.rmtree(folder, ignore_errors=True)
+
+    return end
+
+
+def shared(
+    name: str,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    *arguments: str,
+    session: bool = False,
+) -> tuple[str, int]:
+    """Address and process id of a server, which the first process that asks for it starts.
+
+    Its command gets the number of the listening socket and then `arguments`. With `session` it
+    leads one, and no Ctrl-C of a terminal ends it before.
+    """
+    if FOLDER not in os.environ:
+        atexit.register(begin_session())
+    folder = Path(os.environ[FOLDER])
+    address = folder / name
+    with (folder / f"{name}.pid").open("a+", encoding="ascii") as pid:
+        fcntl.flock(pid, fcntl.LOCK_EX)
+        pid.seek(0)
+        if number := pid.read():
+            return str(address), int(number)
+        with (
+            socket.socket(socket.AF_UNIX) as listener,
+            _log_of(str(address)).open("wb") as log,
+            open(os.open(folder / _SESSION, os.O_RDONLY), "rb") as its_end,  # noqa: PTH123
+        ):
+            listener.bind(str(address))
+            listener.listen()
+            server = subprocess.Popen(
+                [*command, str(listener.fileno()), *arguments],
+                env=variables,
+                pass_fds=[listener.fileno()],
+                stdin=its_end,
+                stdout=log,
+                stderr=log,
+                start_new_session=session,
+            )
+        server.returncode = 0  # nobody waits for it
+        pid.write(str(server.pid))
+    return str(address), server.pid
+
+
+def _log_of(address: str) -> Path:
+    return Path(f"{address}.log")
 
 
 def stand_for(address: str, words: Sequence[str]) -> NoReturn:
@@ -103,11 +154,15 @@ def serve(listener: socket.socket, become: Callable[[bytes, list[int]], NoReturn
         while True:
             for key, _ in selector.select():
                 if key.fd == 0:
+                    folder = Path(listener.getsockname()).parent  # the session may be killed
+                    shutil.rmtree(folder, ignore_errors=True)
                     return [pid for pid, _client in running.values()]
                 if key.fileobj is listener:
                     client = listener.accept()[0]
-                    pid = _fork(client, become)
-                    client.send(_NUMBER.pack(pid))
+                    if (pid := _fork(client, become)) is None:
+                        continue
+                    with contextlib.suppress(OSError):
+                        client.send(_NUMBER.pack(pid), socket.MSG_NOSIGNAL)
                     descriptor = os.pidfd_open(pid)
                     running[descriptor] = pid, client
                     selector.register(descriptor, selectors.EVENT_READ)
@@ -120,10 +175,12 @@ def serve(listener: socket.socket, become: Callable[[bytes, list[int]], NoReturn
                         client.send(_NUMBER.pack(status), socket.MSG_NOSIGNAL)
 
 
-def _fork(client: socket.socket, become: Callable[[bytes, list[int]], NoReturn]) -> int:
+def _fork(client: socket.socket, become: Callable[[bytes, list[int]], NoReturn]) -> int | None:
+    """Its process id; None if the client was killed before it said what it wants."""
     size, files, _, _ = socket.recv_fds(client, _NUMBER.size, _FILES)
-    request = client.recv(_NUMBER.unpack(size)[0], socket.MSG_WAITALL)
-    pid = os.fork()
+    length = _NUMBER.unpack(size)[0] if size else 1
+    request = client.recv(length, socket.MSG_WAITALL)
+    pid = os.fork() if len(request) == length else None
     if pid == 0:
         become(request, files)
     for file in files:

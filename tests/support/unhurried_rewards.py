@@ -1,4 +1,4 @@
-"""Rewards of runs that tests watch from outside: a step of 16 samples takes half a second.
+"""Rewards of runs that tests watch from outside: a step of 16 samples takes a second.
 
 As fast as it can, a run keeps two cores busy while the test waits for a process to start, a page or
 Prometheus, which need them.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-SECONDS = 0.03
+SECONDS = 0.07
 
 
 def digits_please(prompt: str, response: str, example: dict[str, Any]) -> float:

@@ -47,6 +47,8 @@ END_SECONDS = 3.0
 """Time for agents to end on their own when the run is over."""
 CLOSE_SECONDS = 10.0
 """Time to release the room and disconnect."""
+MESSAGE_SECONDS = 1.0
+"""Delay before the head is asked again for error messages, if it had none or did not answer."""
 _TICK_SECONDS = 0.1
 _PORT_SECONDS = 5.0
 _OBJECT_BYTES = 100 << 20
@@ -57,6 +59,25 @@ _THREADS = 4
 
 class ClusterRefused(Exception):  # noqa: N818 - as in `Refused`
     """The cluster cannot carry the run. The text is for the user."""
+
+
+class UnhurriedMessages:
+    """The error messages of the head, for the thread of Ray that prints them.
+
+    Without a head, Ray's `poll` returns at once, and that thread would take a whole core.
+    `worker` is Ray's own record of this process.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._messages, self._ends = worker.gcs_error_subscriber, worker.threads_stopped
+        self.subscribe, self.close = self._messages.subscribe, self._messages.close
+
+    def poll(self) -> tuple[Any, Any]:
+        """Wait for a message, as Ray's; return a delay later without one."""
+        found: tuple[Any, Any] = self._messages.poll()
+        if found[1] is None:
+            self._ends.wait(MESSAGE_SECONDS)
+        return found
 
 
 class Driver:
@@ -116,6 +137,8 @@ class Driver:
                 "(`ray start --address=HOST:PORT`), and both need the same versions of Ray and "
                 "Python"
             ) from error
+        worker = ray._private.worker.global_worker  # noqa: SLF001 - there is no other way
+        worker.gcs_error_subscriber = UnhurriedMessages(worker)
 
     def _reserve(self) -> PlacementGroup:
         """Reserve a bundle for each agent that the run begins with. Raises ClusterRefused."""

@@ -8,15 +8,18 @@ if the model is compiled, all are spawned. Imports no vLLM.
 
 import os
 import pickle
+import queue
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import metadata
 from multiprocessing import context, forkserver, popen_forkserver
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineStartError
 from asyncrl.wire.transport.environment import kept_variable
 
 _PRELOADED = "asyncrl.engine.vllm.client.preloaded"
@@ -96,26 +99,59 @@ class ForkContext(context.ForkServerContext):
     Process = _Core
 
 
-def in_a_fork(look: Callable[[], T]) -> T:
-    """Return what a function finds in a process with vLLM; raise EOFError if it fails there.
+def in_a_fork(look: Callable[[], T], seconds: float) -> T:
+    """Return what a function finds in a process with vLLM.
 
-    vLLM looks at a model's class in a new interpreter, which imports it again: 7 s of CPU.
+    vLLM looks at a model's class in a new interpreter, which imports it again: 7 s of CPU. Raises
+    EngineStartError if it fails there, or has not found it after `seconds`.
     """
     import cloudpickle  # type: ignore[import-untyped]  # vLLM's
 
     reader, writer = ForkContext().Pipe(duplex=False)
     process = ForkContext().Process(target=_look, args=(cloudpickle.dumps(look), writer))
-    process.start()
-    writer.close()
-    try:
-        found: T = reader.recv()
-    finally:
+    answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            process.start()  # waits until the server has imported vLLM
+        except (OSError, EOFError) as error:
+            answers.put(_failed(f"it could not be forked: {error!r}"))
+            return
+        writer.close()
+        try:
+            answer = reader.recv_bytes()
+        except EOFError:
+            process.join()
+            answer = _failed(f"it ended with exit code {process.exitcode}, without an answer")
         process.join()
-    return found
+        answers.put(answer)
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        found, trouble = pickle.loads(answers.get(timeout=seconds))  # noqa: S301 - of our own process
+    except queue.Empty:
+        waits_for = "vLLM to be imported"
+        if process.pid is not None:
+            process.kill()
+            waits_for = "a process with vLLM to look at the model's class"
+        raise EngineStartError(f"waited {seconds:g} s for {waits_for}") from None
+    if trouble:
+        raise EngineStartError(
+            f"a process with vLLM did not find what the model's class is: {trouble}"
+        )
+    return cast("T", found)
 
 
 def _look(pickled: bytes, writer: Connection) -> None:
     from asyncrl.engine.vllm.client.api import load_general_plugins
 
-    load_general_plugins()  # as that interpreter does
-    writer.send(pickle.loads(pickled)())  # noqa: S301 - this process's own
+    try:
+        load_general_plugins()  # as that interpreter does
+        answer = pickle.dumps((pickle.loads(pickled)(), ""))  # noqa: S301 - of our own process
+    except Exception:  # noqa: BLE001 - the process ends with it, and its parent reports it
+        answer = _failed(traceback.format_exc())
+    writer.send_bytes(answer)
+
+
+def _failed(trouble: str) -> bytes:
+    return pickle.dumps((None, trouble))

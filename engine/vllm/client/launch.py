@@ -11,6 +11,7 @@ tables and of requests that end (`asyncrl.engine.vllm.worker.scheduler`). Writte
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -263,7 +264,8 @@ def core_processes(config: EngineConfig) -> Iterator[None]:
     spawn, look = engine_utils.get_mp_context, registry._run_in_subprocess  # noqa: SLF001
     if forks(config):
         engine_utils.get_mp_context = ForkContext
-        registry._run_in_subprocess = in_a_fork  # noqa: SLF001 - there is no other way
+        limited = partial(in_a_fork, seconds=config.vllm.start_limit)
+        registry._run_in_subprocess = limited  # noqa: SLF001 - there is no other way
     try:
         with without_compilers():
             yield

@@ -22,6 +22,7 @@ from asyncrl.launch.ray import actor, messages
 from asyncrl.launch.ray.messages import Slot
 
 pytest.importorskip("ray")
+from ray._private.worker import listen_error_messages
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 driver_of_ray = pytest.importorskip("asyncrl.launch.ray.driver")
@@ -193,6 +194,31 @@ def test_a_silent_head_and_a_node_that_has_left_are_told(
     reason, agents_too = driver_of_ray.watch(ask, "h:1", seconds=0.3)
     assert reason.startswith(said)
     assert agents_too == all_too
+
+
+@pytest.mark.parametrize("answers", [[], ["a message"], ["one", "another"]])
+def test_rays_thread_of_messages_rests_when_the_head_has_none(answers: list[str]) -> None:
+    """It asks again at once, and a head that is gone has none at once, so it took a whole core."""
+    done: list[str] = []
+    left = list(answers)
+
+    def poll() -> tuple[None, dict[str, Any] | None]:
+        done.append("asked")
+        message = {"job_id": b"of another run", "error_message": left.pop(0)} if left else None
+        return None, message
+
+    ends = SimpleNamespace(is_set=lambda: len(done) > 8, wait=lambda _seconds: done.append("rest"))
+    worker = SimpleNamespace(
+        threads_stopped=ends,
+        current_job_id=SimpleNamespace(binary=lambda: b"of this run"),
+        gcs_error_subscriber=SimpleNamespace(subscribe=list, close=list, poll=poll),
+    )
+    worker.gcs_error_subscriber = driver_of_ray.UnhurriedMessages(worker)
+    listen_error_messages(worker, ends)
+    assert left == []
+    assert done[: len(answers)] == ["asked"] * len(answers), "messages are taken at once"
+    rest = done[len(answers) :]
+    assert rest == ["asked", "rest"] * (len(rest) // 2)
 
 
 @pytest.mark.parametrize(

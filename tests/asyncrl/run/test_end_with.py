@@ -10,22 +10,17 @@ import time
 from pathlib import Path
 
 import pytest
-from asyncrl_runs import ROOT, CommandLine, call, until
+from asyncrl_runs import ROOT, CommandLine, call_here, until
 
 from asyncrl.runs.directory import read_state
 from benchmarks.harness import run_command
 
-STARTS_A_RUN = """
-import subprocess, sys
-from benchmarks.harness import run_command
-subprocess.run(run_command(sys.argv[1], sys.argv[2:]), capture_output=True)
-"""
 
-
+@pytest.mark.usefixtures("_forked_runs")
 def test_a_run_ends_with_the_killed_benchmark_that_started_it(command_line: CommandLine) -> None:
     _python, _m, _asyncrl, _run, config, *overrides = command_line.arguments(run__steps=500)
     benchmark = subprocess.Popen(
-        [sys.executable, "-c", STARTS_A_RUN, config, *overrides[1::2]], cwd=ROOT
+        [sys.executable, "-m", "starts_a_run", config, *overrides[1::2]], cwd=ROOT
     )
     command_line.started.append(benchmark)
     until(lambda: command_line.children("trainer"), seconds=120, what="a trainer")
@@ -48,10 +43,9 @@ def test_a_run_ends_with_the_killed_benchmark_that_started_it(command_line: Comm
 def test_another_process_than_the_parent_is_refused() -> None:
     command = run_command("none.yaml", ["run.name=x"])
     assert command[5:7] == ["--end-with", str(os.getpid())]
-    command[6] = "1"
-    done = call(command)
+    done = call_here(command)  # by this process, which is not its own parent
     assert done.returncode == 2
-    assert f"process {os.getpid()} started this command" in done.stdout
+    assert f"process {os.getppid()} started this command" in done.stdout
 
 
 def is_alive(pid: int) -> bool:

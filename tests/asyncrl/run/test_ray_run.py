@@ -18,9 +18,11 @@ from ray_nodes import RayNodes, ray_nodes
 
 from asyncrl.launch.identity import status_of
 from asyncrl.launch.ray.actor import NODE_VARIABLE
+from asyncrl.launch.ray.launcher import DRIVER_MODULE
 from asyncrl.monitoring.metrics.discovery import targets_file
 from asyncrl.monitoring.records.group_account import read_account
 from asyncrl.wire.records.step import is_on_policy
+from benchmarks.harness import children_by_parent, cpu_seconds
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("_forked_runs")]
@@ -28,6 +30,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("_forke
 RELAYS = ("relay-0", "relay-1", "relay-2")
 PATIENCE = 400
 """Seconds; nothing is decided by time on a machine that others use too."""
+SECONDS_OF_DRIVER = 2.0
+"""CPU seconds of a driver without a head. It waits for 15 s."""
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +169,7 @@ def test_a_run_on_three_nodes_loses_everything_in_turn_and_leaves_nothing(
     assert worst_mismatch(steps) < 1e-3
     command_line.phase("the head is killed")
     cluster.kill_head()
+    the_driver_waits_without_computing(process)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, output
     assert "has not answered for" in " ".join(output.split())
@@ -184,6 +189,27 @@ def parent_of(pid: int) -> int:
 def worker_of(process: int) -> int:
     """The Ray worker with the actor that has started its agent."""
     return parent_of(parent_of(process))
+
+
+def the_driver_waits_without_computing(process: subprocess.Popen[str]) -> None:
+    """Until its run ends without a head, after `HEAD_SECONDS` and a checkpoint.
+
+    Args:
+        process: the controller.
+    """
+    [driver] = [
+        pid
+        for pid in children_by_parent()[process.pid]
+        if DRIVER_MODULE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    spent = [cpu_seconds(driver)]
+
+    def has_ended() -> bool:
+        spent.append(cpu_seconds(driver))
+        return process.poll() is not None
+
+    until(has_ended, seconds=PATIENCE, what="the end of a run without a head")
+    assert max(spent) - spent[0] < SECONDS_OF_DRIVER
 
 
 def each_process_is_on_a_node_of_its_own(processes: list[int]) -> None:

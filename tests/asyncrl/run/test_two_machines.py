@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from asyncrl_runs import OWN, worst_mismatch
+from asyncrl_runs import OWN, UNHURRIED, worst_mismatch
 from forked_machines import forking_on_machines
 
 from asyncrl.monitoring.metrics.discovery import targets_file
@@ -30,10 +30,11 @@ pytestmark = [
 
 SETTINGS = (
     *("launcher.generators=1", "monitoring.live=plain", "trainer.checkpoint_every=2"),
+    f"rewards.functions={UNHURRIED}",
     *("monitoring.host=0.0.0.0", "monitoring.report_samples=200"),
     *("launcher.ray.trainer.resources={one: 1}", "launcher.ray.generator.resources={two: 1}"),
 )
-STEPS = 4000
+STEPS = 2000
 """More than are done: the run is ended once it has gone on after the cut."""
 RECORDED = STEPS // (2 * 200)
 """A sample of each so manyth step is written to samples.jsonl."""

@@ -45,6 +45,7 @@ def test_a_killed_controller_takes_its_page_along(tmp_path: Path) -> None:
         urllib.request.urlopen(url, timeout=60)  # noqa: S310
 
 
+@pytest.mark.usefixtures("_forked_runs")
 def test_an_ended_run_is_shown_until_ctrl_c(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "runs" / "done", steps=5)
     command = [sys.executable, "-m", "asyncrl", "web", str(folder)]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from served_engine import Served
 from served_vllm import REAL_VLLM
 
 from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.vllm.client.fork_server import ForkContext, forks, in_a_fork, start_server
 from asyncrl.engine.vllm.config import VllmConfig
 
@@ -83,11 +87,64 @@ def test_the_shared_engine_was_forked(served: Served) -> None:
 
 
 def test_what_looks_at_a_models_class_is_forked() -> None:
-    """It finds vLLM there, and its failure is one here."""
-    assert in_a_fork(lambda: ("vllm" in sys.modules, os.getpid()))[0]
-    assert in_a_fork(os.getpid) != os.getpid()
-    with pytest.raises(EOFError):
-        in_a_fork(lambda: 1 / 0)
+    """It finds vLLM there."""
+    assert in_a_fork(lambda: ("vllm" in sys.modules, os.getpid()), SECONDS)[0]
+    assert in_a_fork(os.getpid, SECONDS) != os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("look", "said"),
+    [
+        (lambda: 1 / 0, r"class is: Traceback (.|\n)*\nZeroDivisionError: division by zero\n"),
+        (lambda: threading.Lock(), r"(.|\n)*cannot pickle '_thread.lock' object"),
+        (lambda: os._exit(3), "class is: it ended with exit code 3, without an answer"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "it ended with exit code -9"),
+    ],
+)
+def test_what_a_look_at_a_models_class_said_is_in_the_error(
+    look: Callable[[], object], said: str
+) -> None:
+    with pytest.raises(EngineStartError, match=said):
+        in_a_fork(look, SECONDS)
+
+
+def test_a_look_at_a_models_class_that_does_not_end_is_given_up(tmp_path: Path) -> None:
+    """And its process is killed."""
+    place = tmp_path / "pid"
+
+    def look() -> None:
+        place.write_text(str(os.getpid()))
+        signal.pause()
+
+    in_a_fork(os.getpid, SECONDS)  # the server has imported vLLM
+    with pytest.raises(EngineStartError, match="waited 3 s for a process with vLLM to look at"):
+        in_a_fork(look, 3.0)
+    ends = time.monotonic() + SECONDS
+    while place.exists() and Path(f"/proc/{place.read_text()}").exists():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
+def test_a_server_that_does_not_import_vllm_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def start(_self: object) -> None:
+        ended.wait(SECONDS)
+        raise EOFError
+
+    monkeypatch.setattr(ForkContext.Process, "start", start)
+    with pytest.raises(EngineStartError, match=r"waited 0.1 s for vLLM to be imported"):
+        in_a_fork(os.getpid, 0.1)
+    ended.set()
+
+
+def test_a_server_that_has_ended_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_self: object) -> None:
+        raise EOFError("unexpected EOF")
+
+    monkeypatch.setattr(ForkContext.Process, "start", start)
+    with pytest.raises(EngineStartError, match="could not be forked: EOFError"):
+        in_a_fork(os.getpid, SECONDS)
 
 
 def test_a_model_that_is_compiled_is_not_forked() -> None:
