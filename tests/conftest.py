@@ -5,10 +5,12 @@ And the order in which workers take files.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -131,9 +133,15 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_sessionfinish() -> None:
-    """pytest collects garbage ten times more, which takes a second each."""
+    """pytest collects garbage ten times more, which takes a second each.
+
+    Triton's binding is unfrozen at the end: it reports the types of modules that outlive Python as
+    leaked.
+    """
     gc.collect()
     gc.freeze()
+    if "triton" in sys.modules:
+        atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session")

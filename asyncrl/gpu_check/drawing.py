@@ -35,6 +35,7 @@ def kernels(context: Context) -> Said:
     """Compare draws, lists and log-probabilities with tensor operations; time the kernels."""
     if not context.gpus:
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+        _take_small_blocks()
     import torch
 
     rows, vocabulary, k = (2, 1000, 2) if context.small else (256, 151_936, 64)
@@ -66,6 +67,13 @@ def kernels(context: Context) -> Said:
         return f"{what}, interpreted by Triton (no time is measured)", numbers
     speed = f"{numbers['draw_ms']:.3f} ms, {numbers['draw_share_of_limit']:.0%} of the memory limit"
     return f"{what} in {speed}; with top_p {numbers['draw_top_p_ms']:.3f} ms", numbers
+
+
+def _take_small_blocks() -> None:
+    """Let the small vocabulary fill its blocks: an interpreter is as slow for what is masked."""
+    from asyncrl.engine.sampling import logits_triton
+
+    logits_triton._BLOCK = 256  # noqa: SLF001 - of this process alone
 
 
 def _sampling(rows: int, **ways: float) -> SamplingColumns:

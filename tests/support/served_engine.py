@@ -205,13 +205,16 @@ def drawn(model: Any, prompt: np.ndarray, tokens: np.ndarray, **how: float) -> n
 
 
 def enumerated(model: Any, length: int, **how: float) -> np.ndarray:
-    """`[V ** length]` probability of each response, in lexicographic order."""
-    responses = np.array(list(itertools.product(range(VOCAB), repeat=length)), np.int64)
-    prompts = np.broadcast_to(PROMPT, (len(responses), len(PROMPT)))
-    logprobs = reference(model, np.concatenate([prompts, responses], axis=1), **how)
-    at = torch.arange(len(PROMPT) - 1, len(PROMPT) - 1 + length)
-    chosen = logprobs[:, at].gather(-1, torch.from_numpy(responses)[..., None])[..., 0]
-    return chosen.sum(-1).exp().numpy()
+    """`[V ** length]` probability of each response, in lexicographic order.
+
+    The model reads each beginning once, and no last token.
+    """
+    begun = torch.tensor(list(itertools.product(range(VOCAB), repeat=length - 1)))
+    prompts = np.broadcast_to(PROMPT, (len(begun), len(PROMPT)))
+    texts = np.concatenate([prompts, begun.numpy()], axis=1)
+    logprobs = reference(model, texts, **how)[:, len(PROMPT) - 1 :]
+    before = logprobs[:, :-1].gather(-1, begun[..., None])[..., 0].sum(-1)
+    return (before[:, None] + logprobs[:, -1]).exp().flatten().numpy()
 
 
 def chi_square(responses: np.ndarray, expected: np.ndarray) -> float:

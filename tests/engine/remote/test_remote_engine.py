@@ -42,8 +42,8 @@ from asyncrl.rollout.trajectory import Provenance
 from asyncrl.wire.weights.writer import WeightPublisher
 
 CLAIMS = Claims(__file__)
-RESPONSES = 1800
-"""Of each way of sampling. In 20 simulations each, the mutants below had p < 1e-15."""
+RESPONSES = 1400
+"""Of each way of sampling. In 40 simulations each, the mutants below had p < 1e-11."""
 TOKENS = 140
 """Of responses that are all in KV at once: two blocks of vLLM's each, with room for drafts."""
 

@@ -164,7 +164,7 @@ def enumerated(model: Any, length: int) -> NDArray[np.float64]:
 
 
 def test_drafted_responses_follow_the_enumerated_distribution(world: World) -> None:
-    before, n = world.accepted, 3000
+    before, n = world.accepted, 1500  # twins in SGLang's own rule had p < 1e-100, twice
     found = world.generate(
         [ask(f"e{i}", "pairs", (1 << 32) + i, PROMPT, max_tokens=3) for i in range(n)]
     )
