@@ -227,7 +227,7 @@ class TrajectoryBuilder:
     _topk_ids: list[IntArray] = field(default_factory=list)
     _topk_logprobs: list[FloatArray] = field(default_factory=list)
     _noise_seeds: list[SeedArray] = field(default_factory=list)
-    _provenance: list[ByteArray] = field(default_factory=list)
+    _provenance: bytearray = field(default_factory=bytearray)
     _segments: list[Segment] = field(default_factory=list)
     _length: int = 0
     turn_start: int = 0
@@ -255,7 +255,8 @@ class TrajectoryBuilder:
         Raises ValueError for arrays of different lengths, or a version older than the last one.
         """
         n = len(tokens)
-        others = (logprobs, topk_ids, topk_logprobs, noise_seeds, provenance)
+        kinds = provenance.tobytes()
+        others = (logprobs, topk_ids, topk_logprobs, noise_seeds, kinds)
         if any(len(one) != n for one in others):
             raise ValueError(f"trajectory {self.id}: the arrays of a chunk differ in length")
         if n == 0:
@@ -270,15 +271,14 @@ class TrajectoryBuilder:
         self._topk_ids.append(topk_ids)
         self._topk_logprobs.append(topk_logprobs)
         self._noise_seeds.append(noise_seeds)
-        self._provenance.append(provenance)
+        self._provenance += kinds
         start, end = self._length, self._length + n
         if self._segments and self._segments[-1].policy_version == policy_version:
             start = self._segments.pop().start
         self._segments.append(Segment(policy_version, start, end))
         self._length = end
-        observed = np.flatnonzero(provenance == Provenance.OBSERVED)
-        if len(observed):
-            self.turn_start = end - n + int(observed[-1]) + 1
+        if Provenance.OBSERVED in kinds:
+            self.turn_start = end - n + kinds.rindex(Provenance.OBSERVED) + 1
 
     def append_observed(self, tokens: IntArray) -> None:
         """Append n observed tokens, which end a turn, with the version of the token before them.
@@ -329,10 +329,10 @@ class TrajectoryBuilder:
 
     def observed(self) -> BoolArray:
         """Return `[L]` whether each token so far was observed."""
-        if len(self._provenance) > 1:  # joined once, as the tokens
-            self._provenance = [np.concatenate(self._provenance)]
-        found = self._provenance[0] if self._provenance else np.empty(0, np.uint8)
-        return np.asarray(found == Provenance.OBSERVED)
+        return np.asarray(self._kinds() == Provenance.OBSERVED)
+
+    def _kinds(self) -> ByteArray:
+        return np.frombuffer(bytes(self._provenance), np.uint8)
 
     @property
     def oldest_version(self) -> int | None:
@@ -352,7 +352,7 @@ class TrajectoryBuilder:
 
     def count(self, provenance: Provenance) -> int:
         """Count the tokens with this provenance."""
-        return sum(int((part == provenance).sum()) for part in self._provenance)
+        return self._provenance.count(provenance)
 
     def kept(self) -> KeptTokens:
         """Return the tokens appended so far, to be verified; ValueError if there are none."""
@@ -371,7 +371,7 @@ class TrajectoryBuilder:
             topk_ids=_frozen(np.concatenate(self._topk_ids), np.int32),
             topk_logprobs=_frozen(np.concatenate(self._topk_logprobs), np.float32),
             noise_seeds=_frozen(np.concatenate(self._noise_seeds), np.uint64),
-            provenance=_frozen(np.concatenate(self._provenance), np.uint8),
+            provenance=_frozen(self._kinds(), np.uint8),
             segments=tuple(self._segments),
             finish_reason=reason,
             contexts=self.contexts,

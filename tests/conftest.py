@@ -9,9 +9,7 @@ import atexit
 import gc
 import logging
 import os
-import re
 import sys
-from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -148,21 +146,6 @@ def pytest_sessionfinish() -> None:
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Directory of a random Qwen3: 10 tokens, 2 layers, tied embeddings."""
     return str(save(make_qwen3(), tmp_path_factory.mktemp("qwen3")))
-
-
-@pytest.fixture(scope="session")
-def _folders() -> Counter[str]:
-    return Counter()
-
-
-@pytest.fixture
-def tmp_path(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _folders: Counter[str]
-) -> Path:
-    """As pytest's, which looks for its number among the folders of all tests before."""
-    name = re.sub(r"\W", "_", request.node.name)[:30]
-    _folders[name] += 1
-    return tmp_path_factory.mktemp(f"{name}-{_folders[name] - 1}", numbered=False)
 
 
 @pytest.fixture(autouse=True)

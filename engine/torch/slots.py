@@ -114,6 +114,8 @@ class SlotCache(Cache):
         self.max_len = max_len
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self._joined: tuple[torch.Tensor, ...] = ()
+        """Keys and values of all layers, if they are joined."""
         self.plan: StepLayout | None = None
         self.current_layer = 0
 
@@ -157,7 +159,7 @@ class SlotCache(Cache):
             stored.clear()
             joined.append(torch.zeros(shape, dtype=dtype, device=device))
             stored.extend(joined[-1])
-        keys, values = joined
+        keys, values = self._joined = joined[0], joined[1]
         return keys, values
 
     def copy_row(self, source: int, targets: range, length: int) -> None:
@@ -173,12 +175,12 @@ class SlotCache(Cache):
         moved = [one for one in zip(sources, targets, lengths, strict=True) if one[0] != one[1]]
         if not moved:
             return
-        for stored in (*self.keys, *self.values):
-            read = [stored[source, :, :length] for source, _, length in moved]
+        for stored in self._joined or (one[None] for one in (*self.keys, *self.values)):
+            read = [stored[:, source, :, :length] for source, _, length in moved]
             if len(moved) > 1:
                 read = [one.clone() for one in read]
             for values, (_, target, length) in zip(read, moved, strict=True):
-                stored[target, :, :length] = values
+                stored[:, target, :, :length] = values
 
     def move(
         self, rows: NDArray[np.integer], sources: NDArray[np.integer], targets: NDArray[np.integer]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_one import each_one
 from pydantic import BaseModel
 
 from asyncrl.config.run_config import RunConfig
@@ -57,18 +58,24 @@ def changed(settings: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def test_what_set_advises_is_what_a_resume_takes() -> None:
-    for key in KEYS:
-        rule = rule_of(key)
-        if key in LIVE:
-            assert check_is_safe(key, RunConfig()) == rule.when
-        else:
-            with pytest.raises(UserError) as refused:
-                check_is_safe(key, RunConfig())
-            assert rule.reason in str(refused.value), key
-            if not rule.instead:
-                assert ("--resume" in str(refused.value)) == (rule.when == "resume"), key
-        of_the_device = key == "trainer.dtype"  # see `check_settings`
-        assert resume_refuses(key) == (rule.when == "never" and not of_the_device), key
+    with each_one() as checking:
+        for key in KEYS:
+            with checking(key):
+                check_advice(key)
+
+
+def check_advice(key: str) -> None:
+    rule = rule_of(key)
+    if key in LIVE:
+        assert check_is_safe(key, RunConfig()) == rule.when
+    else:
+        with pytest.raises(UserError) as refused:
+            check_is_safe(key, RunConfig())
+        assert rule.reason in str(refused.value)
+        if not rule.instead:
+            assert ("--resume" in str(refused.value)) == (rule.when == "resume")
+    of_the_device = key == "trainer.dtype"  # see `check_settings`
+    assert resume_refuses(key) == (rule.when == "never" and not of_the_device)
 
 
 def test_every_rule_is_of_a_setting_or_section() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import typer
 from command_scenarios import HERE, NOT_RUN, RUN_BY, listed
+from each_one import each_one
 from shown_commands import EXAMPLES, ROOT, shown_commands
 
 from asyncrl.cli.app import app
@@ -43,23 +44,28 @@ def test_pages_are_drawn_from() -> None:
 
 
 def test_the_test_that_runs_it_exists() -> None:
-    for test in RUN_BY:
-        path, _, function = test.partition("::")
-        text = (ROOT / path).read_text(encoding="utf-8")
-        assert f"\ndef {function}(" in text or not function, test
-        if path == HERE:
-            assert f'"{function}"' in text, f"{test} runs something else than what is listed"
+    with each_one() as checking:
+        for test in RUN_BY:
+            path, _, function = test.partition("::")
+            with checking(test):
+                text = (ROOT / path).read_text(encoding="utf-8")
+                assert not function or text.count(f"\ndef {function}(")
+                if path == HERE:
+                    listed_here = text.count(f'"{function}"')
+                    assert listed_here, "it runs something else than what is listed"
 
 
 def test_each_example_is_trained_by_a_command_that_its_header_shows() -> None:
-    for example in EXAMPLES:
-        place = str(example.relative_to(ROOT))
-        if example.suffix != ".yaml" or example.name == "7b-8gpus.yaml":
-            continue
-        own = [one for one, places in SHOWN.items() if place in places]
-        trains = f"asyncrl {'sft' if example.name == 'sft.yaml' else 'run'} {place}"
-        assert [one for one in own if trains in one or one == "make run"], place
-        assert any(trains in command for command in RUN_BY_ALL), place
+    with each_one() as checking:
+        for example in EXAMPLES:
+            place = str(example.relative_to(ROOT))
+            if example.suffix != ".yaml" or example.name == "7b-8gpus.yaml":
+                continue
+            own = [one for one, places in SHOWN.items() if place in places]
+            trains = f"asyncrl {'sft' if example.name == 'sft.yaml' else 'run'} {place}"
+            with checking(place):
+                assert [one for one in own if trains in one or one == "make run"]
+                assert [command for command in RUN_BY_ALL if trains in command]
 
 
 RUN_BY_ALL = [command for commands in listed(RUN_BY).values() for command in commands]

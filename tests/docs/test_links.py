@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from each_one import each_one
 from shown_commands import FENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,8 +40,10 @@ def test_what_a_page_names_exists() -> None:
 
 def test_each_row_of_a_table_has_as_many_cells_as_its_head() -> None:
     """A `|` in code ends a cell unless it is escaped."""
-    for page in PAGES:
-        text = FENCE.sub("", page.read_text(encoding="utf-8"))
-        for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-            head, *rows = (len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines())
-            assert set(rows) == {head}, (page, table)
+    with each_one() as checking:
+        for page in PAGES:
+            text = FENCE.sub("", page.read_text(encoding="utf-8"))
+            for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+                head, *rows = (len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines())
+                with checking(page):
+                    assert set(rows) == {head}, table

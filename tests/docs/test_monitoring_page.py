@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import msgspec
+from each_one import each_one
 
 from asyncrl.monitoring.metrics.metrics import all_specs
 from asyncrl.trainer import critic
@@ -28,13 +29,15 @@ def first_cells(heading: str, header: str) -> list[str]:
 
 
 def test_each_metric_that_a_page_names_exists() -> None:
-    for page in PAGES:
-        named = re.findall(r"\b(asyncrl_[a-z_]+_[a-z_]*[a-z])(?:\{(\w+))?", page.read_text())
-        for name, label in named:
-            if name in SPECS:
-                assert label in ("", *SPECS[name].labels), page
-        unknown = {name for name, _ in named} - SPECS.keys()
-        assert unknown <= {"asyncrl_cpu_sampling"}, f"{page}: not a metric of metrics.py"
+    with each_one() as checking:
+        for page in PAGES:
+            named = re.findall(r"\b(asyncrl_[a-z_]+_[a-z_]*[a-z])(?:\{(\w+))?", page.read_text())
+            for name, label in named:
+                with checking(f"{page}: {name}"):
+                    if name in SPECS:
+                        assert label in ("", *SPECS[name].labels)
+                    else:
+                        assert name == "asyncrl_cpu_sampling", "not a metric of metrics.py"
 
 
 def fields_of(kind: type[msgspec.Struct], *whole: str) -> list[str]:

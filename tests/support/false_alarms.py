@@ -148,7 +148,6 @@ def assert_caught(
     *,
     enough: int,
     most: int,
-    below: float = ALARM,
 ) -> None:
     """Draw parts of a wrong product's sample until it is caught.
 
@@ -163,14 +162,13 @@ def assert_caught(
         judge: the p-value of all that was drawn, and the number of cases that show the fault.
         enough: cases.
         most: parts.
-        below: the p-value of a product that is caught.
     """
     drawn: list[T] = []
     for part in range(most):
         drawn.append(draw(part))
         p_value, cases = judge(drawn)
         print(f"{part + 1} parts, {cases} cases: p = {p_value:.3g}")
-        if p_value < below:
+        if is_caught(p_value):
             return
         assert cases < enough, f"p = {p_value:.3g} with {cases} cases"
     not_judged(item, f"p = {p_value:.3g} with {cases} cases of {enough}")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 import torch_cores
@@ -292,6 +291,8 @@ def test_exports_are_the_policy_and_load_elsewhere(
     model_path: ModelPath, group_of: Groups, tmp_path: Path
 ) -> None:
     """The adapter in peft, the merged model in transformers; of another base it is refused."""
+    import peft  # by the one worker that has this test
+
     path, run = model_path("qwen3_again"), tmp_path / "run"
     learner = trained(learner_of(path), group_of)
     published = learner.fingerprint(torch.bfloat16)

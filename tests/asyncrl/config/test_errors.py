@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_one import each_one
 from pydantic import BaseModel
 
 from asyncrl.config.run_config import RunConfig, load_config, parse_config
@@ -143,15 +144,18 @@ def test_every_number_has_bounds_and_is_finite() -> None:
             return name in str(error)
         return False
 
-    for path, *at in numeric_settings():
-        assert is_refused(*at, NOT_A_NUMBER), path
-        model, name = at
-        if "tuple" not in str(model.model_fields[name].annotation):
-            bounded = path not in UNBOUNDED
-            assert is_refused(*at, 1e30) == bounded, f"{path}: an upper bound, or a reason for none"
-            assert is_refused(*at, 10**30) == bounded, path  # an int setting refuses any 1e30
-            assert is_refused(*at, -1e30), path
-            assert is_refused(*at, float("inf")) == bounded, path
+    with each_one() as checking:
+        for path, *at in numeric_settings():
+            model, name = at
+            with checking(path):
+                assert is_refused(*at, NOT_A_NUMBER)
+                if "tuple" in str(model.model_fields[name].annotation):
+                    continue
+                bounded = path not in UNBOUNDED
+                assert is_refused(*at, 1e30) == bounded, "an upper bound, or a reason for none"
+                assert is_refused(*at, 10**30) == bounded  # an int setting refuses any 1e30
+                assert is_refused(*at, -1e30)
+                assert is_refused(*at, float("inf")) == bounded
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from each_one import each_one
 from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
@@ -33,12 +34,13 @@ def test_the_page_on_disk_is_the_generated_one() -> None:
 
 
 def test_every_setting_says_what_it_means() -> None:
-    for section in sections():
-        for setting in section.settings:
-            at = f"{section.path}.{setting.name}"
-            assert setting.meaning.endswith((".", ")")), f"{at}: write a docstring under the field"
-            python = re.findall(r"\b(?:None|True|False)\b", setting.meaning)
-            assert not python, f"{at}: users write YAML: null, true or false, not {python[0]}"
+    settings = [(section, setting) for section in sections() for setting in section.settings]
+    with each_one() as checking:
+        for section, setting in settings:
+            with checking(f"{section.path}.{setting.name}"):
+                assert setting.meaning.endswith((".", ")")), "write a docstring under the field"
+                python = re.findall(r"\b(?:None|True|False)\b", setting.meaning)
+                assert not python, f"users write YAML: null, true or false, not {python[0]}"
 
 
 def test_every_section_says_what_it_is() -> None:

@@ -310,13 +310,12 @@ def test_a_cut_that_depends_on_the_tokens_after_it_is_detected(
     """Lose the tokens that were drawn and not reported. Stop tokens are never among them.
 
     Such an engine reports nothing when weights are installed, right before samples are
-    interrupted. Short steps of the trainer, and slow ones of the engine in few slots, let many
-    samples be in generation whenever new weights arrive. The bias is so small that some 3,000 to
-    6,000 cases show it below 1e-4.
+    interrupted. A slot for each sample of a step, slow steps of the engine, and weights that arrive
+    at once let many samples be in generation then. Some 1,400 cases show it below ALARM.
     """
-    name = "learning rate 0"
-    short = {"group_size": 16, "groups_per_step": 3, "max_runahead_groups": 3}
-    mode = far_apart(name, scheduler=short, slots=48, turns_per_step=16, install_delay=1)
+    mode = far_apart(
+        "learning rate 0", slots=144, turns_per_step=16, install_delay=0, publish_delays=(0,)
+    )
     interrupt = DecodeCore.interrupt
 
     def forgetful(self: DecodeCore, name: str) -> Any:
@@ -333,4 +332,4 @@ def test_a_cut_that_depends_on_the_tokens_after_it_is_detected(
         return (verdict.p_value if verdict.tv < 0 else 1.0), total(parts, "cut")
 
     draw = partial(play, mode)
-    assert_caught(request.node, draw, judge, enough=11_000, most=24, below=1e-4)
+    assert_caught(request.node, draw, judge, enough=3500, most=12)

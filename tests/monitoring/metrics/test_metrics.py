@@ -2,6 +2,7 @@ import re
 import subprocess
 
 import pytest
+from each_one import each_one
 from needed_programs import needs, path_of
 from prometheus_client import generate_latest
 from step_records import full_step
@@ -26,13 +27,16 @@ def exposition(role, process="p-0"):
 
 
 def test_names_follow_the_conventions():
-    for _, spec in all_specs():
-        assert re.fullmatch(r"asyncrl_[a-z][a-z0-9_]*", spec.name)
-        assert spec.help.endswith("."), spec.name
-        assert (spec.kind == "counter") == spec.name.endswith("_total")
-        assert not re.search(r"_(ms|millis|minutes|percent|kb|mb|count|sum|bucket)(_|$)", spec.name)
-        if spec.kind == "histogram":
-            assert spec.name.endswith(("_seconds", "_bytes", "_tokens"))
+    other = r"_(ms|millis|minutes|percent|kb|mb|count|sum|bucket)(_|$)"
+    with each_one() as checking:
+        for _, spec in all_specs():
+            with checking(spec.name):
+                assert re.fullmatch(r"asyncrl_[a-z][a-z0-9_]*", spec.name)
+                assert spec.help.endswith(".")
+                assert (spec.kind == "counter") == spec.name.endswith("_total")
+                assert not re.search(other, spec.name)
+                if spec.kind == "histogram":
+                    assert spec.name.endswith(("_seconds", "_bytes", "_tokens"))
 
 
 def test_a_name_means_one_thing_everywhere():

@@ -260,7 +260,8 @@ class Member:
         """Have a message arrive late, and after the messages before it."""
         if isinstance(message, fg.GeneratorReport):
             return
-        delay = int(self._rng.choice(self._settings.message_delays))
+        delays = self._settings.message_delays
+        delay = delays[self._rng.integers(len(delays))]  # `choice` takes ten times as long
         if isinstance(message, fg.WeightsInstalled):
             delay += self._settings.install_delay
         self._last_arrival = max(self._last_arrival, self._clock.now + delay)
