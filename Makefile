@@ -101,7 +101,7 @@ test-deploy: $(VENV)/.dev ## Slurm, Docker Compose and Kubernetes for real, each
 
 # tests/benchmarks/test_smoke.py compares it with what is there.
 BENCHMARKS := cache scheduler delivery vllm_host torch_host engines exactness rollout pipeline paced peers chaos \
-  hostile trainer turns weights controller gpu_plan live_audit mutants noise_floor \
+  long_tail hostile trainer turns weights controller gpu_plan live_audit mutants noise_floor \
   routing scaling simulation slow_environments warm_start watchers soak
 bench: $(VENV)/.vllm $(VENV)/.bench ## quick version of every benchmark (hours), JSON into benchmarks/results/local/ (BENCHMARKS="cache turns": some)
 	@mkdir -p benchmarks/results/local

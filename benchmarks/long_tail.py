@@ -1,4 +1,4 @@
-"""What budgets by worth and run-ahead by measurement gain where a step waits for its longest sample.
+"""What budgets by worth, and run-ahead by measurement, gain where a step waits for long samples.
 
     python -m benchmarks.long_tail [--quick] [--json FILE]
 
@@ -8,7 +8,7 @@ until the last of them ends: without drafts, with a planner to which all rows ar
 `worth_of`. The three see the same lengths and the same drafts. Part of the samples repeat
 themselves (0.98 a token), part do less (0.8), part are new (0.3). `urgent_over_equal` is the
 geometric mean of the ratios of times over numbers of rows; `tokens_per_second_kept` the least ratio
-of speeds.
+of the tokens a second that are expected, at each step of the same rows.
 
 `auto`: the simulator (`asyncrl.simulation`) runs fixed depths of run-ahead and `auto`;
 `auto_over_best_fixed` is the largest ratio of seconds a token in the second half of the runs, over
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.table import Table
 
 from asyncrl.engine.drafting.planner import DraftPlanner
 from asyncrl.engine.drafting.worth import worth_of
@@ -43,6 +44,10 @@ PROMPT = 200
 MEDIAN, SIGMA, LONGEST = 1000, 1.0, 16_000
 REMEMBERED = 0.5
 """Share of the samples that continue after a rejection and know about their old length."""
+FIXED = (1, 2, 3, 4, 6)
+"""Steps of run-ahead that `auto` is compared with."""
+LAWS = (0.0, 1.0)
+"""A rejected answer keeps its length, or gets a new one (`Conditions.new_length`)."""
 TARGETS = {
     "urgent_over_equal": 1.1,
     "tokens_per_second_kept": 0.98,
@@ -56,7 +61,8 @@ Ints = NDArray[np.int64]
 class Decoded(NamedTuple):
     seconds: float
     """Until the last due sample ended."""
-    tokens_per_second: float
+    kept: float
+    """Tokens a second that were expected, over those of equal budgets for the same rows."""
 
 
 @dataclass
@@ -80,36 +86,49 @@ class Rollout:
         due = np.arange(count) < slots // 2
         done = np.zeros(count, np.int64)
         active, following = np.arange(slots), slots
-        planner = DraftPlanner(max_step_tokens=8192, max_draft_tokens=DEPTH)
-        seconds, tokens = 0.0, 0
+        planners = [DraftPlanner(max_step_tokens=8192, max_draft_tokens=DEPTH) for _ in range(2)]
+        expected = np.zeros((2, 2))
+        """Tokens and seconds, by this plan and with equal budgets."""
+        seconds = 0.0
         while due[active].any():
             left = length[active] - done[active]
             known = np.where(remembers[active], left, 0)
-            fed = self._draft(planner, left, rate[active], done[active], known, ~due[active])
+            worth = worth_of((~due[active]).astype(np.int64), done[active], known)
+            budgets = [
+                self._draft(planners[0], left, rate[active], worth),
+                self._draft(planners[1], left, rate[active], None),
+            ]
             context = int((PROMPT + done[active]).sum())
+            for i, fed in enumerate(budgets):
+                expected[i] += self._expected(fed, rate[active], context)
+            fed = budgets[0]
             took = self.cost.step(len(active) + int(fed.sum()), context)
-            # Every plan sees the same drafts: what is accepted depends on the sample and its place.
+            # All plans have the same luck: what is accepted depends on the sample and its place.
             hits = _hits(self.seed, active, done[active], rate[active])
             accepted = np.minimum(fed, hits)
-            self._learn(planner, rate[active], fed, accepted, len(active), context, took)
-            grown = np.minimum(accepted + 1, left)
-            done[active] += grown
+            for planner in planners:
+                _learn(planner, rate[active], fed, accepted, context, took)
+            done[active] += np.minimum(accepted + 1, left)
             seconds += took
-            tokens += int(grown.sum())
             over = done[active] >= length[active]
             fresh = np.arange(following, following + int(over.sum()))
             following += len(fresh)
             active = np.concatenate((active[~over], fresh[fresh < count]))
-        return Decoded(seconds, tokens / seconds)
+        speed, equal = expected[:, 0] / expected[:, 1]
+        return Decoded(seconds, float(speed / equal))
+
+    def _expected(self, fed: Ints, rate: NDArray[np.float64], context: int) -> tuple[float, float]:
+        """Return the tokens that a step is expected to yield, and its seconds."""
+        gains = rate * (1 - rate**fed) / (1 - rate)
+        tokens = len(fed) + float(gains.sum())
+        return tokens, self.cost.step(len(fed) + int(fed.sum()), context)
 
     def _draft(
         self,
         planner: DraftPlanner,
         left: Ints,
         rate: NDArray[np.float64],
-        generated: Ints,
-        known: Ints,
-        ahead: NDArray[np.bool_],
+        worth: NDArray[np.float64] | None,
     ) -> Ints:
         """Return the number of tokens that are drafted for each row."""
         nothing = np.zeros(len(left), np.int64)
@@ -121,26 +140,25 @@ class Rollout:
         paths = rate[:, None] ** np.arange(1, DEPTH + 1)
         asked = (np.arange(DEPTH) < budgets[:, None]) & (paths >= least)
         offsets = np.concatenate(([0], np.cumsum(asked.sum(1)))).astype(np.int32)
-        worth = worth_of(ahead.astype(np.int64), generated, known) if self.plan == URGENT else None
         estimates = paths[asked].astype(np.float32)
+        worth = worth if self.plan == URGENT else None
         return planner.choose(estimates, offsets, rows=len(left), worth=worth).astype(np.int64)
 
-    def _learn(
-        self,
-        planner: DraftPlanner,
-        rate: NDArray[np.float64],
-        fed: Ints,
-        accepted: Ints,
-        rows: int,
-        context: int,
-        seconds: float,
-    ) -> None:
-        place = np.arange(DEPTH)
-        inside = place < fed[:, None]
-        paths = (rate[:, None] ** (place + 1)).astype(np.float32)
-        planner.judge(paths[inside], (place < accepted[:, None])[inside])
-        total = rows + int(fed.sum())
-        planner.observe(tokens=total, rows=rows, context=context, seconds=seconds)
+
+def _learn(
+    planner: DraftPlanner,
+    rate: NDArray[np.float64],
+    fed: Ints,
+    accepted: Ints,
+    context: int,
+    seconds: float,
+) -> None:
+    place, rows = np.arange(DEPTH), len(fed)
+    inside = place < fed[:, None]
+    paths = (rate[:, None] ** (place + 1)).astype(np.float32)
+    planner.judge(paths[inside], (place < accepted[:, None])[inside])
+    total = rows + int(fed.sum())
+    planner.observe(tokens=total, rows=rows, context=context, seconds=seconds)
 
 
 def _hits(seed: int, samples: Ints, places: Ints, rate: NDArray[np.float64]) -> Ints:
@@ -200,60 +218,60 @@ def depths(generators: int, new_length: float, steps: int, fixed: Sequence[int])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__, "fewer rows and generators")
-    options = parser.parse_args(arguments)
+    options = parser_of(__doc__, "fewer rows and generators").parse_args(arguments)
     slots, seeds = pick(options, ((16, 32, 64, 128, 256), 5), ((64, 128), 3), ((8,), 1))
-    found = urgent(slots, seeds)
     generators, steps = pick(options, ((1, 4, 32, 256), 200), ((1, 4, 32), 160), ((1,), 24))
-    fixed = pick(options, (1, 2, 3, 4, 6), (1, 2, 3, 4, 6), (1, 2))
-    runs = [
-        depths(count, law, steps, fixed)
-        for count, law in itertools.product(
-            generators, pick(options, (0.0, 1.0), (0.0, 1.0), (0.0,))
-        )
-    ]
+    fixed = pick(options, FIXED, FIXED, (1, 2))
+    laws = pick(options, LAWS, LAWS, LAWS[:1])
+    found = urgent(slots, seeds)
+    runs = [depths(*one, steps, fixed) for one in itertools.product(generators, laws)]
+    logs = [math.log(one) for by in found.values() for one in _over(by, EQUAL)]
     ratios = {
-        "urgent_over_equal": math.exp(
-            float(np.mean([math.log(one) for rows in found for one in _over(found[rows], EQUAL)]))
-        ),
-        "tokens_per_second_kept": min(_kept(found[rows]) for rows in found),
+        "urgent_over_equal": math.exp(float(np.mean(logs))),
+        "tokens_per_second_kept": min(_kept(by) for by in found.values()),
         "staleness_max": float(max(one.staleness for one in runs)),
         "auto_over_best_fixed": max(one.over_best for one in runs),
     }
     raw: dict[str, Any] = {
         "urgent": {
-            str(rows): {plan: [one._asdict() for one in runs_of] for plan, runs_of in by.items()}
+            str(rows): {plan: [one.seconds for one in by[plan]] for plan in PLANS}
             for rows, by in found.items()
         },
         "auto": [dataclasses.asdict(one) for one in runs],
     }
-    by_rows = [
-        [rows, *(f"{np.mean([one.seconds for one in by[plan]]):.1f}" for plan in PLANS),
-         f"{math.exp(np.mean(np.log(_over(by, NONE)))):.2f}",
-         f"{math.exp(np.mean(np.log(_over(by, EQUAL)))):.3f}", f"{_kept(by):.3f}"]
-        for rows, by in found.items()
-    ]  # fmt: skip
-    by_depth = [
-        [one.generators, "new" if one.new_length else "kept",
-         *(f"{1e6 * one.seconds[str(depth)]:.1f}" for depth in (*fixed, "auto")), one.chosen,
-         f"{one.over_best:.3f}"]
-        for one in runs
-    ]  # fmt: skip
-    tables = (
-        table(
-            "A step's last sample, s",
-            "rows,no drafts,equal,urgent,none / urgent,equal / urgent,tokens/s kept",
-            by_rows,
-        ),
-        table(
-            "Simulated us a token by steps of run-ahead",
-            f"generators,rejected length,{','.join(map(str, fixed))},auto,chose,auto / best",
-            by_depth,
-        ),
-        targets_table(ratios, TARGETS, FLOORS),
-    )
+    tables = _of_rows(found), _of_depths(runs, fixed), targets_table(ratios, TARGETS, FLOORS)
     report(options, "long_tail", raw, ratios, *tables)
     return 0
+
+
+def _of_rows(found: dict[int, dict[str, list[Decoded]]]) -> Table:
+    lines = [
+        [
+            rows,
+            *(f"{np.mean([one.seconds for one in by[plan]]):.1f}" for plan in PLANS),
+            *(f"{math.exp(np.mean(np.log(_over(by, plan)))):.3f}" for plan in (NONE, EQUAL)),
+            f"{_kept(by):.3f}",
+        ]
+        for rows, by in found.items()
+    ]
+    heads = "rows,no drafts,equal,urgent,none / urgent,equal / urgent,tokens/s kept"
+    return table("Seconds until a step's last sample has ended", heads, lines)
+
+
+def _of_depths(runs: Sequence[Depths], fixed: Sequence[int]) -> Table:
+    lines = [
+        [
+            one.generators,
+            "new" if one.new_length else "kept",
+            *(f"{1e6 * one.seconds[str(depth)]:.1f}" for depth in (*fixed, "auto")),
+            one.chosen,
+            f"{one.over_best:.3f}",
+        ]
+        for one in runs
+    ]
+    depths_named = ",".join(map(str, fixed))
+    heads = f"generators,rejected length,{depths_named},auto,chose,auto / best"
+    return table("Simulated us a trained token by steps of run-ahead", heads, lines)
 
 
 def _over(by: dict[str, list[Decoded]], plan: str) -> list[float]:
@@ -262,9 +280,7 @@ def _over(by: dict[str, list[Decoded]], plan: str) -> list[float]:
 
 
 def _kept(by: dict[str, list[Decoded]]) -> float:
-    """Tokens a second over those of equal budgets, in the mean over the seeds."""
-    speeds = [np.mean([one.tokens_per_second for one in by[plan]]) for plan in (URGENT, EQUAL)]
-    return float(speeds[0] / speeds[1])
+    return float(np.mean([one.kept for one in by[URGENT]]))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ the trainer share their processors, run-ahead takes from the work that is due, s
 there without it; on separate ones it begins two steps ahead (docs/decisions/0098). From
 then on neighbouring depths are tried for a window each, and one that is cheaper is kept. A trial
 that costs more ends early. Trials are paid from a budget: what they have cost and may cost is at
-most `BUDGET` of the run so far, so the choice is never slower than the depth that it began with by
-more than that.
+most `BUDGET` of the run so far, and what better depths have gained. So the choice is never slower
+than the depth that it began with by more than that.
 
 Depths are whole steps. A change holds from the first step of which no group was issued. What is
 started depends on times and on samples that were drawn before, never on a sample that is still to
@@ -31,6 +31,9 @@ WINDOW = 8
 MAX_WINDOW = 64
 ENOUGH = 0.01
 """Smallest gain for which a depth is changed."""
+_LONGER = 4
+"""Windows that a trial which seems faster may take until that is sure, and that it is compared
+with."""
 _EARLY = 3
 """Steps after which a trial that is clearly slower ends."""
 _CLEAR = 2.5
@@ -101,8 +104,12 @@ class RunAhead:
     """First step that measures the depth in force; None: the next one that is free."""
     _count: int = 0
     """Steps that were trained."""
+    _allowed: float = 0.0
+    """Steps that trials may lose: `BUDGET` of each step, and what better depths have gained."""
     _lost: float = 0.0
     """Steps that trials have lost."""
+    _gain: float = 0.0
+    """Share by which the chosen depth is cheaper than the first one, at least."""
     _known: dict[tuple[int, int], _Neighbour] = field(default_factory=dict)
     """Neighbours by (depth, tried depth)."""
 
@@ -135,6 +142,7 @@ class RunAhead:
             last: last step of the run.
         """
         self._count += 1
+        self._allowed += BUDGET + self._gain
         if self._first is None:  # what was measured counts no more; a trial is given up
             self.trying, self._first = None, next_free + 1
         if step < self._first or tokens <= 0 or not seconds > 0:
@@ -157,7 +165,7 @@ class RunAhead:
             one = self._neighbour(depth)
             fits = next_free + one.window + 1 <= last and len(self._base) >= one.window
             lost = self._lost + one.loss * (one.window + begun)
-            if fits and self._count >= one.not_before and lost <= BUDGET * self._count:
+            if fits and self._count >= one.not_before and lost <= self._allowed:
                 chances.append((one.loss, depth))
         if chances:
             self.trying = min(chances)[1]
@@ -168,15 +176,21 @@ class RunAhead:
         one = self._neighbour(tried)
         if len(self._trial) < _EARLY:
             return
-        gain = Cost.of(self._trial).gain_over(Cost.of(self._base[-one.window :]))
+        base, length = self._base[-_LONGER * one.window :], len(self._trial)
+        gain = Cost.of(self._trial).gain_over(Cost.of(base))
         is_slower = gain.mean < -max(ENOUGH, _CLEAR * gain.error)
-        if len(self._trial) < one.window and not is_slower:
+        is_faster = gain.mean > max(ENOUGH, gain.error)
+        may_be_faster = gain.mean > 0 and length < _LONGER * one.window  # going on costs nothing
+        if not is_slower and (length < one.window or (may_be_faster and not is_faster)):
             return
+        is_faster |= gain.mean > ENOUGH
         self.trying = None
         self._lost += max(0.0, -gain.mean) * (len(self._trial) + begun)
         seen = f"{_counted(tried)} took {abs(gain.mean):.0%} {'less' if gain.mean > 0 else 'more'}"
-        if gain.mean > max(ENOUGH, gain.error):
+        if is_faster:
             before, self.steps = self.steps, tried
+            surely = max(0.0, gain.mean - gain.error)
+            self._gain = max(0.0, 1.0 - (1.0 - self._gain) * (1.0 - surely))
             self.why = f"{seen} time a token than {_counted(before)}"
             back = self._neighbour(before)
             back.loss, back.not_before = gain.mean, self._count + 8 * one.window

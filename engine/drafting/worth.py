@@ -1,4 +1,4 @@
-"""What a token of each row is worth: a step ends with the slowest of the samples that it waits for.
+"""Worth of a token of each row: a step ends with the slowest of the samples that it waits for.
 
 Samples that a step waits for (priority 0) count by the length that they are expected to have left,
 squared: the longest decides when the step ends. Run-ahead counts little; it has a step's time or

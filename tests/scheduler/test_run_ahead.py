@@ -78,10 +78,10 @@ def test_the_cost_is_that_of_all_tokens_and_a_long_step_counts_little() -> None:
 @pytest.mark.parametrize("best", DEPTHS)
 @pytest.mark.parametrize("shared", [False, True])
 def test_it_goes_to_the_cheapest_depth(best: int, shared: bool) -> None:
-    """By a tenth a rung; on shared devices later, as trials there are expected to cost more."""
+    """Of those that differ by a tenth a rung; now and then it tries the neighbours again."""
     played = Played(valley(best), shared, steps=3000).play()
-    assert played.depths[-1] == best, played.ahead.why
-    assert played.ahead.steps == best
+    last = played.depths[-200:]
+    assert sum(map(valley(best), last)) / len(last) < 1.08, played.ahead.why
 
 
 @pytest.mark.parametrize("shared", [False, True])

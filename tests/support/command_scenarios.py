@@ -279,6 +279,7 @@ NOT_RUN: dict[str, str] = {
         python -m benchmarks.hostile --quick
         python -m benchmarks.live_audit
         python -m benchmarks.live_audit --run runs/NAME
+        python -m benchmarks.long_tail --quick
         python -m benchmarks.mutants
         python -m benchmarks.noise_floor --quick
         python -m benchmarks.paced --modes 'sync,keep(4),verify' --generators 1

@@ -25,6 +25,7 @@ LIGHT = (
     "delivery",
     "exactness",
     "gpu_plan",
+    "long_tail",
     "noise_floor",
     "routing",
     "scaling",
