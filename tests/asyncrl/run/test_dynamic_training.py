@@ -24,6 +24,7 @@ from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import from_trainer as ft
 from asyncrl.wire.messages import to_generator as tg
 from asyncrl.wire.messages import to_trainer as tt
+from asyncrl.wire.records.step import LearnerMetrics
 from asyncrl.wire.transport.refusals import Reason
 
 STEPS, PER_STEP, SIZE = 4, 2, 2
@@ -105,9 +106,10 @@ class Others:
             return [(G, fg.WeightsInstalled(G, self.version))]
         groups = tuple(sorted(itertools.chain(*self.plans[about])))
         self.trained += 1
-        numbers: Any = None  # nothing here reads them
+        times: Any = None  # nothing here reads them
+        learned = LearnerMetrics()
         return [
-            ("trainer", ft.StepFinished(about, groups, weights(about + 1), numbers, numbers)),
+            ("trainer", ft.StepFinished(about, groups, weights(about + 1), learned, times)),
         ]
 
 
