@@ -1,6 +1,8 @@
 """The inputs of a simulated run."""
 
 import math
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncrl.rollout.trajectory import SampleId
@@ -44,6 +46,8 @@ class Setting(Conditions):
     lengths: Lengths
     known: dict[SampleId, int] = field(default_factory=dict)
     """Lengths of answers that are drawn only after a rejection, to repeat a real run."""
+    again: Callable[[SampleId, random.Random], int] | None = None
+    """Draws another length of a rejected sample (`new_length`); None: `lengths` does."""
     survival: Survival = field(default_factory=Survival)
     signal_share: float = 1.0
     """Share of the groups that carry signal; with `scheduler.dynamic_sampling` only."""

@@ -163,13 +163,17 @@ class SimGenerator:
         request.replace(self.version, kept + (kept < generated))
         if kept < generated:
             if setting.new_length and self._rng.random() < setting.new_length:
-                draws = (setting.lengths(self._rng) for _ in range(_DRAWS))
+                draws = (self._another_length(request.sample) for _ in range(_DRAWS))
                 request.length = next((one for one in draws if one > kept), request.length)
             speed = self._cost.redraft(self._active, self._drafting, setting.redraft)
             request.speedup = speed / self._cost.speed(self._active)
             request.drafted += generated - kept - 1
             request.rewarded_at = 0.0
         return generated
+
+    def _another_length(self, sample: SampleId) -> int:
+        again = self._setting.again
+        return self._setting.lengths(self._rng) if again is None else again(sample, self._rng)
 
     @property
     def decoding(self) -> int:

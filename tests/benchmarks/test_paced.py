@@ -19,6 +19,7 @@ from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.engine.torch.core import CoreSettings
 from asyncrl.engine.torch.model import load_model
 from asyncrl.monitoring.records.jsonl import read_jsonl
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.simulation.cost import DEVICES, MODELS, roofline
 from asyncrl.simulation.outcome import Outcome
 from asyncrl.tasks.loading import load_task
@@ -27,7 +28,7 @@ from benchmarks.paced import main as paced_main
 from benchmarks.paced import pace as paced_pace
 from benchmarks.paced.child import RECORDS, PacedCore
 from benchmarks.paced.findings import Findings, Result, tables
-from benchmarks.paced.main import simulate
+from benchmarks.paced.main import _lengths_by_step, simulate
 from benchmarks.paced.model import Lengths, make_model
 from benchmarks.paced.pace import PacedDevice, Scale, Work, cost_of_environment, pace_variable
 from benchmarks.paced.reward import rarer_letters
@@ -369,3 +370,13 @@ def test_the_simulation_repeats_lengths_and_rejections() -> None:
     )  # 5% of them get another length
     sync = simulate(replace(paced, mode=SYNC), like)
     assert sync.step_seconds > found.step_seconds
+
+
+def test_a_rejected_sample_gets_a_length_of_its_own_step() -> None:
+    """Lengths change as the policy learns: those of other steps simulated runs 40% too slow."""
+    known = {(g, s): 10 * (g // 8) + s for g in range(24) for s in range(8)}
+    rng = random.Random(0)
+    again = _lengths_by_step(known, 8)
+    for step in range(3):
+        drawn = {again(SampleId(8 * step + 3, 0), rng) for _ in range(200)}
+        assert drawn == {10 * step + s for s in range(8)}
